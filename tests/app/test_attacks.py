@@ -36,7 +36,7 @@ class Sidecar(SidecarProcess):
             "TIDEMARK_POSTGRES_DSN": dsn,
             "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": f"127.0.0.1:{free_port()}",
             "TIDEMARK_SIDECAR_PORT": str(port),
-            "TIDEMARK_SIDECAR_TCP": self.lines,
+            "TIDEMARK_LINES_LISTEN": self.lines,
             **{f"TIDEMARK_SIDECAR_{name}": value for name, value in settings.items()},
         }
         super().__init__(Home(home), port, variables)

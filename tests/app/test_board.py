@@ -120,7 +120,7 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
     }
     ages = {it.labels["stream"]: it.value for it in samples if it.name == "tidemark_oldest_gap_age_seconds"}
     assert ages == {"s0": 0, "s1": 0, "other streams": 15.0}
-    assert {it.labels["what"]: it.value for it in samples if it.name == "tidemark_without_series"} == {
+    assert {it.labels["what"]: it.value for it in samples if it.name == "tidemark_series_omitted"} == {
         "streams": 4,
         "writers": 8,
         "holders": 0,
@@ -251,16 +251,16 @@ def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorReg
     shard = Shard()
     board.update([ShardEffects(0, 0, [shard.left_by_a_dead_writer()], [], [])])
     holder = {"stream": "events", "writer": "w1", "reason": "silent"}
-    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "events"}) == 13
-    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 23
-    assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
-    assert registry.get_sample_value("tidemark_holder_silent_seconds", holder) == 25 - 1
+    assert registry.get_sample_value("tidemark_linear_lag_ids", {"stream": "events"}) == 13
+    assert registry.get_sample_value("tidemark_linear_lag_seconds", {"stream": "events"}) == 23
+    assert registry.get_sample_value("tidemark_linear_blocked_seconds", holder) == 23
+    assert registry.get_sample_value("tidemark_blocker_last_seen_seconds", holder) == 25 - 1
     board.load(loaded(shard.states), {})
-    assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
+    assert registry.get_sample_value("tidemark_linear_blocked_seconds", holder) == 23
     board.update([ShardEffects(0, 0, [shard.feed(position("w1", 7, 20, epoch=1))], [], [])])
-    assert registry.get_sample_value("tidemark_held_by_seconds", holder) is None
-    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "events"}) == 0
-    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 0
+    assert registry.get_sample_value("tidemark_linear_blocked_seconds", holder) is None
+    assert registry.get_sample_value("tidemark_linear_lag_ids", {"stream": "events"}) == 0
+    assert registry.get_sample_value("tidemark_linear_lag_seconds", {"stream": "events"}) == 0
 
 
 def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() -> None:
@@ -269,9 +269,9 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() 
     board = Board(now=lambda: 11.0)
     registry.register(board)
     board.load(loaded({"events": Shard().left_by_a_dead_writer().state}), {})
-    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 9
+    assert registry.get_sample_value("tidemark_linear_lag_seconds", {"stream": "events"}) == 9
     assert "w1" not in {
-        it.labels.get("writer") for family in board.collect() for it in family.samples if "held" in it.name
+        it.labels.get("writer") for family in board.collect() for it in family.samples if "blocked" in it.name
     }
 
 
@@ -283,13 +283,13 @@ def test_past_their_number_holders_share_a_series() -> None:
     old = Shard().left_by_a_dead_writer()
     young = Shard(now=20_000).left_by_a_dead_writer()
     board.load(loaded({"a": young.state, "z": old.state}), {})
-    held = [sample for family in board.collect() for sample in family.samples if "held_by" in sample.name]
+    held = [sample for family in board.collect() for sample in family.samples if "linear_blocked" in sample.name]
     assert [(*it.labels.values(), it.value) for it in held] == [
         ("z", "w1", "silent", 58),
         ("other streams", "other writers", "any", 38),
     ]
-    assert registry.get_sample_value("tidemark_without_series", {"what": "holders"}) == 1
-    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "other streams"}) == 13
+    assert registry.get_sample_value("tidemark_series_omitted", {"what": "holders"}) == 1
+    assert registry.get_sample_value("tidemark_linear_lag_ids", {"stream": "other streams"}) == 13
 
 
 def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -
 
     def lines() -> dict[tuple[str, ...], float]:
         samples = [sample for metric in registry.collect() for sample in metric.samples]
-        return {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_copy_linear_position"}
+        return {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_sink_linear_position"}
 
     with board.beside([sink]):
         assert lines() == {
@@ -355,7 +355,7 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
 
     assert [shown("gap_seconds", stream) for stream in ("z", "other streams", "a", "b")] == [9, 7, None, None]
     assert [shown("silent_seconds", stream) for stream in ("z", "other streams")] == [60, 60]
-    assert [shown("behind_ids", stream) for stream in ("z", "other streams")] == [3, None]
+    assert [shown("linear_lag_ids", stream) for stream in ("z", "other streams")] == [3, None]
     board.follow(Policies())
     assert [shown("gap_seconds", stream) for stream in ("a", "other streams", "z")] == [120, 120, None]
 

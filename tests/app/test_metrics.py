@@ -63,6 +63,6 @@ def told(name: str) -> float:
 
 
 def forced(kind: str) -> float:
-    value = REGISTRY.get_sample_value("tidemark_forced_acts_total", {"kind": kind})
+    value = REGISTRY.get_sample_value("tidemark_operator_overrides_total", {"kind": kind})
     assert value is not None
     return value

@@ -398,10 +398,10 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
 # Asked for by alerts and panels, and there only in trouble, or beside a relay.
 SELDOM = {
     "tidemark_bound_used_ratio",
-    "tidemark_held_by_seconds",
-    "tidemark_holder_silent_seconds",
-    "tidemark_policy_behind_ids",
-    "tidemark_policy_behind_seconds",
+    "tidemark_linear_blocked_seconds",
+    "tidemark_blocker_last_seen_seconds",
+    "tidemark_policy_linear_lag_ids",
+    "tidemark_policy_linear_lag_seconds",
     "tidemark_retries_total",
 }
 

@@ -36,7 +36,7 @@ def variables(redis_url: str, dsn: str, tmp_path: Path) -> Mapping[str, str]:
         "TIDEMARK_REDIS_URL": redis_url,
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_SIDECAR_PORT": str(free_port()),
-        "TIDEMARK_SIDECAR_TCP": f"127.0.0.1:{free_port()}",
+        "TIDEMARK_LINES_LISTEN": f"127.0.0.1:{free_port()}",
     }
 
 
@@ -50,7 +50,7 @@ def test_process_serves_until_it_is_told_to_end(
     try:
         with urlopen(f"{server.url}/v1/streams/s") as answer:
             assert b'"token":"m7"' in answer.read()
-        with lines.client(host_port(variables["TIDEMARK_SIDECAR_TCP"]), "REPLICATE") as one:
+        with lines.client(host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one:
             assert one.said() == "POSITION s w 7 7"
     finally:
         server.stop()
@@ -62,7 +62,7 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     server.start()
-    address = host_port(variables["TIDEMARK_SIDECAR_TCP"])
+    address = host_port(variables["TIDEMARK_LINES_LISTEN"])
     try:
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
@@ -103,14 +103,14 @@ def test_it_ends_whatever_hangs(
 ) -> None:
     """Requests are held by servers that take connections and never answer: SIGTERM is obeyed, with 0, all the same."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
-    spoken = {**variables, "TIDEMARK_SIDECAR_CHANNEL": "example.org"}
+    spoken = {**variables, "TIDEMARK_LINES_REDIS_CHANNEL": "example.org"}
     server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), spoken)
     server.start()
     try:
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
             client.stream("GET", "/v1/events") as events,
-            lines.client(host_port(variables["TIDEMARK_SIDECAR_TCP"]), "REPLICATE") as one,
+            lines.client(host_port(variables["TIDEMARK_LINES_LISTEN"]), "REPLICATE") as one,
         ):
             assert next(events.iter_text())
             assert one.said() == "POSITION s w 7 7"
@@ -159,7 +159,7 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
     server = EncryptedSidecar(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), {**variables, **files})
     server.authority = authority
     server.start()
-    both = [(LOOPBACK, server.port), host_port(variables["TIDEMARK_SIDECAR_TCP"])]
+    both = [(LOOPBACK, server.port), host_port(variables["TIDEMARK_LINES_LISTEN"])]
     try:
         assert server.told("/v1/streams/s").json()["token"] == "m7"
         with (
@@ -190,8 +190,12 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
 @pytest.mark.parametrize(
     ("changed", "value", "said"),
     [
-        ("TIDEMARK_SIDECAR_TOKENS", "/nowhere/tokens", b"TIDEMARK_SIDECAR_TOKENS: cannot read /nowhere/tokens"),
-        ("TIDEMARK_SIDECAR_TCP", "192.0.2.1:1", b"TIDEMARK_SIDECAR_TCP: cannot listen on 192.0.2.1:1"),
+        (
+            "TIDEMARK_SIDECAR_TOKENS_FILE",
+            "/nowhere/tokens",
+            b"TIDEMARK_SIDECAR_TOKENS_FILE: cannot read /nowhere/tokens",
+        ),
+        ("TIDEMARK_LINES_LISTEN", "192.0.2.1:1", b"TIDEMARK_LINES_LISTEN: cannot listen on 192.0.2.1:1"),
         ("TIDEMARK_SIDECAR_HOST", "192.0.2.1", b"TIDEMARK_SIDECAR_PORT: cannot listen on 192.0.2.1"),
         ("TIDEMARK_SIDECAR_CERTIFICATE_FILE", "/nowhere/crt", b"TIDEMARK_SIDECAR_KEY_FILE is not set"),
     ],

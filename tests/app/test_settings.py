@@ -45,9 +45,9 @@ def test_defaults_hang_together(tmp_path: Path) -> None:
         ("KAFKA_FACTS_TOPIC", "two words", "match pattern"),
         ("SPARK_DRIVER_MEMORY", "lots", "such as 512m or 2g"),
         ("KAFKA_CREATE_TOPICS", "perhaps", "valid boolean"),
-        ("SIDECAR_TCP", "9481", "such as 127.0.0.1:9481 or [::1]:9481"),
-        ("SIDECAR_TCP", "localhost:70000", "such as 127.0.0.1:9481"),
-        ("SIDECAR_CHANNEL", "two words", "match pattern"),
+        ("LINES_LISTEN", "9481", "such as 127.0.0.1:9481 or [::1]:9481"),
+        ("LINES_LISTEN", "localhost:70000", "such as 127.0.0.1:9481"),
+        ("LINES_REDIS_CHANNEL", "two words", "match pattern"),
     ],
 )
 def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, value: str, allowed: str) -> None:
@@ -102,13 +102,13 @@ def test_the_sidecars_certificate_needs_its_key(setenv: SetEnv) -> None:
 
 def test_executors_come_and_go_only_with_a_store(setenv: SetEnv) -> None:
     """They would take states with them."""
-    setenv("SPARK_EXECUTORS_MOST", "5")
-    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MOST=5 needs TIDEMARK_CHECKPOINT_STORE"):
+    setenv("SPARK_EXECUTORS_MAX", "5")
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MAX=5 needs TIDEMARK_CHECKPOINT_STORE"):
         load()
     setenv("CHECKPOINT_STORE", "s3a://bucket/tidemark")
-    assert load().spark_executors_most == 5
+    assert load().spark_executors_max == 5
     setenv("SPARK_EXECUTORS", "6")
-    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MOST=5 is below TIDEMARK_SPARK_EXECUTORS=6"):
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MAX=5 is below TIDEMARK_SPARK_EXECUTORS=6"):
         load()
 
 
@@ -292,5 +292,5 @@ def test_child_gets_the_stacks_settings_in_place_of_ours(setenv: SetEnv, tmp_pat
 
 def test_config_shows_a_value_of_several_lines_on_one(setenv: SetEnv) -> None:
     """One line for each setting."""
-    setenv("SIDECAR_NOTE", "staging\nAsk Ada.")
+    setenv("SIDECAR_BANNER", "staging\nAsk Ada.")
     assert any("staging\\nAsk Ada.  " in line for line in config.lines(load()))

@@ -59,7 +59,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert b"orders" in terminal.run("status").stdout
         with urlopen(f"{terminal.stack_env['TIDEMARK_SIDECAR_URL']}/v1/streams/orders") as answer:
             assert b'"token":"m1"' in answer.read()
-        with lines.client(host_port(str(terminal.stack_env["TIDEMARK_SIDECAR_TCP"])), "REPLICATE") as one:
+        with lines.client(host_port(str(terminal.stack_env["TIDEMARK_LINES_LISTEN"])), "REPLICATE") as one:
             told = {one.said(), one.said()}
             assert told == {"POSITION orders shop 1 1", "POSITION sales tidemark 1 1"}
         second = terminal.run("up")

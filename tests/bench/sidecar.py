@@ -144,7 +144,7 @@ def started(site: BenchSite, dsn: str, url: str) -> Iterator[tuple[SidecarProces
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_REDIS_URL": url,
         "TIDEMARK_SIDECAR_PORT": str(port),
-        "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{tcp}",
+        "TIDEMARK_LINES_LISTEN": f"{LOOPBACK}:{tcp}",
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.kafka.bootstrap_servers,
         "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
     }

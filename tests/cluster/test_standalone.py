@@ -137,7 +137,7 @@ def test_with_a_store_executors_come_with_the_work(
     """One to begin with; tasks of the cold first batch wait for more than a second, so Spark asks for the other."""
     play = site.play(9, Cast(streams=6, writers=3, rate=50.0))
     store = (tmp_path / "store").as_uri()
-    running = start(site, master, checkpoint_store=store, spark_executors=1, spark_executors_most=2)
+    running = start(site, master, checkpoint_store=store, spark_executors=1, spark_executors_max=2)
     assert sum(worker.executors for worker in workers) == 1
     plays(play, 0, 40)
     eventually(lambda: [worker.executors for worker in workers] == [1, 1], PATIENCE)

@@ -20,13 +20,13 @@ HOUR = 60  # samples: one a minute, the first at 0
 POD, RELAY = 'pod="tidemark-pipeline-0"', 'pod="tidemark-relay-shop-5f7d-x2x4"'
 BRIDGE, NEXT = 'pod="tidemark-synapse-6c9f-k8k2"', 'pod="tidemark-synapse-6c9f-m4m7"'
 STREAM, WRITER = 'stream="orders"', 'stream="orders",writer="w1"'
-HELD = f"tidemark_held_by_seconds{{{POD},{WRITER},reason=%s}}"
-SEEN = f"tidemark_holder_silent_seconds{{{POD},{WRITER},reason=%s}}"
+HELD = f"tidemark_linear_blocked_seconds{{{POD},{WRITER},reason=%s}}"
+SEEN = f"tidemark_blocker_last_seen_seconds{{{POD},{WRITER},reason=%s}}"
 
-IN_POSTGRES = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="postgres"}}'
-IN_REDIS = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="redis"}}'
-IN_SIDECAR = f'tidemark_copy_linear_position{{pod="tidemark-sidecar-0",{STREAM},copy="sidecar"}}'
-BEHIND = f'tidemark_synapse_behind_seconds{{{BRIDGE},{STREAM},writer="%s"}}'
+IN_POSTGRES = f'tidemark_sink_linear_position{{{POD},{STREAM},copy="postgres"}}'
+IN_REDIS = f'tidemark_sink_linear_position{{{POD},{STREAM},copy="redis"}}'
+IN_SIDECAR = f'tidemark_sink_linear_position{{pod="tidemark-sidecar-0",{STREAM},copy="sidecar"}}'
+BEHIND = f'tidemark_synapse_lag_seconds{{{BRIDGE},{STREAM},writer="%s"}}'
 OLDEST = f"tidemark_synapse_oldest_transaction_seconds{{{BRIDGE},{STREAM}}}"
 
 Series = dict[str, str]
@@ -54,7 +54,7 @@ QUIET: Series = {
     f"tidemark_heartbeat_timestamp_seconds{{{POD}}}": CLOCK,
     f"tidemark_last_batch_timestamp_seconds{{{POD}}}": always(0),  # nothing came since
     f"tidemark_lease_token{{{POD}}}": always(7),
-    f'tidemark_sink_faults{{{POD},sink="redis"}}': always(0),
+    f'tidemark_sink_errors{{{POD},sink="redis"}}': always(0),
     f"tidemark_clock_difference_seconds{{{POD}}}": always(0),
     f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f'tidemark_kafka_blocked_seconds{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
@@ -64,23 +64,23 @@ QUIET: Series = {
     IN_REDIS: always(20),
     IN_SIDECAR: always(20),
     f"tidemark_oldest_gap_age_seconds{{{POD},{STREAM}}}": always(0),
-    f"tidemark_behind_ids{{{POD},{STREAM}}}": always(0),
-    f"tidemark_behind_seconds{{{POD},{STREAM}}}": always(0),
+    f"tidemark_linear_lag_ids{{{POD},{STREAM}}}": always(0),
+    f"tidemark_linear_lag_seconds{{{POD},{STREAM}}}": always(0),
     f"tidemark_unknown_writers{{{POD},{STREAM}}}": always(0),
     f"tidemark_policy_gap_seconds{{{POD},{STREAM}}}": always(120),
     f"tidemark_policy_silent_seconds{{{POD},{STREAM}}}": always(60),
     f'tidemark_dead_letters_total{{{POD},reason="not_json"}}': always(0),
     f'tidemark_records_total{{{POD},outcome="late"}}': always(0),
     f"tidemark_source_regressions_total{{{POD}}}": always(0),
-    f'tidemark_forced_acts_total{{{POD},kind="SKIP"}}': always(0),
+    f'tidemark_operator_overrides_total{{{POD},kind="SKIP"}}': always(0),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': always(1),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="postgres"}': always(1),
-    'tidemark_sidecar_chain_faults_total{pod="tidemark-sidecar-0",fault="hole"}': always(0),
-    f"tidemark_relay_relaying{{{RELAY}}}": always(1),
-    f"tidemark_relay_looked_timestamp_seconds{{{RELAY}}}": CLOCK,
+    'tidemark_sidecar_chain_errors_total{pod="tidemark-sidecar-0",fault="hole"}': always(0),
+    f"tidemark_relay_active{{{RELAY}}}": always(1),
+    f"tidemark_relay_last_poll_timestamp_seconds{{{RELAY}}}": CLOCK,
     f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
-    f"tidemark_synapse_speaking{{{BRIDGE}}}": always(1),
-    f"tidemark_synapse_speaking{{{NEXT}}}": always(0),  # another pod that waits for its turn
+    f"tidemark_synapse_publishing{{{BRIDGE}}}": always(1),
+    f"tidemark_synapse_publishing{{{NEXT}}}": always(0),  # another pod that waits for its turn
     f"tidemark_synapse_sent_timestamp_seconds{{{BRIDGE}}}": CLOCK,
     f"tidemark_synapse_sent_timestamp_seconds{{{NEXT}}}": always(0),
     f"tidemark_synapse_listening{{{BRIDGE}}}": always(1),
@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {f'tidemark_retries_total{{{POD},what="Kafka"}}': f"_x10 1+12x{HOUR}"},
         {"TidemarkServerAway"},
     ),
-    "a stream cannot be shown in Redis": ({one("tidemark_sink_faults"): since(10)}, {"TidemarkStreamsNotShown"}),
+    "a stream cannot be shown in Redis": ({one("tidemark_sink_errors"): since(10)}, {"TidemarkStreamsNotShown"}),
     "the host's clock is nine days ahead": (
         {one("tidemark_clock_difference_seconds"): since(10, 777_600)},
         {"TidemarkClocksDiffer"},
@@ -139,9 +139,9 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a transaction hangs above which its writer went on": (
         {
             one("tidemark_oldest_gap_age_seconds"): ages(10),
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
-            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
+            one("tidemark_linear_lag_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"gap"': f"_x10 60+60x{HOUR}",
             SEEN % '"gap"': f"_x10 {always(1)}",
         },
@@ -149,9 +149,9 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "a writer dies without a gap": (
         {
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
-            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
+            one("tidemark_linear_lag_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
             SEEN % '"silent"': f"_x10 60+60x{HOUR}",
         },
@@ -159,18 +159,18 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "a writer of which nothing was ever noted is silent": (
         {
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
-            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
+            one("tidemark_linear_lag_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
         },
         {"TidemarkWriterSilent"},
     ),
     "a writer lives, and its transaction hangs": (
         {
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
-            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
+            one("tidemark_linear_lag_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"transaction"': f"_x10 60+60x{HOUR}",
             SEEN % '"transaction"': f"_x10 {always(1)}",
         },
@@ -180,25 +180,25 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {
             one("tidemark_unknown_writers"): since(10),
             one("tidemark_oldest_gap_age_seconds"): ages(10),
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             HELD % '"unknown"': f"_x10 60+60x{HOUR}",
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
         },
         {"TidemarkUnknownWriter"},
     ),
     "IDs are given out, and nobody is named who holds the line": (
-        {one("tidemark_behind_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
+        {one("tidemark_linear_lag_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
         {"TidemarkLineStill"},
     ),
     "a stream is farther behind in time than its policy allows, though nobody is old": (
         {
-            one("tidemark_behind_seconds"): since(10, 50),
-            f"tidemark_policy_behind_seconds{{{POD},{STREAM}}}": always(30),
+            one("tidemark_linear_lag_seconds"): since(10, 50),
+            f"tidemark_policy_linear_lag_seconds{{{POD},{STREAM}}}": always(30),
         },
         {"TidemarkBehindPolicy"},
     ),
     "a stream is farther behind in IDs than its policy allows": (
-        {one("tidemark_behind_ids"): since(10, 9), f"tidemark_policy_behind_ids{{{POD},{STREAM}}}": always(8)},
+        {one("tidemark_linear_lag_ids"): since(10, 9), f"tidemark_policy_linear_lag_ids{{{POD},{STREAM}}}": always(8)},
         {"TidemarkBehindPolicy"},
     ),
     "a gap that would be young elsewhere is old in this stream": (
@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "a stream whose line may stand for long has a line that stands": (
         {
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
             SEEN % '"silent"': f"_x10 60+60x{HOUR}",
@@ -221,7 +221,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "a writer that may be silent for an hour is so": (
         {
-            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_linear_lag_seconds"): ages(10),
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
             SEEN % '"silent"': f"_x10 60+60x{HOUR}",
             one("tidemark_policy_silent_seconds"): always(3600),
@@ -253,8 +253,11 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': "1+0x9 0+0x60"},
         {"TidemarkSidecarWithoutServer"},
     ),
-    "nobody relays": ({one("tidemark_relay_relaying"): "1+0x9 0+0x60"}, {"TidemarkRelaySilent"}),
-    "the relay is stuck": ({one("tidemark_relay_looked_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkRelayStuck"}),
+    "nobody relays": ({one("tidemark_relay_active"): "1+0x9 0+0x60"}, {"TidemarkRelaySilent"}),
+    "the relay is stuck": (
+        {one("tidemark_relay_last_poll_timestamp_seconds"): "0+60x9 540+0x60"},
+        {"TidemarkRelayStuck"},
+    ),
     "the outbox grows": ({one("tidemark_relay_outbox_ids"): "0+9000x60"}, {"TidemarkRelayOutboxLarge"}),
     "a transaction of a service hangs": (
         {f"tidemark_relay_oldest_transaction_seconds{{{RELAY},{WRITER}}}": f"_x10 60+60x{HOUR}"},
@@ -264,7 +267,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if BRIDGE in series},
         {"TidemarkBridgeSilent"},
     ),
-    "the bridge waits for a server": ({one("tidemark_synapse_speaking"): "1+0x9 0+0x60"}, {"TidemarkBridgeSilent"}),
+    "the bridge waits for a server": ({one("tidemark_synapse_publishing"): "1+0x9 0+0x60"}, {"TidemarkBridgeSilent"}),
     "Kafka takes nothing of the bridge": (
         {one("tidemark_synapse_sent_timestamp_seconds"): "0+60x9 540+0x60"},
         {"TidemarkBridgeStuck"},
@@ -292,7 +295,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
 EVENTS: dict[str, tuple[Series, set[str]]] = {
     "a dead letter": ({one("tidemark_dead_letters_total"): since(30)}, {"TidemarkDeadLetters"}),
     "a late fact": ({one("tidemark_records_total"): since(30)}, {"TidemarkLateCompletions"}),
-    "an operator's SKIP": ({one("tidemark_forced_acts_total"): since(30)}, {"TidemarkForced"}),
+    "an operator's SKIP": ({one("tidemark_operator_overrides_total"): since(30)}, {"TidemarkForced"}),
     "a new timeline": ({one("tidemark_source_regressions_total"): since(30)}, {"TidemarkSourceRegressed"}),
 }
 
@@ -373,8 +376,8 @@ def test_no_alert_on_a_busy_system(rules: Path) -> None:
         IN_POSTGRES: f"0+0x1 0+60000x{HOUR}",
         IN_REDIS: f"0+0x1 0+60000x{HOUR}",  # compared a minute ago
         IN_SIDECAR: f"900+60000x{HOUR}",  # scraped a little later than the pipeline
-        one("tidemark_behind_ids"): " ".join(["800 0 90"] * 20),
-        one("tidemark_behind_seconds"): " ".join(["2 0 1"] * 20),
+        one("tidemark_linear_lag_ids"): " ".join(["800 0 90"] * 20),
+        one("tidemark_linear_lag_seconds"): " ".join(["2 0 1"] * 20),
         one("tidemark_oldest_gap_age_seconds"): " ".join(["2 0 100"] * 20),
         one("tidemark_dead_letters_total"): always(3),
         one("tidemark_records_total"): always(9),
@@ -400,8 +403,8 @@ def test_no_alert_in_the_first_minutes_after_a_start(rules: Path) -> None:
         IN_POSTGRES: f"_x4 20 20 69000+60000x{HOUR}",
         IN_SIDECAR: f"_x6 9500+60000x{HOUR}",
         one("tidemark_kafka_lag_records"): f"_ 3000000+0x3 800000 0+0x{HOUR}",
-        one("tidemark_relay_relaying"): f"_ 0 {always(1)}",
-        one("tidemark_synapse_speaking"): f"_ 0 {always(1)}",
+        one("tidemark_relay_active"): f"_ 0 {always(1)}",
+        one("tidemark_synapse_publishing"): f"_ 0 {always(1)}",
         one("tidemark_synapse_silent_writers"): f"_ _ 2 2 1 {always(0)}",
         'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': f"_ 0+0x3 {always(1)}",
     }
@@ -421,7 +424,7 @@ def test_no_alert_after_a_restart_that_took_some_minutes(rules: Path) -> None:
         one("tidemark_kafka_lag_records"): f"0+0x19 stale _x3 900000+0x3 0+0x{HOUR}",
         one("tidemark_allocated_position"): f"20+0x19 stale _x3 20+9x{HOUR}",
         one("tidemark_oldest_gap_age_seconds"): open_until_read,
-        one("tidemark_behind_seconds"): open_until_read,
+        one("tidemark_linear_lag_seconds"): open_until_read,
         HELD % '"silent"': "_x24 240+60x3 stale",
         SEEN % '"silent"': "_x24 240+60x3 stale",
     }
@@ -457,7 +460,7 @@ def test_one_streams_policy_is_nothing_to_another(rules: Path) -> None:
 
 def test_a_sidecar_that_sees_a_hole_tells(rules: Path) -> None:
     """What its sentinel counts is never above 0 while all keep the rules."""
-    broken = {one("tidemark_sidecar_chain_faults_total"): since(30)}
+    broken = {one("tidemark_sidecar_chain_errors_total"): since(30)}
     check(rules, QUIET | broken, {29: set(), 31: {"TidemarkChainBroken"}, 50: set()})
 
 

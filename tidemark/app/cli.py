@@ -113,7 +113,7 @@ def sidecar() -> None:
     "--tls", is_flag=True, help="Over TLS, also without TIDEMARK_SIDECAR_CA_FILE: by the system's authorities."
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
-    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_LINES_LISTEN)."""
     settings = loaded()
     from functools import partial
 
@@ -123,7 +123,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     from tidemark.app.lines.client import Listening
 
     try:
-        where = host_port(address or settings.sidecar_tcp)
+        where = host_port(address or settings.lines_listen)
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
     show = listen.as_json if as_json else str if settings.no_color else listen.coloured

@@ -157,7 +157,7 @@ def _cluster(settings: Settings) -> Cluster:
     return Cluster(
         driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
         executors=settings.spark_executors,
-        most=settings.spark_executors_most,
+        most=settings.spark_executors_max,
         store=settings.checkpoint_store is not None,
         cores=settings.spark_executor_cores,
         memory=settings.spark_executor_memory,

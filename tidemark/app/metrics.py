@@ -41,7 +41,7 @@ DEAD_LETTERS = Counter(
     registry=REGISTRY,
 )
 RECALLED = Counter(
-    "tidemark_recalled_records",
+    "tidemark_requeued_records",
     "Records that were put off (`put_off` of tidemark_records_total) and produced to the facts topic again. Not rising"
     " although gaps close: `tidemark status` says what hinders it.",
     registry=REGISTRY,
@@ -53,7 +53,7 @@ REGRESSIONS = Counter(
     registry=REGISTRY,
 )
 FORCED = Counter(
-    "tidemark_forced_acts",
+    "tidemark_operator_overrides",
     "What operators settled without a writer's evidence, by kind of record: SKIP, RETIRE, JOIN. `tidemark.skips` in"
     " Postgres says who did it, and why; readers read the table for what it passed over.",
     ["kind"],
@@ -74,7 +74,7 @@ SINK_SECONDS = Histogram(
     buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 60),
 )
 SINK_FAULTS = Gauge(
-    "tidemark_sink_faults",
+    "tidemark_sink_errors",
     "Streams that a sink cannot show by a fault of their own, while it shows the others: their readers wait."
     " `tidemark status` names each of them and what the sink said.",
     ["sink"],
@@ -192,10 +192,10 @@ STREAM_GAUGES = {  # from the board: name, labels, meaning
         "tidemark_allocated_position",
         ["stream"],
         "The head of a stream: the highest ID that a record named. Moving while the linear position stands:"
-        " tidemark_held_by_seconds names who is waited for.",
+        " tidemark_linear_blocked_seconds names who is waited for.",
     ),
     "copy": (
-        "tidemark_copy_linear_position",
+        "tidemark_sink_linear_position",
         ["stream", "copy"],
         "The linear position of a stream in `postgres` and in `redis`, as the pipeline compared them last: once a"
         " minute, less often of very many, before it mends. Further on than tidemark_allocated_position: something went"
@@ -221,30 +221,31 @@ STREAM_GAUGES = {  # from the board: name, labels, meaning
         " Past what a transaction may take: `tidemark status` names the blocker.",
     ),
     "behind": (
-        "tidemark_behind_ids",
+        "tidemark_linear_lag_ids",
         ["stream"],
         "How far the linear position is below the highest ID that a record named.",
     ),
     "behind_seconds": (
-        "tidemark_behind_seconds",
+        "tidemark_linear_lag_seconds",
         ["stream"],
-        "For how long IDs are given out that the linear position has not passed; 0 while there are none. Of a line that"
-        " follows slowly it stays about the same, of one that stands it rises with the clock: tidemark_held_by_seconds"
-        " names who.",
+        "For how long IDs are given out that the linear position has not passed; 0 while there are none. If the"
+        " position follows slowly, the value stays about the same; if the position is blocked, it rises with the"
+        " clock: tidemark_linear_blocked_seconds names the blocker.",
     ),
     "held": (
-        "tidemark_held_by_seconds",
+        "tidemark_linear_blocked_seconds",
         ["stream", "writer", "reason"],
-        "For how long a writer holds the linear position of a stream back, from 10 s on: by a `gap`, by an open"
-        " `transaction` of which it tells, as `unknown` because it never joined, or `silent`, without any gap: it has"
-        " told nothing beyond its position. The longest of all streams are named, up to TIDEMARK_LABELLED_STREAMS; of"
-        " the others the longest stands for all. `tidemark status` tells more.",
+        "How long a writer has blocked the linear position of a stream, from 10 s on. `reason`: a `gap`; an open"
+        " `transaction` that the writer reported; `unknown`: it never joined; `silent`: no gap, but it has published"
+        " nothing beyond its position. At most TIDEMARK_METRICS_MAX_STREAMS blockers have a series, the longest first;"
+        " the longest of the others stands for all. `tidemark status` shows more.",
     ),
     "holder_silent": (
-        "tidemark_holder_silent_seconds",
+        "tidemark_blocker_last_seen_seconds",
         ["stream", "writer", "reason"],
-        "How long ago the newest record came of each writer in tidemark_held_by_seconds; none where none was noted."
-        " Rising: that writer is gone, or its way to Kafka; low: it lives, and is slow or waits for a transaction.",
+        "Seconds since the newest record of each writer in tidemark_linear_blocked_seconds; absent if no record was"
+        " noted. Rising: the writer or its connection to Kafka is gone. Low: the writer is alive, and is slow or waits"
+        " for a transaction.",
     ),
     "unknown": (
         "tidemark_unknown_writers",
@@ -264,21 +265,21 @@ STREAM_GAUGES = {  # from the board: name, labels, meaning
         " TIDEMARK_SILENT_SECONDS.",
     ),
     "policy_behind_seconds": (
-        "tidemark_policy_behind_seconds",
+        "tidemark_policy_linear_lag_seconds",
         ["stream"],
         "How far behind the stream's line may be in seconds, whoever holds it; none where no policy says so.",
     ),
     "policy_behind_ids": (
-        "tidemark_policy_behind_ids",
+        "tidemark_policy_linear_lag_ids",
         ["stream"],
         "How far behind the stream's line may be in IDs, whoever holds it; none where no policy says so.",
     ),
     "together": (
-        "tidemark_without_series",
+        "tidemark_series_omitted",
         ["what"],
-        "Streams, writers and `holders` of lines that have no series of their own, past TIDEMARK_LABELLED_STREAMS and"
-        " TIDEMARK_LABELLED_WRITERS: they are the sum (of ages: the highest) in the series `other streams`. `tidemark"
-        " status` names them all.",
+        "Streams, writers and blockers (`holders`) beyond TIDEMARK_METRICS_MAX_STREAMS and"
+        " TIDEMARK_METRICS_MAX_WRITERS. They have no series of their own: the series `other streams` is their sum, or"
+        " of ages the highest. `tidemark status` lists them all.",
     ),
 }
 

@@ -44,7 +44,7 @@ def within(allowed: int, wanted: ServedClients) -> ServedClients:
     found = ServedClients(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
     if min(found.connections, found.lines) < min(FEWEST, wanted.connections, wanted.lines):
         raise BadSetting(
-            "TIDEMARK_SIDECAR_CONNECTIONS",
+            "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
             f"the process may open {allowed} files, and {RESERVE} of them are for probes and servers; raise the limit"
             " (ulimit -n, or LimitNOFILE of systemd)",
         )

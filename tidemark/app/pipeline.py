@@ -90,7 +90,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     gc.set_threshold(*CYCLES)
     stopping = told_to_end(_leave_late)
     metrics.STARTED.set_to_current_time()
-    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
+    board = Board(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
     with (
@@ -239,7 +239,7 @@ class Attempt:
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
-        redis = RedisConfig(self._settings.redis, self._settings.advances_kept)
+        redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
         return [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
 
     @contextmanager

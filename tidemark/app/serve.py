@@ -110,16 +110,16 @@ async def lines(
     host, port = listening.getsockname()[:2]
     if not is_loopback(host):
         log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
-    hub = Hub(read_side, tail, settings.sidecar_rows_mib << 20)
-    server = LineServer(hub, LineServerConfig(settings.sidecar_name, clients))
+    hub = Hub(read_side, tail, settings.lines_row_buffer_mib << 20)
+    server = LineServer(hub, LineServerConfig(settings.lines_server_name, clients))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening, acceptor))
-        spoken = None if settings.sidecar_channel is None else ChannelConfig(settings.sidecar_channel)
+        spoken = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
         await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
         telling = asyncio.create_task(_tell(server, stopping))
         stack.push_async_callback(ended, telling)
-        log.info("The line protocol listens", host=host, port=port, channel=settings.sidecar_channel)
+        log.info("The line protocol listens", host=host, port=port, channel=settings.lines_redis_channel)
         yield
 
 
@@ -144,15 +144,15 @@ def run(settings: Settings) -> None:
     encrypted = settings.sidecar_certificate_file is not None
     places = provided(
         ServedClients(
-            settings.sidecar_connections,
-            settings.sidecar_held,
-            settings.sidecar_tcp_connections,
+            settings.sidecar_max_connections,
+            settings.sidecar_max_open_requests,
+            settings.lines_max_connections,
             HandshakesConfig.open if encrypted else 0,
         )
     )
-    limits = Limits(places.held, settings.sidecar_wait_seconds, settings.labelled_streams)
+    limits = Limits(places.held, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
-    config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits, settings.sidecar_note)
+    config = SiteConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
     acceptor = _acceptor(settings, places.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))
@@ -160,11 +160,11 @@ def run(settings: Settings) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         _listening("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
-        _listening("TIDEMARK_SIDECAR_TCP", *host_port(settings.sidecar_tcp)) as lines_listening,
+        _listening("TIDEMARK_LINES_LISTEN", *host_port(settings.lines_listen)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
-            log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
+            log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS_FILE keeps them out")
 
         def beside(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
             return lines(settings, read_side, lines_listening, stopping, acceptor, places.lines)

@@ -77,7 +77,7 @@ class Settings(SidecarSettings, Connections):
         0, description="Port at which processes of Spark send each other data; 0 = any free one."
     )
     spark_executors: Positive = Field(2, description="Executors on a cluster; with more below, the fewest.")
-    spark_executors_most: Positive | None = Field(
+    spark_executors_max: Positive | None = Field(
         None, description="The most executors, as the load asks for them; needs TIDEMARK_CHECKPOINT_STORE."
     )
     spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
@@ -121,16 +121,16 @@ class Settings(SidecarSettings, Connections):
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
     metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free one.")
-    labelled_streams: int = Field(
+    metrics_max_streams: int = Field(
         1000, ge=0, description="Streams with series of their own in the metrics; the others have one together."
     )
-    labelled_writers: int = Field(
+    metrics_max_writers: int = Field(
         5000, ge=0, description="Writers, of all streams, with a series of their own; the others have one together."
     )
 
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
     audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
-    advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
+    redis_advances_max: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
         10_000, description="Intervals held back of one writer; past it, edges are put off."
     )
@@ -148,12 +148,12 @@ class Settings(SidecarSettings, Connections):
     up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
     up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
     up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free one.")
-    up_sidecar_tcp_port: AnyPort = Field(19481, description="`tidemark up`: port of the lines; 0 = any free one.")
+    up_lines_port: AnyPort = Field(19481, description="`tidemark up`: port of the lines; 0 = any free one.")
 
     @model_validator(mode="after")
     def _executors_come_and_go_with_a_store(self) -> Self:
-        fewest, most = self.spark_executors, self.spark_executors_most
-        given = f"{variable('spark_executors_most')}={most}"
+        fewest, most = self.spark_executors, self.spark_executors_max
+        given = f"{variable('spark_executors_max')}={most}"
         if most is not None and self.checkpoint_store is None:
             raise ValueError(
                 f"{given} needs {variable('checkpoint_store')}: without it who is taken away takes states with it"

@@ -23,7 +23,7 @@ class Named(ssl.SSLContext):
     """Asks the Service, which may be called otherwise, for the name in its certificate."""
 
     def wrap_socket(self, sock: socket.socket, *given: Any, **named: Any) -> ssl.SSLSocket:
-        return super().wrap_socket(sock, *given, **{**named, "server_hostname": os.environ["SIDECAR_NAME"]})
+        return super().wrap_socket(sock, *given, **{**named, "server_hostname": os.environ["LINES_SERVER_NAME"]})
 
 
 def trusted() -> ssl.SSLContext | None:

@@ -328,8 +328,8 @@ def test_killed_speaker_leaves_no_hole(
         "TIDEMARK_REDIS_URL": redis_url,
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_SIDECAR_PORT": "0",
-        "TIDEMARK_SIDECAR_TCP": "127.0.0.1:0",
-        "TIDEMARK_SIDECAR_CHANNEL": TERMS.channel,
+        "TIDEMARK_LINES_LISTEN": "127.0.0.1:0",
+        "TIDEMARK_LINES_REDIS_CHANNEL": TERMS.channel,
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1",
     }
 

@@ -43,7 +43,7 @@ class SidecarClient(httpx.Client):
 
     def held_open(self, operation: str) -> int:
         """How many requests of `operation` this process holds open, as its metrics say."""
-        name = f'tidemark_sidecar_open{{operation="{operation}"}} '
+        name = f'tidemark_sidecar_requests_in_flight{{operation="{operation}"}} '
         found = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
         return int(float(found[0].removeprefix(name))) if found else 0
 

@@ -105,11 +105,11 @@ def test_what_breaks_a_rule_on_a_list_is_counted(pipeline: Pipeline, client: Sid
 
     def counted() -> dict[str, float]:
         lines = [
-            it for it in client.get("/metrics").text.splitlines() if it.startswith("tidemark_sidecar_chain_faults")
+            it for it in client.get("/metrics").text.splitlines() if it.startswith("tidemark_sidecar_chain_errors")
         ]
         return {fault: float(value) for fault, _, value in (line.rpartition(" ") for line in lines) if "total" in fault}
 
-    before, hole = counted(), 'tidemark_sidecar_chain_faults_total{fault="hole"}'
+    before, hole = counted(), 'tidemark_sidecar_chain_errors_total{fault="hole"}'
     grow(pipeline, 0, 2)
     with heard(client) as events:
         assert events.next()[0] == "snapshot"

@@ -159,12 +159,12 @@ def test_lines_that_it_answers_are_metrics_up_to_a_bound(pipeline: Pipeline, ser
         return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_copy_")}
 
     with sidecar(servers, SiteConfig(limits=Limits(streams=1))) as client:
-        assert lines() == {"tidemark_copy_streams_left_out 0.0"}
+        assert lines() == {"tidemark_sink_streams_omitted 0.0"}
         client.json("/v1/streams/b")
-        named = 'tidemark_copy_linear_position{copy="sidecar",stream="b"} -3.0'
-        assert lines() == {named, "tidemark_copy_streams_left_out 0.0"}
+        named = 'tidemark_sink_linear_position{copy="sidecar",stream="b"} -3.0'
+        assert lines() == {named, "tidemark_sink_streams_omitted 0.0"}
         client.json("/v1/streams/c")
-        assert lines() == {named, "tidemark_copy_streams_left_out 1.0"}
+        assert lines() == {named, "tidemark_sink_streams_omitted 1.0"}
 
 
 def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:

@@ -61,7 +61,7 @@ def test_lost_file_changes_nothing(path: Path, clock: Clock) -> None:
 
 def test_file_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     """A sidecar never starts unguarded because its file is missing."""
-    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_TOKENS: cannot read"):
+    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_TOKENS_FILE: cannot read"):
         Tokens(tmp_path / "nowhere")
 
 

@@ -308,7 +308,7 @@ def test_outages_lose_nothing(
 
 def test_list_is_bounded_while_it_is_followed(pipeline: Pipeline, redis_url: str, dsn: str, keys: Any) -> None:
     """A follower that is slower than a short list still hands over every advance, out of Postgres."""
-    with Redis(RedisConfig(redis_url, advances_kept=1)) as short:
+    with Redis(RedisConfig(redis_url, redis_advances_max=1)) as short:
         pipeline.mirror = type(pipeline.mirror)(pipeline.store, short, pipeline.lease)
         pipeline.publish(stream("s", advance("w", 0, 1), linear=1))
         with Positions(redis_url, dsn) as positions:

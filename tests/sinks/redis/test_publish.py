@@ -287,7 +287,7 @@ def test_list_is_begun_anew(shown: Redis, keys: Any) -> None:
 
 def test_list_is_bounded(redis_url: str, keys: Any) -> None:
     """The list of advances is cut at about the wanted length."""
-    with Redis(RedisConfig(redis_url, advances_kept=100)) as sink:
+    with Redis(RedisConfig(redis_url, redis_advances_max=100)) as sink:
         publish(sink, Change("s", "1", [entry("w", n, n + 1) for n in range(1000)]))
     assert 100 <= keys.xlen(key("s", "advances")) <= 300
 

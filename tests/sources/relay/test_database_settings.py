@@ -45,7 +45,7 @@ def test_a_relay_holds_facts_that_are_hidden_from_it(
         eventually(lambda: settled(sql))
         switch_rls(sql, "tidemark", "enable", "^append_outbox$")
         facts |= append(sql, 3)
-        eventually(lambda: relay.metric("tidemark_relay_relaying") == 0)
+        eventually(lambda: relay.metric("tidemark_relay_active") == 0)
         assert judge.verdict().announced["orders"] == {1, 2}
         assert judge.verdict().position("orders", "shop") == 2
         switch_rls(sql, "tidemark", "disable")

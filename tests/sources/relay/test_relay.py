@@ -84,7 +84,7 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
     facts |= {3} | append(sql, 20_000)
     rolled_back(sql)
     eventually(lambda: settled(sql))
-    assert 1 in {first.metric("tidemark_relay_relaying"), second.metric("tidemark_relay_relaying")}
+    assert 1 in {first.metric("tidemark_relay_active"), second.metric("tidemark_relay_active")}
     agrees(judge, sql, facts)
     assert max(len(it.ids) for it in judge.verdict().records if isinstance(it, FactRun)) == MOST_FACTS
 
@@ -228,7 +228,7 @@ def test_a_stream_that_is_dropped_is_retired(
     eventually(lambda: settled(sql))
     with psycopg.connect(ready) as operator:
         operator.execute("select tidemark.drop_stream('orders')")
-        eventually(lambda: relay.metric("tidemark_relay_relaying") == 0)
+        eventually(lambda: relay.metric("tidemark_relay_active") == 0)
         operator.commit()
     eventually(lambda: judge.verdict().kinds()[-1][0] == "RETIRE")
     sql.execute("select tidemark.create_stream('orders')")
@@ -281,7 +281,7 @@ def test_row_level_security_holds_the_database(ready: str, sql: psycopg.Connecti
     eventually(lambda: settled(sql))
     secured(sql, on=True)
     facts |= append(sql, 3)
-    eventually(lambda: first.metric("tidemark_relay_relaying") == 0)
+    eventually(lambda: first.metric("tidemark_relay_active") == 0)
     failure = run(dsn=filtered).ended()
     assert isinstance(failure, Refused)
     assert "row level security hides rows of table" in str(failure)
@@ -303,14 +303,14 @@ def test_an_unfit_sequence_holds_its_stream_and_no_other(sql: psycopg.Connection
     eventually(lambda: settled(sql))
     sql.execute("alter sequence tidemark.append_ids_1 cache 20")
     facts |= append(sql)
-    eventually(lambda: relay.metric("tidemark_relay_held", stream="orders") == 1)
+    eventually(lambda: relay.metric("tidemark_relay_blocked_streams", stream="orders") == 1)
     sql.execute("select tidemark.append('history', '1')")
     eventually(lambda: relay.metric("tidemark_relay_facts_total", stream="history") == 1)
     assert judge.verdict().announced["orders"] == {1}
     facts |= append(sql)
     sql.execute("alter sequence tidemark.append_ids_1 cache 1")
     eventually(lambda: settled(sql))
-    assert relay.metric("tidemark_relay_held", stream="orders") == 0
+    assert relay.metric("tidemark_relay_blocked_streams", stream="orders") == 0
     agrees(judge, sql, facts)
 
 
@@ -355,7 +355,7 @@ def test_a_dump_that_is_restored_elsewhere_is_another_history(
 def test_a_fact_that_is_no_json_stops_the_relay(sql: psycopg.Connection, run: Run, rows: str | None) -> None:
     """No function put it there. It names the fact, and tells it neither so nor as void."""
     relay = run()
-    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    eventually(lambda: relay.metric("tidemark_relay_active") == 1)
     values = "nextval('tidemark.append_ids_1'), array[%s], 0)"
     sql.execute(f"insert into tidemark.append_outbox (number, id, rows, bytes) values (1, {values}".encode(), [rows])
     failure = relay.ended()
@@ -370,13 +370,13 @@ def test_what_nobody_expected_ends_the_relay(
     """It does not go on with half of itself, and its metric says that it does not relay; nor with a table that somebody
     has changed."""
     relay = run()
-    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    eventually(lambda: relay.metric("tidemark_relay_active") == 1)
     with monkeypatch.context() as patched:
         patched.setattr(Decider, "round", lambda *_: 1 / 0)
         assert isinstance(relay.ended(), ZeroDivisionError)
-    assert relay.metric("tidemark_relay_relaying") == 0
+    assert relay.metric("tidemark_relay_active") == 0
     relay = run()
-    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    eventually(lambda: relay.metric("tidemark_relay_active") == 1)
     sql.execute("alter table tidemark.append_progress rename column version to versions")
     append(sql)
     assert isinstance(relay.ended(), psycopg.Error)
@@ -398,7 +398,7 @@ def test_a_server_that_notices_no_dead_host_is_warned_of(ready: str, sql: psycop
 def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> None:
     """Its facts would come twice, from two writers."""
     first = run()
-    eventually(lambda: first.metric("tidemark_relay_relaying") == 1)
+    eventually(lambda: first.metric("tidemark_relay_active") == 1)
     first.stop()
     assert isinstance(run("store").ended(), BadSetting)
 

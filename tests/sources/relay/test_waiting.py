@@ -21,7 +21,7 @@ from tidemark.sources.relay import waiting
 def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: Run) -> None:
     """One line with the session that works, and one when its own work begins."""
     first = run()
-    eventually(lambda: first.metric("tidemark_relay_relaying") == 1)
+    eventually(lambda: first.metric("tidemark_relay_active") == 1)
     with capture_logs() as logs:
         second = run()
         eventually(lambda: second.metric("tidemark_relay_standby") == 1)
@@ -33,7 +33,7 @@ def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: R
         assert row is not None
         time.sleep(2.5)
         first.stop()
-        eventually(lambda: second.metric("tidemark_relay_relaying") == 1)
+        eventually(lambda: second.metric("tidemark_relay_active") == 1)
     begins = [it for it in logs if it["event"] == "Another relay works on this database; waiting for its end"]
     assert len(begins) == 1
     assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, application tidemark relay, ")
@@ -100,7 +100,7 @@ def test_who_has_locked_a_table_is_named(
         append_later = psycopg.connect(ready, autocommit=True)
         append_later.execute("select nextval('tidemark.append_ids_1')")
         append_later.close()
-        eventually(lambda: relay.metric("tidemark_relay_relaying") == 0)
+        eventually(lambda: relay.metric("tidemark_relay_active") == 0)
         pid = owner.info.backend_pid
         eventually(lambda: any(f"locked by pid {pid} (user postgres, application migration" in str(it) for it in logs))
     eventually(lambda: settled(sql))

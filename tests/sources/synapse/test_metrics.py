@@ -17,11 +17,11 @@ def test_a_writer_is_behind_for_as_long_as_nothing_more_of_it_is_told() -> None:
     metrics.waited_for("events", {"a": 5, "b": 5}, 5, now=100)
     metrics.waited_for("events", {"a": 5, "b": 6}, 7, now=110)
     metrics.waited_for("events", {"a": 5, "b": 7}, 8, now=130)
-    assert told(metrics, "tidemark_synapse_behind_seconds") == {"a": 30, "b": 0}
-    assert told(metrics, "tidemark_synapse_behind_ids") == {"a": 3, "b": 1}
+    assert told(metrics, "tidemark_synapse_lag_seconds") == {"a": 30, "b": 0}
+    assert told(metrics, "tidemark_synapse_lag_ids") == {"a": 3, "b": 1}
     metrics.waited_for("events", {"b": 8}, 8, now=140)
     metrics.waited_for("events", {"b": 8}, 9, now=150)
-    assert told(metrics, "tidemark_synapse_behind_seconds") == {"b": 10}
+    assert told(metrics, "tidemark_synapse_lag_seconds") == {"b": 10}
 
 
 def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
@@ -35,4 +35,4 @@ def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
     metrics.rest()
     every = {it.name: it.value for family in metrics.registry.collect() for it in family.samples}
     left = {name for name in every if "behind" in name or "silent" in name or "oldest" in name}
-    assert (left, every["tidemark_synapse_speaking"]) == (set(), 0)
+    assert (left, every["tidemark_synapse_publishing"]) == (set(), 0)

@@ -71,9 +71,9 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_REDIS_URL": redis_url,
         "TIDEMARK_SIDECAR_PORT": str(free_port()),
-        "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{port}",
-        "TIDEMARK_SIDECAR_CHANNEL": NAME,
-        "TIDEMARK_SIDECAR_NAME": NAME,
+        "TIDEMARK_LINES_LISTEN": f"{LOOPBACK}:{port}",
+        "TIDEMARK_LINES_REDIS_CHANNEL": NAME,
+        "TIDEMARK_LINES_SERVER_NAME": NAME,
     }
     sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     try:

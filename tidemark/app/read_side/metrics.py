@@ -29,19 +29,19 @@ UP = Gauge(
     registry=REGISTRY,
 )
 LINE = Gauge(
-    "tidemark_copy_linear_position",
+    "tidemark_sink_linear_position",
     "The linear position of a stream as this process answers (`copy` is `sidecar`), where it was asked in the last 10 s"
     " or somebody follows it. Below tidemark_linear_position of minutes ago: what it reads is old.",
     ["stream", "copy"],
     registry=REGISTRY,
 )
 LINES_LEFT_OUT = Gauge(
-    "tidemark_copy_streams_left_out",
-    "Streams of which it was asked in the last 10 s and that have no series, past TIDEMARK_LABELLED_STREAMS.",
+    "tidemark_sink_streams_omitted",
+    "Streams of which it was asked in the last 10 s and that have no series, past TIDEMARK_METRICS_MAX_STREAMS.",
     registry=REGISTRY,
 )
 CHAIN_FAULTS = Counter(
-    "tidemark_sidecar_chain_faults",
+    "tidemark_sidecar_chain_errors",
     "What breaks a rule on the lists of advances of followed streams: a `hole` or an `overlap` between two advances of"
     " a writer, a `regress` of a writer or a line, an advance that is `empty` or has no evidence. Above 0: Redis was"
     " set back or written by somebody else, or Tidemark has a defect; the sidecar's log names it.",
@@ -51,13 +51,13 @@ CHAIN_FAULTS = Counter(
 for _fault in FAULT_KINDS:
     CHAIN_FAULTS.labels(_fault)  # Prometheus sees no increase in a counter that was not there before
 OPEN = Gauge(
-    "tidemark_sidecar_open",
+    "tidemark_sidecar_requests_in_flight",
     "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
     ["operation"],
     registry=REGISTRY,
 )
 GAVE_WAY = Counter(
-    "tidemark_sidecar_gave_way",
+    "tidemark_sidecar_evicted_connections",
     "Requests that were held open, and ended because all places were taken and a client of another address asked for"
     " one. Rising: one address has most of the places, as a proxy has that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not"
     " name; or run more sidecars.",
@@ -72,9 +72,9 @@ PAUSED = Counter(
 
 
 CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
-LINES_IN = Counter("tidemark_lines_in", "Lines that clients sent.", registry=REGISTRY)
+LINES_IN = Counter("tidemark_lines_received", "Lines that clients sent.", registry=REGISTRY)
 LINES_OUT = Counter(
-    "tidemark_lines_out", "Lines that were sent to clients, to all of them together.", registry=REGISTRY
+    "tidemark_lines_sent", "Lines that were sent to clients, to all of them together.", registry=REGISTRY
 )
 CLOSED = Counter(
     "tidemark_lines_closed",
@@ -99,4 +99,6 @@ ROWS_DROPPED = Counter(
     "Times that a writer lost its waiting rows because the bound was reached.",
     registry=REGISTRY,
 )
-SPEAKER = Gauge("tidemark_lines_speaker", "1 while this sidecar speaks on the channel of Redis.", registry=REGISTRY)
+SPEAKER = Gauge(
+    "tidemark_lines_channel_leader", "1 while this sidecar speaks on the channel of Redis.", registry=REGISTRY
+)

@@ -66,7 +66,7 @@ class Tokens:
             self._version = self._stat()
             self._tokens = self._read()
         except (OSError, UnicodeDecodeError) as error:
-            raise BadSetting("TIDEMARK_SIDECAR_TOKENS", f"cannot read {path}: {error}") from None
+            raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {path}: {error}") from None
 
     def allow(self, authorization: str | None) -> bool:
         """Whether the value of the header `Authorization` names one of the tokens."""

@@ -24,7 +24,7 @@ class Hosts:
             host = host_name(dict(scope["headers"]).get(b"host", b"").decode("ascii", "replace"))
             if host not in self._names:
                 problem = WrongHost(
-                    f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_HOSTS names what it is called"
+                    f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_ALLOWED_HOSTS names what it is called"
                 )
                 await problem.response()(scope, receive, send)
                 return

@@ -44,7 +44,7 @@ class Members:
         self._java = java
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
-        self._sidecar_tcp_port = settings.up_sidecar_tcp_port or free_port()
+        self._sidecar_tcp_port = settings.up_lines_port or free_port()
 
     @property
     def servers(self) -> list[ServerProcess]:
@@ -54,7 +54,7 @@ class Members:
         return PipelineProcess(self.home, self._metrics_port, self._own())
 
     def sidecar(self, note: str = "") -> SidecarProcess:
-        told = {"TIDEMARK_SIDECAR_NOTE": note} if note else {}
+        told = {"TIDEMARK_SIDECAR_BANNER": note} if note else {}
         return SidecarProcess(self.home, self._sidecar_port, {**self._own(), **told})
 
     def relay(self) -> RelayProcess:
@@ -70,7 +70,7 @@ class Members:
         ports |= {
             "metrics": self._metrics_port,
             "sidecar": self._sidecar_port,
-            "sidecar_tcp": self._sidecar_tcp_port,
+            "lines_listen": self._sidecar_tcp_port,
         }
         for name, port in ports.items():
             if problem := obstacle(port):
@@ -90,7 +90,7 @@ class Members:
             "TIDEMARK_METRICS_URL": f"http://{LOOPBACK}:{self._metrics_port}/metrics",
             "TIDEMARK_SIDECAR_HOST": LOOPBACK,
             "TIDEMARK_SIDECAR_PORT": str(self._sidecar_port),
-            "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{self._sidecar_tcp_port}",
+            "TIDEMARK_LINES_LISTEN": f"{LOOPBACK}:{self._sidecar_tcp_port}",
             "TIDEMARK_SIDECAR_CERTIFICATE_FILE": "",
             "TIDEMARK_SIDECAR_KEY_FILE": "",
             "TIDEMARK_SIDECAR_CA_FILE": "",

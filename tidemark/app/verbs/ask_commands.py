@@ -42,7 +42,7 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
     from tidemark.sinks.redis.publish import Redis, RedisConfig
 
     trust = trusting(settings.sidecar_ca_file)
-    asked = [Sidecar(url, settings.sidecar_tokens, trust) for url in sidecars]
+    asked = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
         audit.check()
         report = verify.compared(audit, [RedisKeys(redis), RedisTokens(redis), *asked], patience)

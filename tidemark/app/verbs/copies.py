@@ -133,7 +133,7 @@ class Sidecar:
             with urlopen(request, timeout=_SECONDS, context=self._trust) as answer:
                 return json.load(answer)
         except HTTPError as problem:
-            hint = "; set TIDEMARK_SIDECAR_TOKENS: it asks for a token" if problem.code == 401 else ""
+            hint = "; set TIDEMARK_SIDECAR_TOKENS_FILE: it asks for a token" if problem.code == 401 else ""
             raise Unavailable("the sidecar", self._url, f"{problem.code} {problem.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as problem:
             raise Unavailable("the sidecar", self._url, str(problem)) from None
@@ -143,4 +143,4 @@ def _first_line(tokens: Path) -> str:
     try:
         return next((line.strip() for line in tokens.read_text().splitlines() if line.strip()), "")
     except OSError as problem:
-        raise BadSetting("TIDEMARK_SIDECAR_TOKENS", f"cannot read {tokens}: {problem.strerror}") from None
+        raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {tokens}: {problem.strerror}") from None

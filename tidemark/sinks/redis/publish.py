@@ -38,10 +38,10 @@ _REMEDIES = Remedies(
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`advances_kept` bounds each stream's list of advances, about. `timeout` in seconds."""
+    """`redis_advances_max` bounds each stream's list of advances, about. `timeout` in seconds."""
 
     address: str | RedisAddress = field(repr=False)
-    advances_kept: int = 10_000
+    redis_advances_max: int = 10_000
     timeout: float = 5.0
 
 
@@ -52,7 +52,7 @@ class Redis:
     """
 
     def __init__(self, config: RedisConfig) -> None:
-        self._kept = config.advances_kept
+        self._kept = config.redis_advances_max
         self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
         self.where = self._session.where
         self.faults: dict[str, str] = {}

@@ -11,7 +11,7 @@ class RelayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.relaying = Gauge(
-            "tidemark_relay_relaying",
+            "tidemark_relay_active",
             "1 while this process relays, 0 while it waits for a server or for another relay to end. 0 everywhere:"
             " facts wait in the service's database.",
             registry=registry,
@@ -27,7 +27,7 @@ class RelayMetrics:
             registry=registry,
         )
         self.looked = Gauge(
-            "tidemark_relay_looked_timestamp_seconds",
+            "tidemark_relay_last_poll_timestamp_seconds",
             "When the database was last looked at (s since 1970). Standing still while it relays: Kafka does not take"
             " what it sends, or the database does not answer.",
             registry=registry,
@@ -63,7 +63,7 @@ class RelayMetrics:
             registry=registry,
         )
         self.held = Gauge(
-            "tidemark_relay_held",
+            "tidemark_relay_blocked_streams",
             "1 while the stream is held because its sequence is unfit: no new ID of the stream is decided. The log says"
             " why, and what to do.",
             ["stream"],

@@ -13,7 +13,7 @@ class BridgeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.speaking = Gauge(
-            "tidemark_synapse_speaking",
+            "tidemark_synapse_publishing",
             "1 while this process tells what Synapse writes, 0 while it waits for a server or for another one to end."
             " 0 everywhere: nothing is told, and nothing is lost.",
             registry=registry,
@@ -68,14 +68,14 @@ class BridgeMetrics:
             registry=registry,
         )
         self.behind = Gauge(
-            "tidemark_synapse_behind_ids",
+            "tidemark_synapse_lag_ids",
             "IDs that are given out and not told, by the writer that has not gone past them. Staying above 0: that"
             " worker holds the stream, or is gone and not retired.",
             ["stream", "writer"],
             registry=registry,
         )
         self.standing = Gauge(
-            "tidemark_synapse_behind_seconds",
+            "tidemark_synapse_lag_seconds",
             "For how long no more of the writer has been told, while IDs beyond are given out. Of every writer of a"
             " stream at once: nobody is heard, or a transaction of a dead worker is open.",
             ["stream", "writer"],

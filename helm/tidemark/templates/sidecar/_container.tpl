@@ -18,11 +18,11 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
     - name: TIDEMARK_SIDECAR_PORT
       value: "9480"
     {{- with .Values.sidecar.cors }}
-    - name: TIDEMARK_SIDECAR_CORS
+    - name: TIDEMARK_SIDECAR_CORS_ORIGINS
       value: {{ . | quote }}
     {{- end }}
     {{- if .Values.sidecar.tokensSecret.name }}
-    - name: TIDEMARK_SIDECAR_TOKENS
+    - name: TIDEMARK_SIDECAR_TOKENS_FILE
       value: /etc/tidemark/secrets/sidecar/tokens
     {{- end }}
     {{- if .Values.sidecar.tls.secret.name }}
@@ -33,15 +33,15 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
     {{- end }}
     {{- with .Values.sidecar.lines }}
     {{- if .enabled }}
-    - name: TIDEMARK_SIDECAR_TCP
+    - name: TIDEMARK_LINES_LISTEN
       value: 0.0.0.0:9481
     {{- end }}
     {{- if include "tidemark.speaksLines" $ }}
-    - name: TIDEMARK_SIDECAR_NAME
+    - name: TIDEMARK_LINES_SERVER_NAME
       value: {{ .serverName | quote }}
     {{- end }}
     {{- with .channel }}
-    - name: TIDEMARK_SIDECAR_CHANNEL
+    - name: TIDEMARK_LINES_REDIS_CHANNEL
       value: {{ . | quote }}
     {{- end }}
     {{- end }}

@@ -23,7 +23,7 @@
 - name: TIDEMARK_SPARK_EXECUTORS
   value: {{ $executor.instances | quote }}
 {{- with $executor.maxInstances }}
-- name: TIDEMARK_SPARK_EXECUTORS_MOST
+- name: TIDEMARK_SPARK_EXECUTORS_MAX
   value: {{ . | quote }}
 {{- end }}
 - name: TIDEMARK_SPARK_EXECUTOR_CORES
