@@ -10,6 +10,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.sinks.given import batch, rejected
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.backoff import wait_out
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.sinks.dead_letters import LONGEST_DETAIL, DeadLettered, DeadLetters, DeadLettersConfig
 from tidemark.sinks.postgres.lease import Lease
@@ -17,7 +18,6 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
-from tidemark.sinks.retry import wait_out
 from tidemark.sources.kafka import KafkaConnection
 
 

@@ -58,8 +58,8 @@ def config() -> None:
 def migrate(*, wait: float) -> None:
     """Bring the database's schema up to this version."""
     settings = loaded()
+    from tidemark.common.backoff import wait_out
     from tidemark.sinks.postgres.database import migrate
-    from tidemark.sinks.retry import wait_out
 
     applied = wait_out(lambda: migrate(settings.postgres), threading.Event(), wait)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
@@ -71,7 +71,7 @@ def topics(*, wait: float) -> None:
     """Make the topics that are missing, and check those that are there."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.start import ready
-    from tidemark.sinks.retry import wait_out
+    from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 
     found = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)

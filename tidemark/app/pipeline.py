@@ -30,6 +30,7 @@ from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
 from tidemark.app.tracing import tracing
 from tidemark.app.versions import OURS, require_successor
+from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
     BatchCut,
     ChainBroken,
@@ -71,7 +72,7 @@ log = structlog.get_logger(__name__)
 LAST_BATCH_SECONDS = 6.0
 # Past this, whatever still waits for a server is left as a crash would leave it: an orchestrator kills after 10 s.
 LAST_SECONDS = 9.0
-LONGEST_PAUSE = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
@@ -100,6 +101,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         engine.running(settings) as spark,
     ):
         failures = highest_token = 0
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         most = settings.max_records_per_batch
         refused: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
@@ -112,7 +114,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     raise
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
-                failures = 0 if attempt.published or isinstance(error, Outdated) else failures + 1
+                failures += 1
+                if attempt.published or isinstance(error, Outdated):
+                    failures = 0
+                    backoff.reset()
                 if isinstance(error, Unavailable):
                     metrics.RETRIES.labels(error.what).inc()
                 if isinstance(error, LeaseLost):
@@ -124,7 +129,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     _add(error.places, refused)
                 if isinstance(error, QueryFailed | ChainBroken) and failures >= FAILURES:
                     raise
-                pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
+                pause = backoff.next()
                 log.warning("Trying again", problem=str(error), pause=pause)
                 health.stands(str(error))
                 stopping.wait(pause)

@@ -13,10 +13,10 @@ from tidemark.app import http_health as probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
+from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.lock_waits import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
-from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import queries
 from tidemark.sources.relay.encode import MOST_FACTS

@@ -53,7 +53,7 @@ def relay_migrate(
     """Make or update what `tidemark.append` needs in a service's database."""
     settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
-    from tidemark.sinks.retry import wait_out
+    from tidemark.common.backoff import wait_out
 
     where = dsn or given or settings.postgres
     wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)

@@ -13,10 +13,10 @@ from tidemark.app import http_health as probes
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
+from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, OthersFirst, Stopping
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.bridge import SynapseBridge

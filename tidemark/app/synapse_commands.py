@@ -47,7 +47,7 @@ def synapse_migrate(*, wait: float) -> None:
     """Make or update the tables in which the bridge remembers what it said, in Tidemark's own database."""
     settings = loaded()
     from tidemark.app import synapse
-    from tidemark.sinks.retry import wait_out
+    from tidemark.common.backoff import wait_out
 
     wait_out(lambda: synapse.migrate(settings, click.echo), threading.Event(), wait)
 

@@ -24,11 +24,11 @@ from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import STORY, redis_program
+from tidemark.common.backoff import wait_out
 from tidemark.common.environment import Foreign, child_environment, forget
 from tidemark.common.errors import BadSetting
 from tidemark.common.home_directory import is_own, temporary_home
 from tidemark.sinks.postgres.database import migrate
-from tidemark.sinks.retry import wait_out
 
 BUSY_SECONDS = 300.0
 """How long Postgres may refuse connections that a busy machine makes it time out."""

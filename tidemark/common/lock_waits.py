@@ -14,6 +14,7 @@ from typing import TypeVar
 import psycopg
 import structlog
 
+from tidemark.common.backoff import Backoff
 from tidemark.common.errors import OthersFirst, TidemarkError
 from tidemark.common.postgres_session import Connection, PostgresSession
 
@@ -42,7 +43,7 @@ def run_locking(session: PostgresSession, what: str, step: Callable[[Connection]
     Raises:
         OthersFirst: the locks were not free within `seconds`; names the blockers.
     """
-    deadline, pause = time.monotonic() + seconds, _PAUSE
+    deadline, backoff = time.monotonic() + seconds, Backoff(_PAUSE, _LONGEST_PAUSE)
     while True:
         blockers = _BlockerQuery(session)
         with session.use() as connection:
@@ -55,10 +56,10 @@ def run_locking(session: PostgresSession, what: str, step: Callable[[Connection]
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 pass
         log.warning("Waiting for a lock", step=what, blockers=blockers.found)
+        pause = backoff.next()
         if time.monotonic() + pause > deadline:
             raise OthersFirst(what, session.where, f"waiting for a lock of {blockers.found}")
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def sessions_of(connection: Connection, pids: list[int]) -> str:

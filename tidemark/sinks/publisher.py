@@ -16,6 +16,7 @@ from typing import TypeVar
 import psycopg
 import structlog
 
+from tidemark.common.backoff import wait_out
 from tidemark.common.errors import ContentRefused, LeaseLost, Stopping, Unavailable
 from tidemark.common.postgres_session import first_line
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
@@ -23,7 +24,6 @@ from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.postgres.transaction import is_about_content
-from tidemark.sinks.retry import wait_out
 from tidemark.streaming.core.effects import ShardEffects
 
 log = structlog.get_logger(__name__)

@@ -14,8 +14,8 @@ import click
 import msgspec
 
 from tidemark.app.encryption import CA
+from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadCommand, Stop, Unavailable
-from tidemark.sinks.retry import Patience
 from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
@@ -113,7 +113,7 @@ class Listening:
     def commands(self) -> Generator[Command, None, None]:
         """All that the server sends, on one connection after the other, without end. Raises `AnotherServer`, and
         `Untrusted`."""
-        patience = Patience()
+        patience = WaitLog()
         while True:
             try:
                 connected = time.monotonic()

@@ -21,6 +21,7 @@ from tidemark.app.stack.servers import (
     SidecarProcess,
 )
 from tidemark.app.stack_env import write_stack_env
+from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Stop
 
 
@@ -118,7 +119,7 @@ def _leading_elsewhere() -> list[str]:
     return [*map(variable, names), variable("checkpoint_store")]
 
 
-LONGEST_PAUSE = 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 STEADY = 60.0
 """Seconds after which a process counts as healthy again, so that its next pause is short."""
 
@@ -126,7 +127,7 @@ STEADY = 60.0
 @dataclass
 class _Supervised:
     server: ServerProcess
-    pause: float = 1.0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE))
     due: float | None = None
     started: float = 0.0
     awaited: bool = False
@@ -158,14 +159,14 @@ class Supervisor:
 
     def _schedule_restart(self, watch: _Supervised) -> None:
         if self.now() - watch.started > STEADY:
-            watch.pause = 1.0
-        watch.due = self.now() + watch.pause
+            watch.backoff.reset()
+        pause = watch.backoff.next()
+        watch.due = self.now() + pause
         server = watch.server
         self.say(
-            f"{server.name} ended with code {server.returncode}; starting it again in {watch.pause:.0f} s"
+            f"{server.name} ended with code {server.returncode}; starting it again in {pause:.0f} s"
             f" ({server.failure()})"
         )
-        watch.pause = min(2 * watch.pause, LONGEST_PAUSE)
 
     def _restart(self, watch: _Supervised) -> None:
         watch.server.spawn()

@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
+from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
@@ -27,7 +28,6 @@ from tidemark.sinks.reader.requests import (
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, aclose, redis_address
-from tidemark.sinks.retry import Patience
 
 R = TypeVar("R")
 
@@ -42,7 +42,7 @@ class AsyncPositions:
         )
         self._history = None if dsn is None else History(dsn)
         self._seen = LastTold()
-        self._patience = Patience()
+        self._patience = WaitLog()
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 
+from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
@@ -28,7 +29,6 @@ from tidemark.sinks.reader.requests import (
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
-from tidemark.sinks.retry import Patience
 
 R = TypeVar("R")
 
@@ -49,7 +49,7 @@ class Positions:
         )
         self._history = None if dsn is None else History(dsn)
         self._seen = LastTold()
-        self._patience = Patience()  # only says that Redis is away: Postgres is asked meanwhile
+        self._patience = WaitLog()  # only says that Redis is away: Postgres is asked meanwhile
 
     def __enter__(self) -> Self:
         return self

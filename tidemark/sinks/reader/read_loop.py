@@ -7,6 +7,7 @@ lock on the place's row: so what comes of a portion is done once, whatever is ki
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.sinks.reader.checkpoint import Delivered, Kept, Ledger
 from tidemark.sinks.reader.databases import caught_up
@@ -27,7 +28,6 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.sinks.retry import Patience
 from tidemark.streaming.values.direction import beyond
 
 RANGES = 64  # in one query
@@ -86,7 +86,7 @@ class Reading:
         self.ledger = Ledger(config.reader, config.stream, config.mode)
         self._kept = Kept()
         self._transaction = ""
-        self._patience = Patience()
+        self._patience = WaitLog()
         self._facts_upto: int | None = None  # the farthest ID that may hold a fact of the table
         self.promised = self.usable = ZERO
 

@@ -10,9 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from psycopg.sql import Composed
 
+from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Advance, Late, Place
-from tidemark.sinks.retry import Patience
 
 LONGEST_WAIT = 1.0  # seconds between two readings: the line may move without an entry on the list (a writer retires)
 
@@ -153,7 +153,7 @@ Answer = KeysFound | HistoryFound | list[Row] | bool | None
 
 def patiently(request: Request) -> Generator[Request, Answer, Answer]:
     """Repeat the request until it does not fail with `Unavailable`, which the shell throws into the program."""
-    patience = Patience()
+    patience = WaitLog()
     while True:
         try:
             answer = yield request

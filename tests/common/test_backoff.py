@@ -4,8 +4,8 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
+from tidemark.common.backoff import Backoff, wait_out
 from tidemark.common.errors import LeaseLost, Stopping, Unavailable
-from tidemark.sinks.retry import wait_out
 
 
 class Flaky:
@@ -62,3 +62,11 @@ def test_a_limit_ends_the_wait_with_what_the_server_said_last() -> None:
 
     with pytest.raises(Unavailable, match="nobody listens"):
         wait_out(never, threading.Event(), seconds=0.0)
+
+
+def test_pauses_grow_up_to_the_longest_and_begin_again_after_a_success() -> None:
+    """0.5, 1, 2, 2 s; after `reset` 0.5 s again."""
+    backoff = Backoff(0.5, 2.0)
+    assert [backoff.next() for _ in range(4)] == [0.5, 1.0, 2.0, 2.0]
+    backoff.reset()
+    assert backoff.next() == 0.5

@@ -1,0 +1,98 @@
+"""Pauses between attempts. `Backoff` grows them; `wait_out` repeats a step until its server answers, and logs that."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+from tidemark.common.errors import Stopping, Unavailable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+LOG_EVERY = 10.0
+
+
+class Backoff:
+    """Pauses that grow from `first` to `longest` seconds, each `factor` times the one before."""
+
+    def __init__(self, first: float, longest: float, factor: float = 2.0) -> None:
+        self._first = first
+        self._longest = longest
+        self._factor = factor
+        self._pause = first
+
+    def next(self) -> float:
+        """Seconds to wait now."""
+        pause, self._pause = self._pause, min(self._factor * self._pause, self._longest)
+        return pause
+
+    def reset(self) -> None:
+        """Begin with `first` again: an attempt succeeded."""
+        self._pause = self._first
+
+
+class WaitLog:
+    """The pauses of one wait at a time, and its log: the first failure at once, then every 10 s, and the end."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._began = self._logged = 0.0
+        self._waited_for = ""
+
+    def pause_after(self, problem: Unavailable) -> float:
+        """Seconds to wait after this failure."""
+        now = time.monotonic()
+        if not self._waited_for:
+            self._began = now
+            self._backoff.reset()
+        if now - self._logged >= LOG_EVERY or problem.what != self._waited_for:
+            seconds = round(now - self._began)
+            log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=seconds)
+            self._logged, self._waited_for = now, problem.what
+        return self._backoff.next()
+
+    def succeeded(self) -> None:
+        """An attempt succeeded."""
+        if self._waited_for:
+            log.info(f"{self._waited_for} answers again", seconds=round(time.monotonic() - self._began, 1))
+            self._waited_for = ""
+
+
+def wait_out(
+    step: Callable[[], T],
+    stopping: threading.Event,
+    seconds: float = math.inf,
+    failed: Callable[[Unavailable], object] = lambda _: None,
+) -> T:
+    """Call `step` until it does not raise `Unavailable`, and return its result.
+
+    Args:
+        step: any other error of it is raised at once.
+        stopping: ends the wait when it is set.
+        seconds: after which `Unavailable` is raised, too.
+        failed: is called with each `Unavailable` that is waited out.
+
+    Raises:
+        Stopping: `stopping` was set during a pause.
+    """
+    waits, deadline = WaitLog(), time.monotonic() + seconds
+    while True:
+        try:
+            result = step()
+        except Unavailable as problem:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            failed(problem)
+            if stopping.wait(min(waits.pause_after(problem), left)):
+                raise Stopping(f"stopped while waiting for {problem.what}") from problem
+        else:
+            waits.succeeded()
+            return result
