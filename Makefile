@@ -98,6 +98,7 @@ format: setup ## Put the code into its one format
 docs: setup chart-docs ## Write the pages that are made from code
 	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/reference/metrics.md
 	$(BIN)/python -m tests.sources.rooms.picture
+	$(BIN)/python -m tests.contracts
 
 .PHONY: pictures
 pictures: setup ## Take the pictures of the live page and of the dashboard that docs/ shows

@@ -34,6 +34,20 @@ MOST_TRANSACTIONS: Final = 10
 LONGEST_TRANSACTION: Final = 500
 """Lines of an OPEN, and characters of a line."""
 
+# What Unicode calls Default_Ignorable_Code_Point (zero-width characters, and those that turn the direction of a text),
+# and marks that no font shows: two names that differ in them alone look the same.
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_NOT_IN_NAMES = rf"\s\x00-\x1f\x7f-\x9f{_INVISIBLE}"
+_name_schema: Final = {"minLength": 1, "maxLength": LONGEST_NAME, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
+_writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": EVERYBODY}}]}
+
+# JSON Schema only: msgspec decodes any text, and `read` refuses a bad name with a reason of its own.
+RecordName = Annotated[str, Meta(extra_json_schema=_name_schema)]
+RecordWriter = Annotated[str, Meta(extra_json_schema=_writer_schema)]
+
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
@@ -66,8 +80,8 @@ ROW: Final = 3
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
-    stream: str
-    writer: str
+    stream: RecordName
+    writer: RecordWriter
 
 
 class _EdgeRecord(_Record, kw_only=True, frozen=True):
@@ -172,13 +186,7 @@ Record = Rdata | Void | Position | FactRun | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-# What Unicode calls Default_Ignorable_Code_Point (zero-width characters, and those that turn the direction of a text),
-# and marks that no font shows: two names that differ in them alone look the same.
-_INVISIBLE = (
-    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
-    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
-)
-_NAME = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{_INVISIBLE}]{{1,{LONGEST_NAME}}}")
+_NAME = re.compile(rf"[^{_NOT_IN_NAMES}]{{1,{LONGEST_NAME}}}")
 
 
 def kind_of(record: Record) -> Kind:
