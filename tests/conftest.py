@@ -15,6 +15,7 @@ bypass_proxies_for_loopback()
 pytest_plugins = [
     "tests.examples",
     "tests.needs",
+    "tests.fix_cli_output",
     "tests.fix_logs",
     "tests.fix_servers",
     "tests.fix_sinks",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.contracts import asyncapi, record_schemas
+from tests.contracts import asyncapi, cli_schemas, record_schemas
 from tidemark.streaming.records import Topic
 
 FOLDER: Final = Path(__file__).parents[2] / "docs/reference/schemas"
@@ -20,6 +20,8 @@ def _documents() -> Iterator[tuple[Path, Any]]:
     for topic in Topic:
         yield FOLDER / f"{topic.value}-record.schema.json", record_schemas.document(topic)
     yield FOLDER / "asyncapi.json", asyncapi.document()
+    for verb in cli_schemas.OUTPUTS:
+        yield FOLDER / "cli" / f"{verb.replace(' ', '-')}.schema.json", cli_schemas.document(verb)
 
 
 def write() -> None:

@@ -167,6 +167,15 @@ def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql
     assert operator.sent() == []
 
 
+@pytest.mark.parametrize("words", [("retire", "b"), ("fence", "a"), ("join", "a", "--id", "2")], ids=str)
+def test_a_dry_run_prints_one_object(operator: Operator, words: tuple[str, ...]) -> None:
+    """With the record that would be sent, and without a position in Kafka."""
+    verb, writer, *more = words
+    done = operator.run(verb, STREAM, writer, *more, "--force", "--dry-run", "--json")
+    printed = json.loads(done.stdout)
+    assert (printed["act"]["writer"], printed["sent"], printed["outcome"]) == (writer, None, None)
+
+
 def test_an_act_that_no_batch_reads_is_sent_and_ends_with_exit_code_3(
     operator: Operator, sql: psycopg.Connection
 ) -> None:

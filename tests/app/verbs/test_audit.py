@@ -98,6 +98,7 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
     shown = runner.invoke(main, ["acts", "show", str(done.number)]).output.splitlines()
     assert shown[0] == "SKIP of w in epoch 1 of s 3..4"
     assert shown[-2:] == ["sent: control/0 0", "outcome: applied"]
+    assert json.loads(runner.invoke(main, ["acts", "show", str(done.number), "--json"]).output) in rows
     assert runner.invoke(main, ["acts", "show", "99"]).exit_code == 1
     sql.execute("truncate tidemark.skips, tidemark.acts cascade")
     assert runner.invoke(main, ["acts", "list", "s"]).output == "no acts\n"

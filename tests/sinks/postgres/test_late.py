@@ -65,6 +65,7 @@ def test_scripts_see_by_the_exit_code_what_is_left(late: LateCompletions, dsn: s
     assert run(dsn, "resolve", "t", number, *by).exit_code == 2
     assert run(dsn, "resolve", "s", number, *by, "--yes").exit_code == 1
     assert run(dsn, "resolve", "t", number, *by, "--dry-run").exit_code == 0
+    assert len(json.loads(run(dsn, "resolve", "t", number, *by, "--dry-run", "--json").stdout)["late"]) == 1
     done = run(dsn, "resolve", "t", number, *by, "--yes")
     assert (done.exit_code, "resolved: 1, noted as act" in done.output) == (0, True)
     assert run(dsn, "resolve", "t", number, *by, "--yes").exit_code == 1

@@ -50,6 +50,14 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
         "the policy imp* fits imports\ngap_seconds: not set -> 600, history_days: not set -> 30"
     )
     assert run(known, "set", "imp*", "gap_seconds=9", *BY, "--dry-run").exit_code == 0
+    tried = json.loads(run(known, "set", "imp*", "gap_seconds=9", *BY, "--dry-run", "--json").stdout)
+    assert tried == {
+        "policy": "imp*",
+        "changes": {"gap_seconds": 9},
+        "streams": ["imports"],
+        "dry_run": True,
+        "act": None,
+    }
     assert run(known, "set", "imp*", "gap_seconds=9", *BY[:-1]).exit_code == 2
     assert run(known, "unset", "imp*", *BY, "--json").exit_code == 0
     assert run(known, "list").output == "no stream has a policy\n"

@@ -1,0 +1,310 @@
+"""JSON Schema of what each verb prints with `--json`, made from the types that it prints.
+
+A verb that puts its object together from parts has a struct here. The tests of the verbs check its fields: a fixture
+compares all that they print with these schemas.
+"""
+
+import inspect
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
+from tidemark.app.behind import HolderAnswer
+from tidemark.app.open_ranges import OpenRange
+from tidemark.app.verbs.acting import Outcome
+from tidemark.app.verbs.explain import Explanation
+from tidemark.app.verbs.recordings import RecordedLine
+from tidemark.app.verbs.replay import Parting, ReplayReport
+from tidemark.app.verbs.reseed import Reseed
+from tidemark.app.verbs.status import WriterStatus
+from tidemark.app.verbs.trace import IdTrace
+from tidemark.app.verbs.verify import Difference
+from tidemark.sinks.postgres.acts import ListedAct
+from tidemark.sinks.postgres.audit import HistoryFault
+from tidemark.sinks.postgres.kafka_lag import LaggingPartition
+from tidemark.sinks.postgres.late import LateFact
+from tidemark.sinks.postgres.status import BridgeStatus
+from tidemark.streaming.effects import WriterAdvance
+
+Age = Annotated[float, Meta(ge=0, description="Seconds.")]
+
+
+def _changed(base: type, **changes: Any) -> Any:
+    """A struct with the fields of a dataclass or a struct, in which some are new or of another type."""
+    own = fields(base) if is_dataclass(base) else msgspec.structs.fields(base)
+    hints = get_type_hints(base, include_extras=True)
+    types = {field.name: hints[field.name] for field in own} | changes
+    return msgspec.defstruct(base.__name__, [*types.items()], kw_only=True, namespace={"__doc__": base.__doc__})
+
+
+class PipelineOutput(msgspec.Struct):
+    """Who computes positions, and whether positions are up to date."""
+
+    owner: Annotated[str | None, Meta(description="The process that has the lease, or had it last.")]
+    lease_seconds: Annotated[float, Meta(description="Seconds until the lease ends; 0: nobody has it.")]
+    last_batch_seconds: Annotated[Age | None, Meta(description="Seconds since a batch was applied.")]
+    records_waiting: Annotated[int | None, Meta(description="Kafka lag in records; null if it is not known.")]
+    lagging_partitions: list[LaggingPartition]
+    problems: Annotated[list[str], Meta(description="For people; empty if all is well.")]
+
+
+class OldestGapOutput(msgspec.Struct):
+    """The gap that has been open longest. A writer that never joined has no `low` and no `top`."""
+
+    writer: str
+    epoch: int
+    low: int | None
+    top: int | None
+    unknown: bool
+    age_seconds: Age
+
+
+class LinearLagOutput(msgspec.Struct):
+    """How far the linear position is below the highest ID that is allocated, and which writers block it."""
+
+    ids: int
+    since: datetime | None
+    held_by: list[_changed(HolderAnswer, age_seconds=Age | None)]  # type: ignore[valid-type]
+    holders: int
+    age_seconds: Age | None
+
+
+class RequeuedOutput(msgspec.Struct):
+    """Deferred records of one writer that the pipeline reads again."""
+
+    writer: str
+    since: datetime
+    gone: int
+    problem: str | None
+
+
+class SinkFaultOutput(msgspec.Struct):
+    """A sink that cannot show this stream."""
+
+    sink: str
+    since: datetime
+    problem: str
+
+
+class StreamOutput(msgspec.Struct):
+    stream: str
+    linear: int
+    writers: list[WriterStatus]
+    pending: int
+    unknown_writers: list[str]
+    oldest_gap: OldestGapOutput | None
+    behind: LinearLagOutput | None
+    open_transactions: dict[str, list[str]]
+    put_off: list[str]
+    recalled: list[RequeuedOutput]
+    bridge: BridgeStatus | None
+    not_shown: list[SinkFaultOutput]
+
+
+class StatusOutput(msgspec.Struct):
+    pipeline: PipelineOutput
+    streams: list[StreamOutput]
+
+
+class GapsOutput(msgspec.Struct):
+    gaps: list[OpenRange]
+
+
+class TopOutput(StatusOutput):
+    gaps: list[OpenRange]
+
+
+class BundleOutput(msgspec.Struct):
+    file: str
+    parts: list[str]
+    problems: Annotated[dict[str, str], Meta(description="Part that is missing to reason.")]
+
+
+class LineOutput(msgspec.Struct):
+    """One command of the line protocol. `command` is its word; which fields follow depends on the command."""
+
+    command: str
+    stream: str | UnsetType = UNSET
+    writer: str | UnsetType = UNSET
+    prev: int | UnsetType = UNSET
+    id: int | None | UnsetType = UNSET
+    row: msgspec.Raw | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+
+
+class SentOutput(msgspec.Struct):
+    """Position of the record in Kafka."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class LinearMoveOutput(msgspec.Struct, rename={"before": "from", "after": "to"}):
+    before: int
+    after: int
+
+
+ControlRecord = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "urn:tidemark:schema:control-record"})]
+
+
+class OverrideOutput(msgspec.Struct):
+    """`sent` and all that follows are null if nothing was sent."""
+
+    act: ControlRecord
+    would: Annotated[list[str], Meta(description="What the override changes, for people.")]
+    advances: list[_changed(WriterAdvance)]  # type: ignore[valid-type]
+    linear: LinearMoveOutput
+    warnings: list[str]
+    objections: Annotated[list[str], Meta(description="Reasons that need --force.")]
+    sent: SentOutput | None
+    number: Annotated[int | None, Meta(description="Number in `tidemark acts`.")]
+    seen_as: Annotated[str | None, Meta(description="The user that Postgres knew.")]
+    outcome: Outcome | None
+    result: str | None
+
+
+class ActsOutput(msgspec.Struct):
+    acts: list[ListedAct]
+
+
+class DeadLetterOutput(msgspec.Struct, kw_only=True):
+    """`key` and `value` are text. If they are not UTF-8, they are null, and `key_base64` and `value_base64` have them."""
+
+    partition: int
+    offset: int
+    time: Annotated[float, Meta(description="Seconds since 1970.")]
+    reason: str
+    detail: str | None
+    gone: Annotated[str | None, Meta(description="Why there is no value.")]
+    stream: str
+    record: SentOutput
+    replayed_by_act: int | None
+    key: str | None
+    value: str | None
+    key_base64: str | UnsetType = UNSET
+    value_base64: str | UnsetType = UNSET
+    headers: list[tuple[str, str]]
+
+
+class DeadLettersOutput(msgspec.Struct):
+    dead_letters: list[DeadLetterOutput]
+
+
+class DeadLetterReplayOutput(msgspec.Struct):
+    """With --dry-run only `would` and `outcome`."""
+
+    would: list[str]
+    outcome: Outcome | None
+    sent: SentOutput | UnsetType = UNSET
+    number: int | UnsetType = UNSET
+    seen_as: str | UnsetType = UNSET
+    result: str | UnsetType = UNSET
+
+
+class VerifyOutput(msgspec.Struct):
+    alike: bool
+    streams: int
+    copies: list[str]
+    advances: Annotated[int | None, Meta(description="Advances that were read; null without --history.")]
+    differences: list[Difference]
+    history: list[HistoryFault]
+
+
+class ExplainOutput(msgspec.Struct):
+    stands: list[Explanation]
+
+
+class WaitOutput(msgspec.Struct):
+    stream: str
+    linear: int
+    vector: dict[str, int]
+    token: str
+
+
+class PoliciesOutput(msgspec.Struct):
+    policies: Annotated[dict[str, dict[str, int]], Meta(description="Policy to setting to value.")]
+
+
+class PolicySettingOutput(msgspec.Struct):
+    value: int | None
+    policy: Annotated[str | None, Meta(description="The policy that has this value; null: the default.")]
+
+
+class PolicyOutput(msgspec.Struct):
+    stream: str
+    settings: dict[str, PolicySettingOutput]
+
+
+class PolicyChangeOutput(msgspec.Struct):
+    policy: str
+    changes: Annotated[dict[str, int | None], Meta(description="Setting to new value; null: removed.")]
+    streams: Annotated[list[str], Meta(description="Streams that the policy fits.")]
+    dry_run: bool
+    act: int | None
+
+
+class LateOutput(msgspec.Struct):
+    late: list[LateFact]
+
+
+_PARTING: Final = _changed(Parting, record=RecordedLine | None)
+
+OUTPUTS: Final[dict[str, Any]] = {
+    "acts list": ActsOutput,
+    "acts show": ListedAct,
+    "bundle": BundleOutput,
+    "dead-letters list": DeadLettersOutput,
+    "dead-letters replay": DeadLetterReplayOutput,
+    "dead-letters show": DeadLetterOutput,
+    "explain": ExplainOutput,
+    "fence": OverrideOutput,
+    "gaps": GapsOutput,
+    "join": OverrideOutput,
+    "late list": LateOutput,
+    "late resolve": LateOutput,
+    "listen": LineOutput,
+    "policy list": PoliciesOutput,
+    "policy set": PolicyChangeOutput,
+    "policy show": PolicyOutput,
+    "policy unset": PolicyChangeOutput,
+    "replay": _changed(ReplayReport, parted=list[_PARTING]),
+    "reseed": _changed(Reseed, dry_run=bool),
+    "retire": OverrideOutput,
+    "skip": OverrideOutput,
+    "status": StatusOutput,
+    "tail": RecordedLine,
+    "top": TopOutput,
+    "trace": _changed(IdTrace, dead_letters=list[DeadLetterOutput]),
+    "verify": VerifyOutput,
+    "wait": WaitOutput,
+}
+"""Words of a verb to the type of the object that it prints."""
+
+PER_LINE: Final = ("listen", "tail", "top")
+"""Verbs that print many objects, one on each line. All others print one."""
+
+
+def document(verb: str) -> Schema:
+    """The schema of one object that `tidemark VERB --json` prints."""
+    (schema,), components = msgspec.json.schema_components([OUTPUTS[verb]], ref_template=REFERENCE + "{name}")
+    how = "One line" if verb in PER_LINE else "The object"
+    return {
+        "$schema": DRAFT,
+        "$id": f"urn:tidemark:schema:cli:{verb.replace(' ', '-')}",
+        "title": f"tidemark {verb} --json",
+        "description": f"{how} that `tidemark {verb} --json` prints. Later versions may add fields.",
+        **schema,
+        "$defs": {name: _described(part) for name, part in components.items()},
+    }
+
+
+def _described(schema: Schema) -> Schema:
+    """Without the titles, and without descriptions that msgspec makes of types that have no docstring."""
+    description = inspect.cleandoc(schema.get("description", ""))
+    plain = {key: value for key, value in schema.items() if key not in {"title", "description"}}
+    return plain | ({"description": description} if description and "(" not in description[:40] else {})
