@@ -19,9 +19,9 @@ from tidemark.app.sidecar.sse import MEDIA_TYPE
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks import dead_letters
 from tidemark.sinks.redis import names
-from tidemark.streaming.commands import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
-from tidemark.streaming.model import Reason
-from tidemark.streaming.records import LONGEST_NAME, RecordName, Topic
+from tidemark.streaming.values.limits import Reason
+from tidemark.streaming.wire.line_protocol import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
+from tidemark.streaming.wire.records import LONGEST_NAME, RecordName, Topic
 
 SCHEMAS: Final = "#/components/schemas/"
 SUFFIX: Final = "Answer"  # of our types, which public names leave out

@@ -7,7 +7,7 @@ compares all that they print with these schemas.
 import inspect
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -28,7 +28,7 @@ from tidemark.sinks.postgres.audit import HistoryFault
 from tidemark.sinks.postgres.kafka_lag import LaggingPartition
 from tidemark.sinks.postgres.late import LateFact
 from tidemark.sinks.postgres.status import BridgeStatus
-from tidemark.streaming.effects import WriterAdvance
+from tidemark.streaming.core.effects import WriterAdvance
 
 Age = Annotated[float, Meta(ge=0, description="Seconds.")]
 
@@ -131,7 +131,7 @@ class LineOutput(msgspec.Struct):
     stream: str | UnsetType = UNSET
     writer: str | UnsetType = UNSET
     prev: int | UnsetType = UNSET
-    id: int | None | UnsetType = UNSET
+    id: int | UnsetType | None = UNSET
     row: msgspec.Raw | UnsetType = UNSET
     text: str | UnsetType = UNSET
 
@@ -173,7 +173,7 @@ class ActsOutput(msgspec.Struct):
 
 
 class DeadLetterOutput(msgspec.Struct, kw_only=True):
-    """`key` and `value` are text. If they are not UTF-8, they are null, and `key_base64` and `value_base64` have them."""
+    """`key` and `value` are text. Bytes that are not UTF-8 are in `key_base64` and `value_base64` instead."""
 
     partition: int
     offset: int
@@ -272,7 +272,7 @@ OUTPUTS: Final[dict[str, Any]] = {
     "policy set": PolicyChangeOutput,
     "policy show": PolicyOutput,
     "policy unset": PolicyChangeOutput,
-    "replay": _changed(ReplayReport, parted=list[_PARTING]),
+    "replay": _changed(ReplayReport, parted=list[_PARTING]),  # type: ignore[valid-type]
     "reseed": _changed(Reseed, dry_run=bool),
     "retire": OverrideOutput,
     "skip": OverrideOutput,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.contracts import asyncapi, cli_schemas, record_schemas
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire.records import Topic
 
 FOLDER: Final = Path(__file__).parents[2] / "docs/reference/schemas"
 

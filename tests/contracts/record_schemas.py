@@ -1,4 +1,4 @@
-"""JSON Schema of the records on the facts topic and on the control topic, made from `streaming.records`.
+"""JSON Schema of the records on the facts topic and on the control topic, made from `streaming.wire.records`.
 
 Fields, types and bounds come from the structs that decode a record. Rules between two fields come from here, as far as
 JSON Schema can express them; `test_record_schemas.py` compares the result with `records.read` in both directions.
@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from tidemark.streaming.records import LIVING, Marker, Record, Retire, Skip, Topic
+from tidemark.streaming.wire.records import LIVING, Marker, Record, Retire, Skip, Topic
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE: Final = "#/$defs/"

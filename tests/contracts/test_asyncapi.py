@@ -21,10 +21,10 @@ from tidemark.app.sidecar import events, moves
 from tidemark.app.sidecar.answers import ProblemAnswer, StreamAnswer
 from tidemark.app.sidecar.sse import MEDIA_TYPE, block
 from tidemark.app.sidecar.watched import pipeline
+from tidemark.common.errors import BadCommand
 from tidemark.sinks import dead_letters
 from tidemark.sinks.redis import names
-from tidemark.streaming.commands import Command, PositionCommand, RdataCommand, RelayedCommand, parse
-from tidemark.streaming.errors import BadCommand
+from tidemark.streaming.wire.line_protocol import Command, PositionCommand, RdataCommand, RelayedCommand, parse
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 META_SCHEMA = "@asyncapi/specs@6.11.1"

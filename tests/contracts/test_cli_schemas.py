@@ -22,8 +22,8 @@ from tidemark.app.printed import as_object
 from tidemark.app.verbs import gaps, letters, recordings
 from tidemark.sinks.letters import DeadLetter
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming.commands import parse
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire.line_protocol import parse
+from tidemark.streaming.wire.records import Topic
 
 
 @cache

@@ -11,10 +11,10 @@ from jsonschema import Draft202012Validator
 
 from tests.contracts.record_schemas import NOT_EXPRESSED, document, schemas
 from tests.streaming.test_records import BAD, GOOD, JOIN, NUMBERED, OPEN, RUN, SKIP, VOID
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Reason
-from tidemark.streaming.records import MAX_ID, Topic
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.values.limits import Reason
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import MAX_ID, Topic
 
 UNSCHEMED = {
     Reason.NOT_JSON: "text",
