@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tests.contracts.record_schemas import Schema, schemas
-from tidemark.app.settings import Settings
+from tidemark.app.settings import Settings, variable_of
 from tidemark.app.sidecar import events, moves
 from tidemark.app.sidecar.answers import StreamAnswer
 from tidemark.app.sidecar.sse import MEDIA_TYPE
@@ -171,14 +171,16 @@ def _redis() -> dict[str, Any]:
             "title": "Sidecars with one name",
             "description": "Sidecars that have no channel of the line protocol pass relayed commands on to each other.",
             "servers": server,
-            "parameters": {"name": {"description": "TIDEMARK_SIDECAR_NAME", "default": _default("sidecar_name")}},
+            "parameters": {
+                "name": {"description": variable_of("lines_server_name"), "default": _default("lines_server_name")}
+            },
             "messages": {"relayed": lines["relayed"]},
         },
         "lines": {
             "address": None,
             "title": "Line protocol on a channel",
-            "description": "The channel that TIDEMARK_SIDECAR_CHANNEL names; without that setting there is none. In a"
-            " database other than 0 the name ends with `/` and the number of the database.",
+            "description": f"The channel that {variable_of('lines_redis_channel')} names. Without that setting there is"
+            " none. In a database other than 0 the name ends with `/` and the number of the database.",
             "servers": server,
             "messages": lines,
         },

@@ -16,12 +16,12 @@ from referencing.jsonschema import DRAFT202012
 from tests.contracts import record_schemas
 from tests.contracts.cli_schemas import OUTPUTS, document
 from tidemark.app.cli import main
-from tidemark.app.lines import listen
+from tidemark.app.lines.client import as_json
 from tidemark.app.open_ranges import OpenRange
 from tidemark.app.printed import as_object
 from tidemark.app.verbs import gaps, letters, recordings
 from tidemark.sinks.letters import DeadLetter
-from tidemark.sources.recorded import RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.line_protocol import parse
 from tidemark.streaming.wire.records import Topic
 
@@ -84,7 +84,7 @@ def test_lines_of_listen_conform(line: bytes) -> None:
     """Each command of the line protocol, as `tidemark listen --json` prints it."""
     command = parse(line)
     assert command is not None
-    strict_validator("listen").validate(json.loads(listen.as_json(command)))
+    strict_validator("listen").validate(json.loads(as_json(command)))
 
 
 def test_gaps_conform() -> None:
