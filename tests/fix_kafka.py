@@ -24,7 +24,7 @@ from tests.fix_tls import Authority
 from tests.jvm_classes import ArchivedKafka
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER
-from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.processes import LOOPBACK, free_port
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 USER = "tide"

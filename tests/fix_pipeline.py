@@ -27,8 +27,7 @@ from tests.play.published import RedisReader, differences
 from tests.shadows import shadowed
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer

@@ -12,8 +12,7 @@ import pytest
 
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
-from tidemark.app.stack.servers import RedisServer, redis_program
+from tidemark.app.stack.processes import LOOPBACK, RedisServer, ServerProcess, free_port, obstacle, redis_program
 
 
 class Node(RedisServer):

@@ -20,13 +20,12 @@ from psycopg import sql
 from tests.jvm_classes import ArchivedKafka, broker_options
 from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app import class_archive
-from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, DEMO, JDBC, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import ServerProcess, free_port
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess, free_port
+from tidemark.app.versions import find_java
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
 

@@ -13,7 +13,7 @@ from tests.fix_redis import Node
 from tests.services.synapse import NAME, Homeserver, NoSynapse, programs
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+from tidemark.app.stack.processes import LOOPBACK, ServerProcess, free_port, listens
 from tidemark.common.environment import child_environment
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.tables import STREAMS

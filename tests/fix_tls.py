@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from tidemark.app.stack.server import LOOPBACK
+from tidemark.app.stack.processes import LOOPBACK
 
 SSL_REQUEST = bytes.fromhex("0000000804d2162f")  # how a client of Postgres asks for TLS
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tidemark.app import class_archive
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 
 
 class ArchivedKafka(KafkaServer):

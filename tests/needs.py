@@ -19,8 +19,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests.services.pgbouncer import pgbouncer
-from tidemark.app.java import JavaUnfit, find_java
 from tidemark.app.settings import Settings
+from tidemark.app.versions import JavaUnfit, find_java
 
 SERVERS = {
     "jvm": {"java"},

@@ -16,7 +16,7 @@ from tests.app.sidecar.given import At, moved
 from tests.bench.crowd import attacking
 from tests.bench.sidecar import answer, running, tell
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.stack.servers import SidecarProcess
+from tidemark.app.stack.processes import SidecarProcess
 
 STREAMS = [f"s{number}" for number in range(20)]
 PAUSE = 0.1  # seconds between two requests of an honest client

@@ -5,7 +5,7 @@ import pytest
 from tests.app.recording import Recording
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 
 
 @pytest.fixture

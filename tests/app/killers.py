@@ -2,7 +2,7 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.recaller.Recaller`,
+The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.requeue.Recaller`,
 each of which counts as a batch; the batch counts from 1 in this process.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from tidemark.app.cli import main
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.recaller import Recaller
+from tidemark.sinks.requeue import Recaller
 
 
 def strike(number: signal.Signals, step: str, batch: int) -> None:

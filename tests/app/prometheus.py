@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import yaml
 
 from tests.waiting import eventually
-from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.processes import LOOPBACK, free_port
 
 IS_THERE = shutil.which("prometheus") is not None
 

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import psutil
 
 from tests.waiting import eventually
-from tidemark.app.stack.server import LOOPBACK
+from tidemark.app.stack.processes import LOOPBACK
 
 PATIENCE = 180.0  # seconds; what takes this long on a busy machine will not come
 

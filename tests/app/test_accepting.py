@@ -15,7 +15,7 @@ from tests.app.lines.given import NOWHERE, Address, served
 from tests.fix_tls import Authority
 from tidemark.app import tls_listener as accepting
 from tidemark.app.encryption import Certificate, trusting
-from tidemark.app.stack.server import LOOPBACK
+from tidemark.app.stack.processes import LOOPBACK
 from tidemark.app.tls_listener import Acceptor, HandshakesConfig
 
 

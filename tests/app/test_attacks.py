@@ -17,8 +17,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import SidecarProcess
+from tidemark.app.stack.processes import SidecarProcess, free_port
 
 SECONDS = 5.0
 PLACES = 500

@@ -8,8 +8,8 @@ import pytest
 from pyspark.sql import DataFrame
 
 from tidemark.app.batches import LET_GO_AFTER, Batches
-from tidemark.app.board import Board
-from tidemark.app.start import Seed
+from tidemark.app.preflight import Seed
+from tidemark.app.stream_metrics import Board
 from tidemark.app.tracing import untraced
 from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import no_collection

@@ -13,11 +13,11 @@ from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import STREAM, Shard, join, position, rdata, retire
 from tests.waiting import eventually
-from tidemark.app import end_offsets, metrics
-from tidemark.app.board import Board
-from tidemark.app.board_entries import BoardEntry
-from tidemark.app.end_offsets import EndOffsets
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app import kafka_lag as end_offsets
+from tidemark.app import metrics
+from tidemark.app.kafka_lag import EndOffsets
+from tidemark.app.stack.processes import KafkaServer
+from tidemark.app.stream_metrics import Board, BoardEntry
 from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tidemark.app.cli import main
 from tidemark.app.commands import confirmed
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.common.environment import child_environment
 
 COMMANDS = [

@@ -5,8 +5,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from tests.streaming.builders import Shard, join, position, rdata
-from tidemark.app.board import Board
-from tidemark.app.crossings import SINGLE, Crossings
+from tidemark.app.stream_metrics import SINGLE, Board, Crossings
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from tests.fix_tls import Authority, Pem
 from tidemark.app.encryption import Certificate, trusting
-from tidemark.app.stack.server import LOOPBACK
+from tidemark.app.stack.processes import LOOPBACK
 from tidemark.common.errors import BadSetting
 
 

@@ -9,8 +9,7 @@ from tests.fix_pipeline import Site
 from tests.fix_servers import away, deaf
 from tests.play.cast import Cast
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import ServerProcess
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess
 
 CAST = Cast(streams=2, writers=3, rate=100.0)
 

@@ -10,12 +10,13 @@ from confluent_kafka import Producer
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
-from tidemark.app import end_offsets, health, metrics
-from tidemark.app.board import Board
-from tidemark.app.end_offsets import EndOffsets
+from tidemark.app import health, metrics
+from tidemark.app import kafka_lag as end_offsets
 from tidemark.app.health import PipelineCondition
+from tidemark.app.kafka_lag import EndOffsets
 from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
+from tidemark.app.stream_metrics import Board
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.java import JavaUnfit, find_java
+from tidemark.app.versions import JavaUnfit, find_java
 
 
 def test_java_that_is_too_old_is_named(tmp_path: Path) -> None:

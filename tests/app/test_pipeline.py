@@ -34,8 +34,7 @@ from tidemark.app import relay
 from tidemark.app.cli import main
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
 from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer

@@ -3,7 +3,7 @@
 import pytest
 
 from tidemark.app.produce import Produced, produce
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.errors import TopicMissing
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans

@@ -20,8 +20,7 @@ from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.channel_leader import ChannelConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer, free_port
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Advance, Positions, Standing

@@ -19,7 +19,7 @@ from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
 from tests.fix_pipeline import Site, made_site
 from tests.fix_tls import Authority
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import Refused
 from tidemark.common.kafka_errors import ErrorListener
 from tidemark.common.partition_reader import PartitionReader

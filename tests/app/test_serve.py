@@ -24,8 +24,7 @@ from tidemark.app.connections import host_port
 from tidemark.app.encryption import trusting
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import RedisServer, SidecarProcess
+from tidemark.app.stack.processes import LOOPBACK, RedisServer, SidecarProcess, free_port
 from tidemark.common.environment import child_environment
 
 

@@ -30,8 +30,8 @@ from tests.bench import (
 )
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
-from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
+from tidemark.app.versions import find_java
 
 Run = Callable[[BenchSite], dict[str, Any]]
 

@@ -19,8 +19,7 @@ from tests.bench.site import BenchSite
 from tests.bench.table import mib, table
 from tests.bench.topic import create
 from tests.bench.whole import WrongResult
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import SidecarProcess
+from tidemark.app.stack.processes import LOOPBACK, SidecarProcess, free_port
 
 _PERCENTILES = (50, 90, 99, 100)
 CHECKING = 5  # clients of the line protocol that check every line

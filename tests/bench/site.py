@@ -12,13 +12,12 @@ import psycopg
 import redis
 
 from tidemark.app import class_archive
-from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
+from tidemark.app.versions import find_java
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
 

@@ -14,8 +14,7 @@ from prometheus_client.samples import Sample
 from tests.bench.rate import RateMark
 from tests.bench.site import BenchSite
 from tests.bench.workload import WritersAtWork
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import PipelineProcess
+from tidemark.app.stack.processes import LOOPBACK, PipelineProcess, free_port
 
 _POLL_SECONDS = 0.2
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import psutil
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens, process_of
+from tidemark.app.stack.processes import LOOPBACK, ServerProcess, free_port, listens, process_of
 
 
 def spark_home() -> Path:

@@ -15,8 +15,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import LOOPBACK, RedisServer, free_port
 
 CLUSTER = "TAAAAAAAAAAAAAAAAAAAAA"
 ALL = 3

@@ -14,7 +14,7 @@ from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 
 SPEED = 5.0  # seconds of the play in one of ours
 

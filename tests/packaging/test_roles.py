@@ -13,7 +13,7 @@ ENTRIES = {
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
     "synapse": ["app.synapse"],
-    "pipeline": ["app.pipeline", "app.start"],
+    "pipeline": ["app.pipeline", "app.preflight"],
     "otel": ["app.otlp"],
     "sidecar": [
         "app.serve",

@@ -9,7 +9,7 @@ from psycopg import sql
 
 from tests.services.shop import Shop, opened
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 
 _numbers = count(1)
 

@@ -9,7 +9,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, as_ordinary_user
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, listens
+from tidemark.app.stack.processes import LOOPBACK, ServerProcess, listens
 
 CONNECTIONS = 4
 """To one database, whatever the number of clients."""

@@ -14,7 +14,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics

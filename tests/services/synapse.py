@@ -23,7 +23,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+from tidemark.app.stack.processes import LOOPBACK, ServerProcess, free_port, listens
 
 PACKAGES = ("matrix-synapse[redis]==1.163.2", "psycopg2-binary", "hiredis")
 _MODULES = Path(__file__).parent / "homeserver"

@@ -11,7 +11,7 @@ from tests.services.shop import TIDEMARK, Shop
 from tests.waiting import eventually
 from tidemark import Writer
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 
 CLIENTS, EACH = 24, 12

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tidemark.sinks.port import Batch
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.client import key
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Rejected

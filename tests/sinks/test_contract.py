@@ -19,14 +19,14 @@ from tests.sinks.sqlite import SqliteSink
 from tests.sinks.test_publisher import DEAD_LETTERS, NEVER, effects
 from tests.waiting import eventually
 from tidemark.common.errors import LeaseLost
+from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.dead_letters import DeadLetters
-from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Batch, Committed, Fence, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.mirror import Mirror
-from tidemark.sinks.redis.names import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects
 

@@ -9,7 +9,7 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.sinks.given import batch, rejected
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.sinks.dead_letters import LONGEST_DETAIL, DeadLettered, DeadLetters, DeadLettersConfig

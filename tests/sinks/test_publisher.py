@@ -14,15 +14,15 @@ from tests.fix_sinks import LEASE
 from tests.processes import forked
 from tests.sinks.given import advance, entries, shard, stream
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import ContentRefused, LeaseLost, Stopping
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
 from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis.client import key
 from tidemark.sinks.redis.mirror import Mirror
-from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.core.effects import Forced, ShardEffects
 

@@ -12,10 +12,10 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
+from tidemark.sinks.postgres.deferred import KeptRecall, RecallStatus
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.recalls import KeptRecall, RecallStatus
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.recaller import Recaller, RecallerConfig
+from tidemark.sinks.requeue import Recaller, RecallerConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.core.effects import Recall, WriterRow
 from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row

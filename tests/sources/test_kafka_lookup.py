@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import eventually
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import AT_ONCE, Tail

@@ -8,8 +8,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TidemarkError, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer, topic_producer

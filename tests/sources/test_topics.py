@@ -9,8 +9,7 @@ import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topic_checks import Partition, require_uncompacted

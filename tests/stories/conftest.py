@@ -7,7 +7,7 @@ import pytest
 from tests.fix_pipeline import made_site
 from tests.stories.scene import Scene, made_scene
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ import yaml
 
 from tidemark.app import pipeline
 from tidemark.app.cli import main
-from tidemark.sinks.maintenance import MaintenanceConfig
+from tidemark.sinks.background import MaintenanceConfig
 
 FASTER = 12
 

@@ -31,7 +31,7 @@ from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer, postgres_program
-from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.processes import LOOPBACK, free_port
 
 WRITE = "STORIES_WRITE"
 """The variable by which the run writes the pages anew; it must not look like a setting."""

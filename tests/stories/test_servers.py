@@ -8,7 +8,7 @@ from tests.fix_servers import away
 from tests.stories.scene import Scene
 from tests.stories.test_held import fact
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer
 from tidemark.streaming.wire.records import Join
 
 

@@ -10,8 +10,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.streaming.builders import contents
 from tests.streaming.kafka_log import PARTITIONS, Log, Seen, values
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.ingest import consumer as librdkafka

@@ -19,8 +19,8 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from tidemark.app.class_archive import SILENT, make, spark_archive
-from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
+from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.jvm import Jvm
 from tidemark.streaming.engine.spark import SparkSettings, configuration, connect

@@ -15,8 +15,8 @@ import structlog
 from pyspark.sql import DataFrame
 
 from tidemark.app import metrics
-from tidemark.app.board import Board
-from tidemark.app.start import Seed
+from tidemark.app.preflight import Seed
+from tidemark.app.stream_metrics import Board
 from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.common.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.sinks.publisher import Publisher

@@ -70,7 +70,7 @@ def migrate(*, wait: float) -> None:
 def topics(*, wait: float) -> None:
     """Make the topics that are missing, and check those that are there."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
-    from tidemark.app.start import ready
+    from tidemark.app.preflight import ready
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 

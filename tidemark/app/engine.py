@@ -13,9 +13,9 @@ from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 
 from tidemark.app import class_archive
-from tidemark.app.java import find_java
+from tidemark.app.preflight import Start
 from tidemark.app.settings import Settings
-from tidemark.app.start import Start
+from tidemark.app.versions import find_java
 from tidemark.common.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.common.failure_cause import failure_cause
 from tidemark.sources.kafka import KafkaConnection

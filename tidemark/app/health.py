@@ -10,8 +10,7 @@ from typing import Any
 
 from tidemark.app.printed import counted, one_line
 from tidemark.common.errors import TidemarkError
-from tidemark.sinks.postgres.kafka_lag import LaggingPartition
-from tidemark.sinks.postgres.status import Condition
+from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.publish import Redis, RedisConfig

@@ -1,19 +1,34 @@
 """Every metric of the pipeline: its name, its kind, what it means and what to do when it moves.
 
 `docs/reference/metrics.md` shows them (`make docs`). Only the driver changes them: nothing scrapes Spark's workers.
-What is known of each stream comes from `app.board` at the time of the scrape.
+What is known of each stream comes from `app.stream_metrics` at the time of the scrape.
 """
 
+from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tidemark.app.histogram import BatchHistogram
 from tidemark.app.http_health import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.values.limits import Reason
+
+
+class BatchHistogram(Histogram):
+    """Without labels."""
+
+    def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
+        """Each amount so many times, as `observe` would count them."""
+        total, found = 0.0, [0] * len(self._upper_bounds)
+        for amount, count in amounts:
+            total += amount * count
+            found[bisect_left(self._upper_bounds, amount)] += count
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, found, strict=True):
+            bucket.inc(count)
+
 
 REGISTRY = CollectorRegistry()
 

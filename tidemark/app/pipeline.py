@@ -21,13 +21,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tidemark.app import engine, metrics
 from tidemark.app import http_health as probes
 from tidemark.app.batches import Batches
-from tidemark.app.board import Board
-from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.isolation import Isolation
+from tidemark.app.kafka_lag import EndOffsets
 from tidemark.app.policies import PolicyWatch
+from tidemark.app.preflight import Start, prepare
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
-from tidemark.app.start import Start, prepare
+from tidemark.app.stream_metrics import Board
 from tidemark.app.tracing import tracing
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
@@ -44,18 +44,16 @@ from tidemark.common.errors import (
     Stopping,
     Unavailable,
 )
+from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
-from tidemark.sinks.leased_thread import LeasedThread
-from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.postgres.waits import WaitWatch
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
+from tidemark.sinks.requeue import Recaller, RecallerConfig
 from tidemark.sources.producer import producer_settings
 from tidemark.sources.topic_checks import Acceptance
 from tidemark.sources.topics import Topics

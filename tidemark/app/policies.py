@@ -6,9 +6,9 @@ from dataclasses import replace
 import structlog
 
 from tidemark.common.errors import Outdated, Unavailable
-from tidemark.sinks.leased_thread import LeasedThread
+from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.policies import PolicyTable
+from tidemark.sinks.postgres.operators import PolicyTable
 from tidemark.streaming.values.policies import Policies
 
 log = structlog.get_logger(__name__)

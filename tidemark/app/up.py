@@ -16,14 +16,13 @@ from threading import Event
 import click
 
 from tidemark.app import class_archive, relay
-from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
-from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.server import ServerProcess
-from tidemark.app.stack.servers import STORY, redis_program
+from tidemark.app.stack.processes import STORY, ServerProcess, redis_program
+from tidemark.app.stack.up import Members, Supervisor
+from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
 from tidemark.common.environment import Foreign, child_environment, forget
 from tidemark.common.errors import BadSetting

@@ -4,9 +4,13 @@ The schema says itself what works with it (`common.migrations`); states carry a 
 Here it is the versions of the processes, as a change of what stands in Redis needs no schema."""
 
 import re
+import shutil
+import subprocess
 from importlib.metadata import version
+from pathlib import Path
 
-from tidemark.common.errors import VersionSkew
+from tidemark.common.environment import server_environment
+from tidemark.common.errors import Stop, VersionSkew
 
 OURS = version("tidemark-streams")
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
@@ -30,3 +34,29 @@ def _ahead(theirs: str, ours: str) -> int:
         return 0
     majors = int(one[1]) - int(other[1])
     return 1000 * majors if majors else int(one[2]) - int(other[2])
+
+
+OLDEST = 17
+
+
+class JavaUnfit(Stop):
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"Java {OLDEST} or newer is needed and {problem}: install one (Debian, Ubuntu:"
+            " `apt-get install openjdk-17-jre-headless`; macOS: `brew install openjdk@17`) or set JAVA_HOME"
+        )
+
+
+def find_java(java_home: Path | None) -> str:
+    """The `java` program, of `java_home` where that is set, else the first on the PATH; raises `JavaUnfit`."""
+    program = str(java_home / "bin" / "java") if java_home else "java"
+    found = shutil.which(program)
+    if found is None:
+        raise JavaUnfit(f"there is no {program}" if java_home else "there is none on the PATH")
+    answer = subprocess.run([found, "-version"], env=server_environment(), capture_output=True, text=True, check=False)
+    version = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
+    if version is None:
+        raise JavaUnfit(f"`{found} -version` does not say its version")
+    if int(version[1]) < OLDEST:
+        raise JavaUnfit(f"{found} is Java {version[1]}")
+    return found

@@ -2,7 +2,7 @@
 
 One batch at a time, on whatever thread. A step is tried again until its server answers: a commit whose answer was lost
 is found there and not made twice, and the others change nothing by being repeated. After a kill the next query begins
-behind the last commit; what the sinks lack of it is filled in from Postgres (`sinks.maintenance`).
+behind the last commit; what the sinks lack of it is filled in from Postgres (`sinks.background`).
 """
 
 import threading

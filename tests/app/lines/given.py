@@ -14,7 +14,7 @@ from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.app.tls_listener import Acceptor
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail

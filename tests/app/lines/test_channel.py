@@ -27,10 +27,10 @@ from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.database import migrate
-from tidemark.sinks.redis.names import lines_channel
+from tidemark.sinks.redis.client import lines_channel
 
 TERMS = ChannelConfig("example.org")
 

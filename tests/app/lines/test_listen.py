@@ -24,7 +24,7 @@ from tidemark.app.encryption import Certificate
 from tidemark.app.lines import client as listen
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.stack.server import LOOPBACK
+from tidemark.app.stack.processes import LOOPBACK
 from tidemark.app.tls_listener import Acceptor
 from tidemark.common.environment import child_environment
 from tidemark.streaming.wire.line_protocol import (

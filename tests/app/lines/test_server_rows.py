@@ -12,7 +12,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines import hub
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tidemark.app.read_side.recent import SECONDS, Recalled, Recent, reached
 from tidemark.app.read_side.subscription import Slice
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.reader.merge import Joining
 from tidemark.streaming.values.limits import Evidence

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.app.read_side.replay import MOST, POSITION, TOLD, TOLD_FOR, Resumptions, ToldTexts, lowest
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
 from tidemark.sinks.reader.history import Missed
 

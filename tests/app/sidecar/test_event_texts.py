@@ -4,7 +4,7 @@ import asyncio
 
 from tidemark.app.read_side.replay import PAGE, MissedMoves, SharedReading
 from tidemark.app.sidecar.event_stream import missed_moves
-from tidemark.sinks.postgres.tail import Moved
+from tidemark.sinks.postgres.changes import Moved
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 

@@ -28,11 +28,11 @@ from tidemark.app.sidecar import cursor
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Churn, Limits
 from tidemark.app.sidecar.sse import EventStream
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.sinks.postgres.history import PageBounds, PastPage
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader.events import Place
-from tidemark.sinks.redis.names import channel, key
+from tidemark.sinks.redis.client import channel, key
 
 
 @dataclass

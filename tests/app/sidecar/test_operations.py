@@ -14,8 +14,8 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import RedisServer
-from tidemark.sinks.redis.names import STREAMS, key
+from tidemark.app.stack.processes import RedisServer
+from tidemark.sinks.redis.client import STREAMS, key
 
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:

@@ -12,7 +12,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.sinks.postgres.history import PageBounds, PastPage
 from tidemark.sinks.postgres.store import Postgres
 

@@ -14,7 +14,7 @@ from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 
 WAIT = "/v1/streams/s/wait"
 

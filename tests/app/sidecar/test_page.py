@@ -22,7 +22,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, position, rdata
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.streaming.core.effects import LateCompletion
 
 PATIENCE = 60_000  # ms; also of `expect` without a word

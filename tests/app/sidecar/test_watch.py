@@ -16,7 +16,7 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.streaming.core.effects import LateCompletion
 
 

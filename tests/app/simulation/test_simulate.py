@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from tests.fix_stack import Terminal
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import TopicPlan, Topics

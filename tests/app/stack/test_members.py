@@ -8,10 +8,10 @@ from typing import ClassVar
 import pytest
 
 from tidemark.app.settings import load
-from tidemark.app.stack import server as server_module
+from tidemark.app.stack import processes as server_module
 from tidemark.app.stack.home import AlreadyRunning, Home
-from tidemark.app.stack.members import Members, Supervisor
-from tidemark.app.stack.server import ServerProcess, StartFailed, free_port, listens
+from tidemark.app.stack.processes import ServerProcess, StartFailed, free_port, listens
+from tidemark.app.stack.up import Members, Supervisor
 
 
 class ListeningServer(ServerProcess):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.stack import named_user as module
-from tidemark.app.stack.named_user import NamedUser, NeedsNamedUser, named_user
+from tidemark.app.stack import home as module
+from tidemark.app.stack.home import NamedUser, NeedsNamedUser, named_user
 
 
 @pytest.fixture

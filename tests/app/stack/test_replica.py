@@ -6,8 +6,7 @@ import psycopg
 import pytest
 
 from tests.fix_servers import own_postgres
-from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.replica import Replica
+from tidemark.app.stack.postgres import PostgresServer, Replica
 
 pytestmark = pytest.mark.postgres
 

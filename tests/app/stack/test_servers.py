@@ -5,7 +5,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.app.stack.processes import KafkaServer, RedisServer
 
 
 def test_postgres_keeps_what_was_committed_before_a_kill(postgres: PostgresServer, database: str) -> None:

@@ -22,14 +22,13 @@ from psycopg.conninfo import make_conninfo
 from tests.sinks.given import NOW, batch, stream
 from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.app.cli import main
-from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.port import Batch
-from tidemark.sinks.postgres.acts import Acts
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.operators import Acts
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans

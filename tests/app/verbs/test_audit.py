@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from tests.sinks.given import batch, stream
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
-from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.operators import Acts, NotedAct
 from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")

@@ -9,7 +9,7 @@ from tests.streaming.builders import STREAM, Shard, rdata
 from tidemark.app.printed import as_object
 from tidemark.app.verbs import letters
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.letters import DeadLetter
+from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.streaming.core.effects import Forced
 
 FACT = b'{"kind":"RDATA","stream":"events","writer":"a","epoch":1,"prev":2,"id":3,"row":{}}'

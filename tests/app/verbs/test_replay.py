@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.verbs.recordings import as_line, from_lines
-from tidemark.sinks.postgres.past_batches import past_batches
+from tidemark.sinks.postgres.inspect import past_batches
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.records import Retire, Skip
 

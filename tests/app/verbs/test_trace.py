@@ -10,7 +10,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs.trace import said
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
 

@@ -16,7 +16,7 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
 from tidemark.sinks.postgres.audit import Audit
-from tidemark.sinks.redis.names import STREAMS, key
+from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
 
 

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
-from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
+from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -41,7 +41,7 @@ def host_is_ahead(monkeypatch: pytest.MonkeyPatch, ahead: timedelta) -> None:
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime.now(tz) + ahead
 
-    for module in ("maintenance", "postgres.clock"):
+    for module in ("background", "postgres.retention"):
         monkeypatch.setattr(f"tidemark.sinks.{module}.datetime", Wrong)
 
 

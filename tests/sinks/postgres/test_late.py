@@ -11,7 +11,7 @@ from tests.sinks.given import batch, stream
 from tidemark.app.cli import main
 from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.late import LateCompletions
+from tidemark.sinks.postgres.inspect import LateCompletions
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core.effects import LateCompletion

@@ -11,9 +11,8 @@ from psycopg.conninfo import make_conninfo
 
 from tidemark.common.errors import BadRecord
 from tidemark.common.postgres_session import PostgresSession
-from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.policies import PolicyTable
+from tidemark.sinks.postgres.operators import Acts, NotedAct, PolicyTable
 from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 5, 6, "eve", "it hangs")

@@ -7,10 +7,10 @@ import pytest
 
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
+from tidemark.sinks.postgres.changes import DurableMark, PastMoves
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.postgres.tail import DurableMark, PastMoves
 from tidemark.streaming.core.effects import LateCompletion
 
 MINUTE = 60_000

@@ -11,7 +11,7 @@ import pytest
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later, taken
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.sinks.reader import (
     Advance,
     AsyncPositions,
@@ -24,7 +24,7 @@ from tidemark.sinks.reader import (
     Reread,
     Token,
 )
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.client import key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.core.effects import LateCompletion as LateEffect
 

@@ -10,10 +10,10 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
 from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.client import key
 from tidemark.streaming.core.effects import LateCompletion as LateEffect
 
 

@@ -9,8 +9,7 @@ import pytest
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
-from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.replica import Replica
+from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.sinks.reader.databases import end_of_records
 
 SEGMENT = 16 * 1024 * 1024

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.examples import SHARING
 from tidemark.common.errors import BadToken
 from tidemark.sinks.reader import ZERO, Order, Token
-from tidemark.sinks.redis.changes import Change
-from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import Redis
+from tidemark.sinks.redis.client import key
+from tidemark.sinks.redis.publish import Change, Redis
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")
 NAMES = st.sampled_from(WRITERS)

@@ -11,7 +11,7 @@ import redis
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import (
     BadSetting,
     BadToken,
@@ -22,7 +22,7 @@ from tidemark.common.errors import (
     Unavailable,
 )
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.client import key
 
 
 class Both:

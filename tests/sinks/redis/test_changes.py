@@ -2,7 +2,7 @@
 
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.port import Committed
-from tidemark.sinks.redis.changes import AdvanceEntry, of_batch
+from tidemark.sinks.redis.publish import AdvanceEntry, of_batch
 from tidemark.streaming.core.effects import WriterRow
 
 

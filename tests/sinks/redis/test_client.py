@@ -14,14 +14,12 @@ from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
 from tidemark.app.read_side.notifications import Notifications, wait_for_notification
 from tidemark.app.read_side.redis_reader import Live
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
 from tidemark.sinks.reader.requests import ReadNewest
-from tidemark.sinks.redis.changes import Change
-from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sinks.redis.names import channel, key
-from tidemark.sinks.redis.publish import Redis, RedisConfig
+from tidemark.sinks.redis.client import RedisAddress, channel, key
+from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
 
 # In a Cluster of three, some on each; the last ones are names that could break a hash tag.
 STREAMS = [*(f"stream{number}" for number in range(12)), "}x", "{}", "a}:linear", "{<", "100%"]

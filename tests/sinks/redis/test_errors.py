@@ -6,7 +6,7 @@ from redis._parsers.base import BaseParser
 from redis.exceptions import RedisClusterException
 
 from tidemark.common.errors import Refused, Unavailable
-from tidemark.sinks.redis.errors import Remedies, of_stream, redis_error
+from tidemark.sinks.redis.client import Remedies, of_stream, redis_error
 
 REMEDIES = Remedies(access="access", transport="transport", rights="rights")
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from tidemark.sinks.redis import held
-from tidemark.sinks.redis.changes import Change
-from tidemark.sinks.redis.held import RedisPositions
-from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import Redis
+from tidemark.sinks.redis import snapshot as held
+from tidemark.sinks.redis.client import key
+from tidemark.sinks.redis.publish import Change, Redis
+from tidemark.sinks.redis.snapshot import RedisPositions
 
 ODD = ("1", "2", "a/b", 'say "no"', "back\\slash", "{}", "[]", "null", "\u00e9\u4e16\U0001f30a", "\u2028", "~.%7E")
 

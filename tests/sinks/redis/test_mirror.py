@@ -13,14 +13,14 @@ from structlog.testing import capture_logs
 from tests.sinks.given import advance, entries, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import LeaseLost
-from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
+from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Refilled, Sink
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.client import SENTINEL, STREAMS, key
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterRow
 
@@ -367,7 +367,7 @@ def test_many_streams_are_compared_less_often(
     """Rule 8: to compare what is idle takes a twentieth of the time at most; while one is to be tried again, more."""
     sink = Slow()
     sink.spoilt = spoilt
-    monkeypatch.setattr("tidemark.sinks.maintenance.time", sink)
+    monkeypatch.setattr("tidemark.sinks.background.time", sink)
     maintenance = Maintenance([cast(Sink, sink)], store, lease, MaintenanceConfig())
     for at, refills in ((0, 1), (9 + wait, 1), (10 + wait, 2)):
         sink.now = at

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from tidemark.sinks.redis.names import channel, channels, key, stream_of, tag
+from tidemark.sinks.redis.client import channel, channels, key, stream_of, tag
 
 NAMES = st.one_of(st.text("{}<>%:a", min_size=1, max_size=6), st.text(min_size=1, max_size=20))
 

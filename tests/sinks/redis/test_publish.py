@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from tests.examples import SHARING
 from tests.sinks.given import entries
-from tidemark.app.stack.servers import RedisServer
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, LeaseLost, Refused, Unavailable
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.changes import AdvanceEntry, Change, LateEntry
-from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import MOVES_AT_ONCE, Mode, Redis, RedisConfig, _moves
+from tidemark.sinks.redis.client import key
+from tidemark.sinks.redis.publish import (
+    MOVES_AT_ONCE,
+    AdvanceEntry,
+    Change,
+    LateEntry,
+    Mode,
+    Redis,
+    RedisConfig,
+    _moves,
+)
 from tidemark.sinks.redis.scripts import together
 
 LARGEST = 2**63 - 1

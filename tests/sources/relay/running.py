@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.sources.relay.judge import Judge
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.postgres_session import Dsn
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, topic_producer

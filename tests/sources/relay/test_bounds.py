@@ -15,7 +15,7 @@ from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, settled
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding

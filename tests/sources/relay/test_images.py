@@ -10,8 +10,7 @@ import pytest
 
 from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
-from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.replica import Replica
+from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres

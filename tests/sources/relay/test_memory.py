@@ -12,7 +12,7 @@ import yaml
 from tests.fix_servers import away
 from tests.sources.relay.running import append, settled
 from tests.waiting import eventually
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 
 log = structlog.get_logger(__name__)

@@ -19,7 +19,7 @@ from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting, FactUnfit, Refused
 from tidemark.sources import transactions

@@ -11,7 +11,7 @@ from tests.sources.relay.world import Service, SteppedRelay, prepared_schema
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.processes import free_port
 from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres

@@ -11,7 +11,7 @@ from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import relay as relaying

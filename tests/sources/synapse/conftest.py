@@ -12,7 +12,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sources.synapse.site import SynapseSite, made_site
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 
 
 @pytest.fixture(scope="package")  # a Synapse does not outlive that others stop its Postgres

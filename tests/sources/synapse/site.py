@@ -20,7 +20,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sources.relay.world import Core
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.sinks.reader import Positions, Reader, Table
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.synapse.state import SCHEMA, state_session

@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.synapse import SynapseProcess
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, StartFailed
+from tidemark.app.stack.processes import LOOPBACK, StartFailed
 
 ENDS = """
 import sys

@@ -8,8 +8,7 @@ import pytest
 
 from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core
-from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.replica import Replica
+from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.sources.synapse import queries, state, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer

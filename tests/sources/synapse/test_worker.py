@@ -12,8 +12,7 @@ from tests.sources.synapse.site import SynapseSite, overheard
 from tests.sources.synapse.traffic import KINDS, act
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import SidecarProcess
+from tidemark.app.stack.processes import LOOPBACK, SidecarProcess, free_port
 from tidemark.sources.synapse.tables import STREAMS
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.line_protocol import RdataCommand, parse

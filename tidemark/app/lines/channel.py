@@ -18,13 +18,12 @@ import structlog
 from tidemark.app.lines.channel_leader import ChannelConfig, Speaker
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
+from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.repeated_log import RepeatedLog
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
-from tidemark.sinks.redis.client import database_of
-from tidemark.sinks.redis.names import in_database, lines_channel
+from tidemark.sinks.redis.client import database_of, in_database, lines_channel
 from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateCommand, parse
 
 log = structlog.get_logger(__name__)

@@ -27,7 +27,7 @@ from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
-from tidemark.sinks.redis.names import tag
+from tidemark.sinks.redis.client import tag
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = structlog.get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.app.repeated_log import shortened
+from tidemark.app.logs import shortened
 from tidemark.common.errors import BadCommand
 from tidemark.streaming.wire import line_protocol as commands
 from tidemark.streaming.wire.line_protocol import (

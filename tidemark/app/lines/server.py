@@ -16,9 +16,9 @@ from tidemark.app.eviction import AllTaken, Places
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.connection import LineConnection, LineServerConfig
 from tidemark.app.lines.hub import Hub
+from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.repeated_log import RepeatedLog
 from tidemark.app.tls_listener import AcceptingServer, Acceptor
 from tidemark.streaming.wire.line_protocol import RelayedCommand, encoded
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.tail import Moved
+from tidemark.sinks.postgres.changes import Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.requests import (

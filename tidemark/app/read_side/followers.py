@@ -21,7 +21,7 @@ from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
-from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, Moved
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.requests import (

@@ -16,8 +16,7 @@ from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
-from tidemark.sinks.redis.client import database_of
-from tidemark.sinks.redis.names import channels, stream_of
+from tidemark.sinks.redis.client import channels, database_of, stream_of
 
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 

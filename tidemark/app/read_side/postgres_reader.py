@@ -13,10 +13,10 @@ from tidemark.app.open_ranges import OpenRange
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
-from tidemark.sinks.postgres.recalls import RecallStatus
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark
+from tidemark.sinks.postgres.deferred import RecallStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.postgres.tail import ChangesSince, DurableMark
 from tidemark.sinks.reader.history import History, Missed
 from tidemark.sinks.reader.requests import HistoryFound, ReadHistory
 from tidemark.streaming.core import codec as state

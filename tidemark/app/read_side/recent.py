@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tidemark.app.read_side.subscription import Slice
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Place
 from tidemark.streaming.values.direction import beyond
 

@@ -11,9 +11,7 @@ from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Refused
 from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
 from tidemark.sinks.reader.requests import KeysFound, ReadKeys, ReadList, ReadNewest
-from tidemark.sinks.redis.client import RedisAddress, aclose
-from tidemark.sinks.redis.errors import StreamFault, sound
-from tidemark.sinks.redis.names import STREAMS
+from tidemark.sinks.redis.client import STREAMS, RedisAddress, StreamFault, aclose, sound
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait

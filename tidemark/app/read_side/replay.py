@@ -18,7 +18,7 @@ from tidemark.app.read_side.fallback import Past, RequestHandler
 from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import TidemarkError
-from tidemark.sinks.postgres.tail import DurableMark, Moved
+from tidemark.sinks.postgres.changes import DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.streaming.values.direction import nearer
 

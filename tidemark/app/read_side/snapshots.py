@@ -19,7 +19,7 @@ from tidemark.app.read_side.postgres_reader import Details, Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.tail import Moved
+from tidemark.sinks.postgres.changes import Moved
 from tidemark.streaming.values.direction import beyond, farther
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding

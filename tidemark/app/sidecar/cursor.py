@@ -12,7 +12,7 @@ import msgspec
 from tidemark.app.behind import StreamId
 from tidemark.app.sidecar.problems import BadRequest
 from tidemark.common.errors import BadToken
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.token import Token
 

@@ -15,7 +15,7 @@ from tidemark.app.read_side.replay import MissedPage, SharedReading, identity
 from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.sidecar import cursor, event_stream
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Place
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives

@@ -175,7 +175,7 @@ class Director:
         return member.name
 
     def _kill_server(self, name: str) -> str:
-        from tidemark.app.stack.server import process_of  # noqa: PLC0415 - psutil comes with the local stack
+        from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
         process = process_of(self.company.stage.home, name)
         if process is None:

@@ -118,8 +118,8 @@ def _carry_out(
 ) -> None:
     settings = loaded()
     from tidemark.app.verbs import acting, acts
-    from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
+    from tidemark.sinks.postgres.operators import Acts
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
     from tidemark.streaming.values.policies import Policies
 

@@ -13,7 +13,7 @@ from tidemark.app.produce import produce
 from tidemark.app.verbs.acts import Trial, standing
 from tidemark.app.verbs.letters import Replay
 from tidemark.common.errors import BadRecord, TidemarkError
-from tidemark.sinks.postgres.acts import Acts, NotedAct
+from tidemark.sinks.postgres.operators import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics

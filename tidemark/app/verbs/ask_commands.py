@@ -81,7 +81,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     settings = loaded()
     from tidemark.app import open_ranges
     from tidemark.app.verbs import explain, gaps
-    from tidemark.sinks.postgres.past import StreamPast
+    from tidemark.sinks.postgres.inspect import StreamPast
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     now = datetime.now(UTC)

@@ -11,7 +11,7 @@ from tidemark.app.commands import CommandFailed, CommandGroup, loaded
 from tidemark.app.printed import as_lines, as_object, for_people
 
 if TYPE_CHECKING:
-    from tidemark.sinks.postgres.acts import Acts, ListedAct
+    from tidemark.sinks.postgres.operators import Acts, ListedAct
 
 HEADINGS: Final = ("ACT", "AGE", "USER", "BY", "KIND", "STREAM", "WRITER", "IDS", "OUTCOME", "WHY")
 
@@ -54,8 +54,8 @@ def acts_show(number: int, *, as_json: bool) -> None:
 @contextmanager
 def _database() -> "Iterator[Acts]":
     settings = loaded()
-    from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
+    from tidemark.sinks.postgres.operators import Acts
 
     with session_of(settings.postgres, "tidemark acts") as session:
         yield Acts(session)
@@ -98,7 +98,7 @@ def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
 
 def _whole(it: "ListedAct") -> Iterator[str]:
     from tidemark.app.verbs.explain import clock
-    from tidemark.sinks.postgres.acts import EVERY_STREAM
+    from tidemark.sinks.postgres.operators import EVERY_STREAM
 
     stream = "all streams" if it.stream == EVERY_STREAM else it.stream
     whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream

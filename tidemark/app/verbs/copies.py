@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 
 from tidemark.common.errors import BadSetting, BadToken, Unavailable
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.held import RedisPositions
 from tidemark.sinks.redis.publish import Redis
+from tidemark.sinks.redis.snapshot import RedisPositions
 
 PAGE = 1000  # streams in one answer of a sidecar
 _SECONDS = 10.0  # for an answer of a sidecar

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from tidemark.app.behind import moment as moment_of
 from tidemark.app.printed import as_object, for_people
 from tidemark.app.verbs.status import aged, ids_between
-from tidemark.sinks.postgres.past import (
+from tidemark.sinks.postgres.inspect import (
     BatchAdvance,
     LineStand,
     OffsetRange,

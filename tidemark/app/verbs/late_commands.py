@@ -12,7 +12,7 @@ from tidemark.app.printed import as_lines, as_object, for_people
 from tidemark.app.verbs.act_commands import answering
 
 if TYPE_CHECKING:
-    from tidemark.sinks.postgres.late import LateCompletions, LateFact
+    from tidemark.sinks.postgres.inspect import LateCompletions, LateFact
 
 HOLDS: Final = 3
 HEADINGS: Final = ("NUMBER", "AGE", "STREAM", "WRITER", "EPOCH", "IDS", "FACTS", "WHY", "RESOLVED")
@@ -74,7 +74,7 @@ def late_resolve(
 def _database() -> "Iterator[LateCompletions]":
     settings = loaded()
     from tidemark.sinks.postgres.database import session_of
-    from tidemark.sinks.postgres.late import LateCompletions
+    from tidemark.sinks.postgres.inspect import LateCompletions
 
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)

@@ -17,8 +17,8 @@ from tidemark.app.verbs.act_commands import NOT_SEEN, answering, until_seen
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
-    from tidemark.sinks.letters import DeadLetter, Letters
-    from tidemark.sinks.postgres.acts import Acts
+    from tidemark.sinks.dead_letters import DeadLetter, Letters
+    from tidemark.sinks.postgres.operators import Acts
 
 LOOKED: Final = 10_000  # letters of each partition that a filter looks at, the newest
 
@@ -136,10 +136,9 @@ def letters_replay(
 
 @contextmanager
 def _servers(settings: "Settings") -> "Iterator[tuple[Letters, Acts]]":
-    from tidemark.sinks.dead_letters import DeadLettersConfig
-    from tidemark.sinks.letters import Letters
-    from tidemark.sinks.postgres.acts import Acts
+    from tidemark.sinks.dead_letters import DeadLettersConfig, Letters
     from tidemark.sinks.postgres.database import session_of
+    from tidemark.sinks.postgres.operators import Acts
 
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer())

@@ -15,7 +15,7 @@ from tidemark.app.printed import as_lines
 from tidemark.app.verbs.acts import moved
 from tidemark.app.verbs.status import aged
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.letters import DeadLetter
+from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import Forced, StreamEffects

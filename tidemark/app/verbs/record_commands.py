@@ -13,7 +13,7 @@ from tidemark.app.verbs.act_commands import MOST_ID
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
-    from tidemark.sinks.letters import DeadLetter
+    from tidemark.sinks.dead_letters import DeadLetter
     from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
 
 
@@ -46,7 +46,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     settings = loaded()
     from tidemark.app.verbs import trace, trace_text
     from tidemark.app.verbs.letter_commands import LOOKED
-    from tidemark.sinks.postgres.life import IdPast
+    from tidemark.sinks.postgres.inspect import IdPast
     from tidemark.sinks.redis.publish import Redis, RedisConfig
     from tidemark.sources.kafka_lookup import Recorded
 
@@ -68,8 +68,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 
 
 def _letters(settings: "Settings", most: int) -> "list[DeadLetter]":
-    from tidemark.sinks.dead_letters import DeadLettersConfig
-    from tidemark.sinks.letters import Letters
+    from tidemark.sinks.dead_letters import DeadLettersConfig, Letters
     from tidemark.sources.topics import Topics
 
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
@@ -150,7 +149,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     """
     settings = loaded()
     from tidemark.app.verbs import replay, replay_text
-    from tidemark.sinks.postgres.past_batches import past_batches
+    from tidemark.sinks.postgres.inspect import past_batches
     from tidemark.streaming.values.policies import Policies
     from tidemark.streaming.wire.records import Topic
 

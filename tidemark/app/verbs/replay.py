@@ -13,7 +13,7 @@ from tidemark.app.verbs.explain import clock
 from tidemark.app.verbs.replay_start import ReplayStart, start_of
 from tidemark.app.verbs.replayed import NOTHING, Replayed, by_stream
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
+from tidemark.sinks.postgres.inspect import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds, Evidence

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from tidemark.app.verbs.replayed import Replayed
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.postgres.past import BatchAdvance
-from tidemark.sinks.postgres.past_batches import PastBatch, PastStream
+from tidemark.sinks.postgres.inspect import BatchAdvance, PastBatch, PastStream
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from tidemark.sinks.postgres.past_batches import PastBatch
+from tidemark.sinks.postgres.inspect import PastBatch
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.errors import OthersFirst, Stopping
-from tidemark.sinks.postgres.acts import EVERY_STREAM, Acts
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.operators import EVERY_STREAM, Acts
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Forced

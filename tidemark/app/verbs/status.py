@@ -10,7 +10,7 @@ import msgspec
 from tidemark.app.behind import behind_answer, last_seen
 from tidemark.app.health import PipelineCondition
 from tidemark.app.printed import as_lines, as_object, for_people
-from tidemark.sinks.postgres.recalls import RecallStatus
+from tidemark.sinks.postgres.deferred import RecallStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec as state

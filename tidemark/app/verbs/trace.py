@@ -12,11 +12,9 @@ from typing import Final, Literal
 
 from tidemark.app.behind import moment
 from tidemark.common.errors import BadRecord, TidemarkError
-from tidemark.sinks.letters import DeadLetter
-from tidemark.sinks.postgres.acts import ListedAct
-from tidemark.sinks.postgres.late import LateFact
-from tidemark.sinks.postgres.life import IdPast, LinePassed
-from tidemark.sinks.postgres.past import BatchAdvance, OffsetRange, PastGap
+from tidemark.sinks.dead_letters import DeadLetter
+from tidemark.sinks.postgres.inspect import BatchAdvance, IdPast, LateFact, LinePassed, OffsetRange, PastGap
+from tidemark.sinks.postgres.operators import ListedAct
 from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState

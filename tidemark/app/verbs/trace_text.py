@@ -9,7 +9,7 @@ from tidemark.app.verbs import letters
 from tidemark.app.verbs.explain import CLOSED, clock, evidence, offsets
 from tidemark.app.verbs.status import aged, ids_between
 from tidemark.app.verbs.trace import IdTrace, Says, Stands, TracedRecord, WriterStand
-from tidemark.sinks.postgres.past import PastGap
+from tidemark.sinks.postgres.inspect import PastGap
 from tidemark.streaming.values.direction import beyond
 
 SHOWN: Final = 10  # of each kind; the JSON has all

@@ -14,20 +14,19 @@ import structlog
 
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import history, recalls, tail, transaction
-from tidemark.sinks.postgres.advances import forget_retired
+from tidemark.sinks.postgres import changes as tail
+from tidemark.sinks.postgres import deferred as recalls
+from tidemark.sinks.postgres import history, transaction
 from tidemark.sinks.postgres.audit import STATES
-from tidemark.sinks.postgres.clock import RetentionClock
+from tidemark.sinks.postgres.batch_wait import BatchWait
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, PastMoves
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
-from tidemark.sinks.postgres.days import drop_before
+from tidemark.sinks.postgres.deferred import KeptRecall
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
-from tidemark.sinks.postgres.kafka_lag import note_lagging
-from tidemark.sinks.postgres.policies import PolicyTable
-from tidemark.sinks.postgres.recalls import KeptRecall
-from tidemark.sinks.postgres.status import Conditions, note_faults
-from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
-from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
-from tidemark.sinks.postgres.waits import BatchWait
+from tidemark.sinks.postgres.operators import PolicyTable
+from tidemark.sinks.postgres.retention import RetentionClock, drop_before
+from tidemark.sinks.postgres.status import Conditions, note_faults, note_lagging
+from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply, forget_retired
 from tidemark.streaming.core.effects import Recall
 from tidemark.streaming.values.limits import Bounds, Encoded
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.common.postgres_session import Dsn
+from tidemark.sinks.postgres.changes import DurableMark, Moved
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.postgres.tail import DurableMark, Moved
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import HistoryFound, KeysFound, ReadHistory
 

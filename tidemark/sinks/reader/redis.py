@@ -17,9 +17,7 @@ from redis.commands import CoreCommands
 
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
-from tidemark.sinks.redis.client import whereabouts
-from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
-from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.client import FOREIGN, SENTINEL, STREAMS, Remedies, key, redis_error, whereabouts
 from tidemark.streaming.values.limits import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer

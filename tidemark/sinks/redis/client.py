@@ -5,6 +5,7 @@ threads that is made at its first use and raises our errors.
 """
 
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +15,100 @@ from urllib.parse import unquote, urlsplit
 
 import redis
 import redis.asyncio
+from redis import exceptions as problems
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from tidemark.common.errors import BadSetting
-from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
+from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailable
+
+FOREIGN = (problems.RedisError, problems.RedisClusterException)
+"""All that redis-py raises."""
+
+_WAITED_FOR = (
+    problems.ConnectionError,  # also: loading its data, too many clients, no Sentinel knows the primary
+    problems.TimeoutError,
+    problems.ReadOnlyError,  # a replica that is about to be promoted
+    problems.OutOfMemoryError,
+    problems.ClusterError,  # also: replica without its master
+    problems.SlotNotCoveredError,
+    problems.TryAgainError,
+    problems.NoScriptError,  # a restart between two calls
+)
+# The same, of which redis-py makes no class of their own: a full disk, too few replicas, a script that runs too long.
+_WAITED_FOR_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
+# A Cluster's client says in words alone that it does not find the Cluster, or not all of it. Its other complaints are
+# about what it was given, and come again however long one waits.
+_SEARCHING = re.compile(
+    r"cannot be connected|not covered|could not agree|[Nn]o targets|doesn't exist in the cluster"
+    r"|has no redis_connection"
+)
+_NO_CLUSTER = "Cluster mode is not enabled"
+_FORM = "check that the server behind redis+cluster:// is a Cluster"
+
+# What Redis says of one key, or of what it holds: no other stream is concerned.
+_OF_STREAM = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script:\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedies:
+    """Advice for people where Redis does not let us in (`access`), where the two sides do not understand or trust each
+    other (`transport`), and where it refuses a command (`rights`)."""
+
+    access: str
+    transport: str
+    rights: str
+
+
+def of_stream(error: Exception) -> bool:
+    """Whether the answer to a call for one stream is about that stream alone."""
+    return type(error) is problems.ResponseError and _OF_STREAM.match(str(error)) is not None
+
+
+class StreamFault(Exception):
+    """The fault of one stream, in the server's words; never leaves this package."""
+
+
+def sound(answer: Any) -> Any:
+    """The answer to a call for one stream, unless it is an error: then raises `StreamFault`, or the error itself where
+    the stream is not to blame."""
+    if isinstance(answer, Exception):
+        raise StreamFault(str(answer)) if of_stream(answer) else answer
+    return answer
+
+
+def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkError | Exception:
+    """The error to raise instead of one of `FOREIGN`; `error` itself where it is none of the server's.
+
+    Waited for is only what is known to be an outage.
+    """
+    problem = (str(error).splitlines() or [type(error).__name__])[0]
+    # An authentication error is a connection error too, and may be behind the one that a Cluster's client raises.
+    for cause in _causes(error):
+        if isinstance(cause, problems.AuthenticationError | problems.AuthorizationError):
+            return Refused("Redis", where, str(cause), remedies.access)
+        if isinstance(cause, problems.NoPermissionError):
+            return Refused("Redis", where, str(cause), remedies.rights)
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return Refused("Redis", where, problem, remedies.transport)
+    if isinstance(error, _WAITED_FOR) or problem.startswith(_WAITED_FOR_CODES):
+        return Unavailable("Redis", where, problem)
+    if isinstance(error, problems.RedisClusterException):
+        searching = _SEARCHING.search(problem) and _NO_CLUSTER not in problem
+        return Unavailable("Redis", where, problem) if searching else Refused("Redis", where, problem, _FORM)
+    if isinstance(error, problems.ResponseError):
+        return Refused("Redis", where, problem, remedies.rights)
+    if isinstance(error, problems.InvalidResponse):
+        return Refused("Redis", where, problem, remedies.transport)
+    return error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
 
 Secret: TypeAlias = Callable[[], str | None]
 """Called at every new connection, because secrets rotate."""
@@ -238,3 +326,49 @@ class RedisSession:
         with self._lock:
             if self._client is not None:
                 close(self._client)
+
+
+STREAMS = "tidemark:streams"
+SENTINEL = "tidemark:sentinel"
+
+
+def tag(name: str) -> str:
+    """The hash tag of `name`, with the braces around it. No two names have the same."""
+    return "{" + name.replace("{", "{<").replace("}", "{>") + "}"
+
+
+def key(stream: str, name: str) -> str:
+    return f"{beside_keys(stream)}:{name}"
+
+
+def beside_keys(stream: str) -> str:
+    """What all keys of the stream begin with, and the channel too."""
+    return f"tidemark:{tag(stream)}"
+
+
+def in_database(channel: str, database: int) -> str:
+    """The name of a channel for clients of one database of Redis, whose channels belong to the server as a whole."""
+    return f"{channel}{database_suffix(database)}"
+
+
+def database_suffix(database: int) -> str:
+    return f"/{database}" if database else ""
+
+
+def channel(stream: str, database: int = 0) -> str:
+    return in_database(beside_keys(stream), database)
+
+
+def channels(database: int = 0) -> str:
+    """The pattern that the channels of all streams match, and nothing else of ours."""
+    return in_database("tidemark:{*}", database)
+
+
+def lines_channel(server: str, database: int = 0) -> str:
+    """Where sidecars of the line protocol that call themselves `server` pass commands on to each other."""
+    return in_database(f"tidemark:lines:{server}", database)
+
+
+def stream_of(channel: str) -> str:
+    """The stream of a channel that matches `channels`."""
+    return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")

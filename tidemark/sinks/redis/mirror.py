@@ -14,10 +14,9 @@ from tidemark.common.errors import LeaseLost
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.history import PastAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.redis.changes import Change, of_batch, of_history
-from tidemark.sinks.redis.held import RedisPositions
-from tidemark.sinks.redis.names import beside_keys
-from tidemark.sinks.redis.publish import Mode, Redis
+from tidemark.sinks.redis.client import beside_keys
+from tidemark.sinks.redis.publish import Change, Mode, Redis, of_batch, of_history
+from tidemark.sinks.redis.snapshot import RedisPositions
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from redis import RedisCluster
 from redis import exceptions as problems
 from redis.client import NEVER_DECODE
 
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.client import key
 
 _Item = TypeVar("_Item")
 

@@ -1,23 +1,62 @@
-"""The thread that looks after the sinks between batches: refills what they lost, and tidies Postgres's history.
+"""A thread that works beside the batches for as long as this pipeline holds the lease."""
 
-Spark runs no batch while no data comes, so an idle system needs it. The thread ends with the lease.
-"""
-
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import Self
 
 import structlog
 
 from tidemark.common.errors import LeaseLost, Stop, TidemarkError
-from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.port import Sink
+from tidemark.sinks.postgres.batch_wait import BatchWait
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 
 log = structlog.get_logger(__name__)
+
+POLL = 1.0
+LOG_EVERY = 30.0
+
+
+class LeasedThread(ABC):
+    """A context manager: runs `work` until it is left, the lease is lost, or something comes that `work` does not deal
+    with itself.
+
+    `failure` is that, or what `work` leaves there: for the thread that supervises.
+    """
+
+    def __init__(self, name: str, lease: Lease) -> None:
+        self._lease = lease
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    @abstractmethod
+    def work(self) -> float:
+        """Called again and again; gives the seconds until the next time."""
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._lease.check()
+                self._closing.wait(self.work())
+        except LeaseLost as error:
+            self._lease.lose(error.now)
+        except Exception as error:  # noqa: BLE001 - whoever supervises raises it
+            self.failure = error
 
 
 CLOCKS_DIFFER = 60.0
@@ -137,3 +176,34 @@ class Maintenance(LeasedThread):
             if self._postgres.tidy(now):
                 self._postgres.clock.complete(now)
                 self._tidy_at = time.monotonic() + self._config.tidy
+
+
+class WaitWatch(LeasedThread):
+    """Asks every second what a batch waits for, logs it, and notes it beside the lease. `problem` is for the probes."""
+
+    def __init__(self, waits: BatchWait, lease: Lease) -> None:
+        super().__init__("waits", lease)
+        self._waits = waits
+        self._noted: str | None = None
+        self._logged = 0.0
+        self.problem: str | None = None
+
+    def work(self) -> float:
+        try:
+            found = self._waits.problem()
+            self._say(found)
+            self.problem = found
+            if found != self._noted:
+                self._waits.note(self._lease.token, found)
+                self._noted = found
+        except TidemarkError as problem:
+            log.warning("Could not ask what a batch waits for; trying again", problem=str(problem))
+        return POLL
+
+    def _say(self, found: str | None) -> None:
+        now = time.monotonic()
+        if found is not None and (found != self.problem or now - self._logged >= LOG_EVERY):
+            log.warning("Positions are held", problem=found)
+            self._logged = now
+        elif found is None and self.problem is not None:
+            log.info("The batch goes on")

@@ -8,21 +8,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import structlog
 from psycopg.errors import LockNotAvailable
 
-from tidemark.common.errors import TidemarkError
 from tidemark.common.lock_waits import sessions_of
 from tidemark.common.postgres_session import Connection, PostgresSession
-from tidemark.sinks.leased_thread import LeasedThread
-from tidemark.sinks.postgres.lease import Lease
-
-log = structlog.get_logger(__name__)
 
 PATIENCE = 3.0
 """Seconds that a batch may wait before anybody is told."""
-POLL = 1.0
-LOG_EVERY = 30.0
 
 
 def wait_of(connection: Connection, pid: int) -> str | None:
@@ -101,34 +93,3 @@ class BatchWait:
             connection.execute("set local synchronous_commit = local")
             connection.execute("set local lock_timeout = '1s'")
             connection.execute("update tidemark.query_lease set waits_for = %s where token = %s", (problem, token))
-
-
-class WaitWatch(LeasedThread):
-    """Asks every second what a batch waits for, logs it, and notes it beside the lease. `problem` is for the probes."""
-
-    def __init__(self, waits: BatchWait, lease: Lease) -> None:
-        super().__init__("waits", lease)
-        self._waits = waits
-        self._noted: str | None = None
-        self._logged = 0.0
-        self.problem: str | None = None
-
-    def work(self) -> float:
-        try:
-            found = self._waits.problem()
-            self._say(found)
-            self.problem = found
-            if found != self._noted:
-                self._waits.note(self._lease.token, found)
-                self._noted = found
-        except TidemarkError as problem:
-            log.warning("Could not ask what a batch waits for; trying again", problem=str(problem))
-        return POLL
-
-    def _say(self, found: str | None) -> None:
-        now = time.monotonic()
-        if found is not None and (found != self.problem or now - self._logged >= LOG_EVERY):
-            log.warning("Positions are held", problem=found)
-            self._logged = now
-        elif found is None and self.problem is not None:
-            log.info("The batch goes on")

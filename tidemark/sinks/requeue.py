@@ -13,10 +13,10 @@ import structlog
 from confluent_kafka import KafkaException
 
 from tidemark.common.errors import LeaseLost, TidemarkError, Unavailable
-from tidemark.sinks.kafka_copy import KafkaConnections, Outbox, Outgoing
-from tidemark.sinks.leased_thread import LeasedThread
+from tidemark.sinks.background import LeasedThread
+from tidemark.sinks.dead_letters import KafkaConnections, Outbox, Outgoing
+from tidemark.sinks.postgres.deferred import KeptRecall
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core.deferred import is_edge
 

@@ -11,12 +11,12 @@ Each step may be interrupted, and is found by the next call where it was left.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 
 from psycopg import sql
 from psycopg.errors import LockNotAvailable
 
-from tidemark.common.postgres_session import Connection
+from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.common.session_settings import SessionConnection
 
 
@@ -119,3 +119,53 @@ def _readers(connection: Connection, old: Day) -> str:
         ([old.name, old.parent or old.name],),
     )
     return ", ".join(text for (text,) in rows) or "nobody any more"
+
+
+_NOW = """
+select least(
+    clock_timestamp(),
+    %s,
+    coalesce(
+        (select time from tidemark.retention_clock),
+        (select applied_at from tidemark.applied_batches order by number desc limit 1)
+    ) + interval '1 day'
+)
+"""
+
+
+class RetentionClock:
+    """Any thread may call; raises `Unavailable` and `Refused`."""
+
+    def __init__(self, session: PostgresSession) -> None:
+        self._session = session
+
+    def now(self, host: datetime) -> datetime:
+        """The time to which retention may go in this run.
+
+        It is the server's; that of the `host`, where this one is behind (its batches carry that time); and never more
+        than a day after the last run that was complete.
+        """
+        with self._session.use() as connection:
+            row = connection.execute(_NOW, (host,)).fetchone()
+        assert row is not None
+        found: datetime = row[0]
+        return found.astimezone(UTC)
+
+    def complete(self, now: datetime) -> None:
+        """History was dropped up to this time. It is noted backwards too: a clock that was ahead was put right."""
+        with self._session.use() as connection:
+            connection.execute(
+                "insert into tidemark.retention_clock (time) values (%s)"
+                " on conflict (singleton) do update set time = excluded.time",
+                (now,),
+            )
+
+    def difference(self) -> float:
+        """Seconds by which the clock of this host is ahead of the server's; exact to half the time of a question."""
+        with self._session.use() as connection:
+            before = datetime.now(UTC)
+            row = connection.execute("select clock_timestamp()").fetchone()
+            after = datetime.now(UTC)
+        assert row is not None
+        server: datetime = row[0]
+        return (before + (after - before) / 2 - server).total_seconds()

@@ -10,15 +10,18 @@ from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, JDBC
 from tidemark.app.stack.postgres import PostgresServer, libpq_variables
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
-from tidemark.app.stack.servers import (
+from tidemark.app.stack.processes import (
+    LOOPBACK,
     DemoProcess,
     KafkaServer,
     PaymentsProcess,
     PipelineProcess,
     RedisServer,
     RelayProcess,
+    ServerProcess,
     SidecarProcess,
+    free_port,
+    obstacle,
 )
 from tidemark.app.stack_env import write_stack_env
 from tidemark.common.backoff import Backoff

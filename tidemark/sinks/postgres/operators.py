@@ -3,12 +3,15 @@
 A record on Kafka tells nobody who produced it, so this is where an act meets an identity that was proved.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, LiteralString
 
+from psycopg.errors import NoDataFound
+
 from tidemark.common.errors import BadRecord
-from tidemark.common.postgres_session import PostgresSession
+from tidemark.common.postgres_session import PostgresSession, first_line
 from tidemark.streaming.core.effects import Forced
 
 
@@ -207,3 +210,37 @@ def _require(row: tuple[bool | None] | None, noted: NotedAct) -> None:
     """The functions write what nobody has written yet, of the own login alone."""
     if row is None or not row[0]:
         raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")
+
+
+class PolicyTable:
+    """Needs the role tidemark_reader; to change, also tidemark_operator. Raises `Unavailable` and `Refused`."""
+
+    def __init__(self, database: PostgresSession) -> None:
+        self._database = database
+
+    def given(self) -> dict[str, dict[str, int]]:
+        """Name -> setting -> value; nothing where the schema is of a version that has none."""
+        found: dict[str, dict[str, int]] = {}
+        with self._database.use() as connection:
+            if not connection.execute("select 1 where to_regclass('tidemark.policies') is not null").fetchone():
+                return found
+            rows = connection.execute("select stream, setting, value from tidemark.policies order by 1, 2")
+            for name, setting, value in rows:
+                found.setdefault(name, {})[setting] = value
+        return found
+
+    def change(self, name: str, changes: Mapping[str, int | None], by: str, why: str) -> tuple[int, str]:
+        """Set these of the policy, take back what is None; all or none. Gives the number of the act and what it did.
+
+        `BadRecord` where one to take back is not set.
+        """
+        with self._database.use() as connection:
+            try:
+                row = connection.execute(
+                    "select act, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
+                    (name, [*changes], [*changes.values()], by, why),
+                ).fetchone()
+            except NoDataFound as error:
+                raise BadRecord("not_set", first_line(error)) from None
+        assert row is not None
+        return int(row[0]), str(row[1])

@@ -7,8 +7,7 @@ import msgspec
 
 from tidemark.common.errors import BadToken
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.errors import StreamFault, sound
-from tidemark.sinks.redis.names import STREAMS, key
+from tidemark.sinks.redis.client import STREAMS, StreamFault, key, sound
 from tidemark.sinks.redis.scripts import Script, slots, together
 
 _PAGE = 1000  # entries of a list in one reading
