@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ENTRIES = {
-    "": ["app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.client"],
-    "writer": ["sources.client"],
+    "": ["app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.writer"],
+    "writer": ["sources.writer"],
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
     "synapse": ["app.synapse"],
