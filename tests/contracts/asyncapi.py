@@ -18,7 +18,7 @@ from tidemark.app.sidecar.answers import StreamAnswer
 from tidemark.app.sidecar.sse import MEDIA_TYPE
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks import dead_letters
-from tidemark.sinks.redis import names
+from tidemark.sinks.redis import client
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire.line_protocol import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
 from tidemark.streaming.wire.records import LONGEST_NAME, RecordName, Topic
@@ -152,7 +152,7 @@ def _redis() -> dict[str, Any]:
     server = [{"$ref": "#/servers/redis"}]
     return {
         "positions": {
-            "address": names.channel("{stream}").replace(names.tag("{stream}"), "{tag}"),
+            "address": client.channel("{stream}").replace(client.tag("{stream}"), "{tag}"),
             "title": "Moves of one stream",
             "description": "A message is a wake-up and never moves a position: read the stream's keys. In a database"
             " other than 0 the name ends with `/` and the number of the database.",
@@ -161,13 +161,13 @@ def _redis() -> dict[str, Any]:
                 "tag": {
                     "description": "The name of the stream in braces. In the name, `{` is written `{<` and `}` is"
                     " written `{>`.",
-                    "examples": [names.tag("orders")],
+                    "examples": [client.tag("orders")],
                 }
             },
             "messages": {"position": lines["position"]},
         },
         "sidecars": {
-            "address": names.lines_channel("{name}"),
+            "address": client.lines_channel("{name}"),
             "title": "Sidecars with one name",
             "description": "Sidecars that have no channel of the line protocol pass relayed commands on to each other.",
             "servers": server,

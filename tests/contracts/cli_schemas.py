@@ -23,11 +23,10 @@ from tidemark.app.verbs.reseed import Reseed
 from tidemark.app.verbs.status import WriterStatus
 from tidemark.app.verbs.trace import IdTrace
 from tidemark.app.verbs.verify import Difference
-from tidemark.sinks.postgres.acts import ListedAct
 from tidemark.sinks.postgres.audit import HistoryFault
-from tidemark.sinks.postgres.kafka_lag import LaggingPartition
-from tidemark.sinks.postgres.late import LateFact
-from tidemark.sinks.postgres.status import BridgeStatus
+from tidemark.sinks.postgres.inspect import LateFact
+from tidemark.sinks.postgres.operators import ListedAct
+from tidemark.sinks.postgres.status import BridgeStatus, LaggingPartition
 from tidemark.streaming.core.effects import WriterAdvance
 
 Age = Annotated[float, Meta(ge=0, description="Seconds.")]

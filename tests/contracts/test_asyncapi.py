@@ -23,7 +23,7 @@ from tidemark.app.sidecar.sse import MEDIA_TYPE, block
 from tidemark.app.sidecar.watched import pipeline
 from tidemark.common.errors import BadCommand
 from tidemark.sinks import dead_letters
-from tidemark.sinks.redis import names
+from tidemark.sinks.redis import client
 from tidemark.streaming.wire.line_protocol import Command, PositionCommand, RdataCommand, RelayedCommand, parse
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
@@ -196,8 +196,8 @@ def test_addresses_are_those_of_the_code() -> None:
     """With the parameters filled in, a channel's address is the name that the code makes."""
     channels = document()["channels"]
     example = channels["positions"]["parameters"]["tag"]["examples"][0]
-    assert channels["positions"]["address"].format(tag=example) == names.channel("orders")
-    assert channels["sidecars"]["address"].format(name="blue") == names.lines_channel("blue")
+    assert channels["positions"]["address"].format(tag=example) == client.channel("orders")
+    assert channels["sidecars"]["address"].format(name="blue") == client.lines_channel("blue")
     assert channels["facts"]["address"] == "tidemark.facts"
 
 

@@ -20,7 +20,7 @@ from tidemark.app.lines.client import as_json
 from tidemark.app.open_ranges import OpenRange
 from tidemark.app.printed import as_object
 from tidemark.app.verbs import gaps, letters, recordings
-from tidemark.sinks.letters import DeadLetter
+from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.line_protocol import parse
 from tidemark.streaming.wire.records import Topic
