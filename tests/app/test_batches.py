@@ -7,10 +7,9 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import DataFrame
 
-from tidemark.app.batches import LET_GO_AFTER, Batches
+from tidemark.app.batches import LET_GO_AFTER, Batches, untraced
 from tidemark.app.preflight import Seed
 from tidemark.app.stream_metrics import Board
-from tidemark.app.tracing import untraced
 from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import no_collection
 from tidemark.sinks.dead_letters import DeadLettered

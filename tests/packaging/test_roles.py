@@ -14,7 +14,7 @@ ENTRIES = {
     "reader": ["sinks.reader"],
     "synapse": ["app.synapse"],
     "pipeline": ["app.pipeline", "app.preflight"],
-    "otel": ["app.otlp"],
+    "otel": ["app.tracing"],
     "sidecar": [
         "app.serve",
         *(f"app.verbs.{name}" for name in ("acting", "acts", "late_commands", "letters", "status")),
@@ -32,7 +32,7 @@ def imports() -> grimp.ImportGraph:
     """Who imports what, but for what type checkers alone see, and Redis's address, which settings make when asked."""
     graph = grimp.build_graph("tidemark", include_external_packages=True, exclude_type_checking_imports=True)
     graph.remove_import(importer="tidemark.app.connections", imported="tidemark.sinks.redis.client")
-    graph.remove_import(importer="tidemark.app.tracing", imported="tidemark.app.otlp")
+    graph.remove_import(importer="tidemark.app.batches", imported="tidemark.app.tracing")
     return graph
 
 

@@ -7,9 +7,10 @@ callback raises into a text, so the error itself is kept here for the pipeline t
 import gc
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import structlog
 from pyspark.sql import DataFrame
@@ -17,9 +18,16 @@ from pyspark.sql import DataFrame
 from tidemark.app import metrics
 from tidemark.app.preflight import Seed
 from tidemark.app.stream_metrics import Board
-from tidemark.app.tracing import BatchTrace, Trace
-from tidemark.common.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
-from tidemark.sinks.publisher import Publisher
+from tidemark.common.errors import (
+    BatchCut,
+    ContentRefused,
+    ExtraMissing,
+    PartitionsChanged,
+    QueryFailed,
+    Stopping,
+    TidemarkError,
+)
+from tidemark.sinks.publisher import Published, Publisher
 from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.engine.query import collect, decoded
@@ -30,6 +38,55 @@ LET_GO_AFTER = 50
 """Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks
 for these, which it does seldom (`app.pipeline`)."""
 FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
+
+
+class BatchTrace(Protocol):
+    """Receives the progress of one attempt at one batch, in this order. A failed attempt leaves out the rest."""
+
+    def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
+        """Spark has read the records and advanced the states."""
+
+    def published(self, published: Published) -> None:
+        """All sinks have the batch, and its dead letters are sent."""
+
+
+Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
+"""Takes the query and the number of a batch. An error raised inside the block is recorded in the trace."""
+
+
+class _NoTrace:
+    def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
+        pass
+
+    def published(self, published: Published) -> None:
+        pass
+
+
+def untraced(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
+    return nullcontext(_NoTrace())
+
+
+@contextmanager
+def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
+    """Send traces to the OpenTelemetry collector at `endpoint`; None sends no traces.
+
+    Args:
+        endpoint: base URL of OTLP/HTTP.
+        owner: the owner of the lease, for the attribute `service.instance.id`.
+        token: the fencing token of the lease.
+
+    Raises:
+        ExtraMissing: the OpenTelemetry SDK is not installed.
+    """
+    if endpoint is None:
+        yield untraced
+        return
+    try:
+        from tidemark.app.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
+    except ModuleNotFoundError as error:
+        raise ExtraMissing.instead_of(error, "TIDEMARK_OTLP_URL", "otel") from None
+    with collector(endpoint, owner, token) as trace:
+        yield trace
 
 
 @dataclass(frozen=True, slots=True)

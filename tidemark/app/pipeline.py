@@ -20,7 +20,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tidemark.app import engine, metrics
 from tidemark.app import http_health as probes
-from tidemark.app.batches import Batches
+from tidemark.app.batches import Batches, tracing
 from tidemark.app.isolation import Isolation
 from tidemark.app.kafka_lag import EndOffsets
 from tidemark.app.policies import PolicyWatch
@@ -28,7 +28,6 @@ from tidemark.app.preflight import Start, prepare
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.stream_metrics import Board
-from tidemark.app.tracing import tracing
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (

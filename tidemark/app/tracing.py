@@ -1,51 +1,154 @@
-"""What is told of a batch to whoever collects traces: nothing, unless there is an endpoint (`app.otlp`)."""
+"""Traces of batches for an OpenTelemetry collector, over OTLP/HTTP. A thread of the SDK's sends them: no batch waits.
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Final, TypeAlias
+A trace is one batch, and its ID comes from the batch: whoever knows query and number finds it, and attempts at one
+batch stand beside each other. Below the span `batch` are `read` (records to runs) and `state` (the state machine), as
+Spark's driver has noted them, then each sink and the dead letters.
+"""
 
-from tidemark.common.errors import ExtraMissing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import structlog
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+
+from tidemark.app.connections import masked_url
+from tidemark.app.versions import OURS
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
+    from tidemark.app.batches import BatchTrace, Trace
     from tidemark.sinks.publisher import Published
     from tidemark.streaming.core.effects import ShardEffects
 
+log = structlog.get_logger(__name__)
 
-class BatchTrace:
-    """Of one attempt at one batch. The calls come in this order, the last ones not where it fails."""
-
-    def computed(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
-        """Spark has read the records, and advanced the states."""
-
-    def published(self, published: "Published") -> None:
-        """All sinks have it, and its dead letters are sent."""
+SECONDS = 2.0  # that a collector may take: the pipeline ends in ten, whatever that one does
+MS = 1_000_000  # ns
+SPARK = ("read", "state")  # the stages of a batch, in their order
 
 
-Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
-"""Query and number of the batch that is in hand as long as the block runs; what is raised there is told too."""
-
-
-def untraced(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
-    return nullcontext(_NOTHING)
-
-
-_NOTHING: Final = BatchTrace()
+def trace_of(query: str, number: int) -> int:
+    """The ID of the trace of a batch: the first 16 bytes of the SHA-256 of `query/number`."""
+    return int.from_bytes(sha256(f"{query}/{number}".encode()).digest()[:16])
 
 
 @contextmanager
-def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
-    """For whoever collects at `endpoint`, from the owner of the lease with that fencing token; nobody for None.
-
-    Raises ExtraMissing.
-    """
-    if endpoint is None:
-        yield untraced
-        return
+def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
+    """What is not sent at the end is sent, or given up with a collector that does not answer."""
+    named = {"service.name": "tidemark-pipeline", "service.instance.id": owner, "service.version": OURS}
+    ids = _BatchIds()
+    provider = TracerProvider(resource=Resource.create(named), id_generator=ids, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SECONDS)
+    provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked_url(endpoint))))
     try:
-        from tidemark.app.otlp import collector
-    except ModuleNotFoundError as error:
-        raise ExtraMissing.instead_of(error, "TIDEMARK_OTLP_URL", "otel") from None
-    with collector(endpoint, owner, token) as found:
-        yield found
+        yield partial(_batch, provider.get_tracer("tidemark", OURS), ids, token)
+    finally:
+        provider.shutdown()
+
+
+class _BatchIds(RandomIdGenerator):
+    """Gives each root span the trace of the batch in hand: there is one at a time."""
+
+    trace = 0
+
+    def generate_trace_id(self) -> int:
+        return self.trace
+
+
+class _Exporter(SpanExporter):
+    """Says once that the collector takes nothing, and once that it does again."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._away = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        away = result is not SpanExportResult.SUCCESS
+        if away and not self._away:
+            log.warning("The collector takes no traces; they are left out", endpoint=self._endpoint)
+        if self._away and not away:
+            log.info("The collector takes traces again", endpoint=self._endpoint)
+        self._away = away
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+@contextmanager
+def _batch(tracer: Tracer, ids: _BatchIds, token: int, query: str, number: int) -> "Iterator[BatchTrace]":
+    ids.trace = trace_of(query, number)
+    named: dict[str, str | int] = {"tidemark.query": query, "tidemark.batch": number, "tidemark.lease_token": token}
+    root = tracer.start_span("batch", Context(), attributes=named)
+    try:
+        yield _BatchSpans(tracer, root)
+    except Exception as error:
+        root.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        root.end()
+
+
+class _BatchSpans:
+    """Records one attempt at one batch as a root span with a child span for each step. Implements `BatchTrace`."""
+
+    def __init__(self, tracer: Tracer, root: Span) -> None:
+        self._tracer = tracer
+        self._root = root
+
+    def computed(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
+        for name, (began, ended) in zip(SPARK, _stages(batch.sparkSession), strict=False):
+            self._span(name, began * MS, ended * MS)
+        streams = [stream for shard in effects for stream in shard.streams]
+        self._root.set_attributes(
+            {
+                "tidemark.streams": len(streams),
+                "tidemark.advances": sum(len(stream.advances) for stream in streams),
+                "tidemark.records": sum(count for stream in streams for count in stream.counts.values()),
+                "tidemark.rejected": sum(bad.records for shard in effects for bad in shard.rejected),
+            }
+        )
+
+    def published(self, published: "Published") -> None:
+        """The steps came one after the other, and the last one has just ended."""
+        at = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
+        for name, seconds in published.seconds.items():
+            at = self._span(name, at, at + int(seconds * 1e9))
+        self._root.set_attribute("tidemark.repeated", published.repeated)
+
+    def _span(self, name: str, began: int, ended: int) -> int:
+        """Times in ns since 1970; gives the end."""
+        self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
+        return ended
+
+
+def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
+    """When each stage of the job that this thread's query ran last began and ended (ms since 1970), in their order.
+
+    Waits until Spark has noted it, which takes some ms. What it does not tell is left out.
+    """
+    context = session.sparkContext
+    spark = context._jsc.sc()
+    spark.listenerBus().waitUntilEmpty()
+    jobs = context.statusTracker().getJobIdsForGroup(context.getLocalProperty("spark.jobGroup.id"))
+    if not jobs:
+        return
+    of_job = spark.statusStore().job(max(jobs)).stageIds().mkString(" ").split()
+    for stage in sorted(map(int, of_job)):
+        told = spark.statusStore().lastStageAttempt(stage)
+        began, ended = told.submissionTime(), told.completionTime()
+        if began.isDefined() and ended.isDefined():
+            yield began.get().getTime(), ended.get().getTime()
