@@ -23,8 +23,7 @@ from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import LIVING, Kind, Timeline, Topic
-from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
-from tidemark.streaming.wire.runs import BatchRows, Marker, Packet
+from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, PackedRuns, Packet
 
 STREAM = "events"
 STATE_OF_FORMAT_5 = bytes.fromhex(

@@ -12,8 +12,7 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.stream_input import Fact, Inbox
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import Bounds, Evidence
-from tidemark.streaming.wire.run_codec import RunColumns
-from tidemark.streaming.wire.runs import Marker
+from tidemark.streaming.wire.runs import Marker, RunColumns
 
 NOW = 1000  # of every batch, so that states differ by what happened and not by when
 BOUNDS = Bounds()

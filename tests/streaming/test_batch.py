@@ -26,8 +26,7 @@ from tidemark.streaming.core import codec as state
 from tidemark.streaming.core import effects
 from tidemark.streaming.values.limits import Rejected
 from tidemark.streaming.wire.records import Topic
-from tidemark.streaming.wire.run_codec import PackedRuns
-from tidemark.streaming.wire.runs import Packet
+from tidemark.streaming.wire.runs import PackedRuns, Packet
 
 
 def test_order_comes_from_offsets_and_not_from_arrival() -> None:

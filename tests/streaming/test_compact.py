@@ -18,7 +18,7 @@ from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.core.effects import ShardEffects
-from tidemark.streaming.ingest import link
+from tidemark.streaming.ingest import edges as link
 from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import PlannedRange
@@ -26,8 +26,7 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds, Reason, shard_of
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Topic
-from tidemark.streaming.wire.run_codec import PackedRuns
-from tidemark.streaming.wire.runs import Packet
+from tidemark.streaming.wire.runs import PackedRuns, Packet
 
 SHARDS = 5
 NAMES = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}

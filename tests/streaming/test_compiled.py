@@ -156,7 +156,10 @@ def test_nobody_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_compiled_whatever_numba_is_told() -> None:
     """Numbers of numpy's own overflow in Python, and every record would be left, at a hundred times the price."""
-    done = printed("from tidemark.streaming.ingest import scan; print(type(scan.scan).__name__)", NUMBA_DISABLE_JIT="1")
+    done = printed(
+        "from tidemark.streaming.ingest import field_scan as scan; print(type(scan.scan).__name__)",
+        NUMBA_DISABLE_JIT="1",
+    )
     assert done == ["CPUDispatcher"]
 
 
@@ -164,7 +167,8 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
     """The code of an archive is that of the installation; a home that is empty, two processes."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from tests.streaming.test_scan import VOID, raw, scanned; from tidemark.streaming.ingest import scan;"
+        "from tests.streaming.test_scan import VOID, raw, scanned;"
+        "from tidemark.streaming.ingest import field_scan as scan;"
         "scanned([(b'events', raw(VOID))]);"
         "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"
     )

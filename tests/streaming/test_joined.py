@@ -20,8 +20,7 @@ from tidemark.streaming.core.writer_codec import PackedTable, StoredWriter, Stra
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import NOTHING, Bounds
-from tidemark.streaming.wire.run_codec import RunColumns
-from tidemark.streaming.wire.runs import EVERYTHING
+from tidemark.streaming.wire.runs import EVERYTHING, RunColumns
 
 Tracer = Callable[[FrameType, str, Any], Any]
 NAMES = [f"writer-{number}" for number in range(12)]

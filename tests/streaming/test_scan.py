@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
+from tidemark.streaming.ingest import field_scan as scan
 from tidemark.streaming.ingest import json_scan as json_values
-from tidemark.streaming.ingest import scan
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.edges import Edges
 from tidemark.streaming.ingest.incarnations import Incarnations, Met

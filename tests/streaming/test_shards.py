@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
-from tidemark.streaming.values.shards import keys_of, spark_hash
+from tidemark.streaming.engine.query import keys_of, spark_hash
 
 
 @pytest.mark.parametrize(

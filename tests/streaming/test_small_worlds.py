@@ -15,7 +15,9 @@ from tests.examples import QUICK
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
-from tidemark.streaming.core import batch, segments, stream, timelines, writers
+from tidemark.streaming.core import batch, stream, writers
+from tidemark.streaming.core import stream as segments
+from tidemark.streaming.core import stream as timelines
 from tidemark.streaming.core import stream_input as inbox
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.linear import LinearPosition

@@ -25,8 +25,7 @@ from tidemark.streaming.core.effects import Recall, summarize
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Topic
-from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
-from tidemark.streaming.wire.runs import Packet
+from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 
 UP = Direction.FORWARD
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.streaming.test_scan import ODD, written
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_cache import compiled
-from tidemark.streaming.ingest.native_bytes import peek, plain, word
+from tidemark.streaming.ingest.json_scan import peek, plain, word
 from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
 from tidemark.streaming.wire.records import Topic
 

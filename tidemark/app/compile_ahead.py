@@ -10,10 +10,10 @@ import sys
 import numpy as np
 
 from tidemark.streaming.ingest import jit_cache as compiled
-from tidemark.streaming.ingest import native_kafka as memory
-from tidemark.streaming.ingest.arrange import arrange
+from tidemark.streaming.ingest import kernels as memory
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.edges import Edges
+from tidemark.streaming.ingest.kernels import arrange
 from tidemark.streaming.ingest.record_batch import Fetched
 from tidemark.streaming.wire.records import Topic
 

@@ -22,11 +22,11 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.engine import checkpoint
 from tidemark.streaming.engine.executors import Cluster, Pods, address_towards
 from tidemark.streaming.engine.jvm import Jvm, is_local
+from tidemark.streaming.engine.query import keys_of
 from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source as kafka_source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedPlaces
 from tidemark.streaming.ingest.source import KafkaConfig
-from tidemark.streaming.values.shards import keys_of
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")

@@ -27,7 +27,7 @@ from tidemark.streaming.values.limits import Bounds, Reason
 from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire import records, runs
 from tidemark.streaming.wire.records import EVERYBODY, Topic
-from tidemark.streaming.wire.run_codec import PackedRuns
+from tidemark.streaming.wire.runs import PackedRuns
 
 KINDS: Final[dict[str, type[records.Marker]]] = {
     "SKIP": records.Skip,

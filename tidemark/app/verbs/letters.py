@@ -24,8 +24,7 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Kind, Topic
-from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
-from tidemark.streaming.wire.runs import Packet
+from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
 _SETTLED: Final = {"duplicate", "put_off"}  # what a record counts as that comes once more

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from tidemark.common.error_text import says
-from tidemark.common.errors import Reject
+from tidemark.common.errors import Reject, says
 from tidemark.streaming.wire.records import is_name, why_no_name
 
 MOST_PREVS = 10

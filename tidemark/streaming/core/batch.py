@@ -30,16 +30,14 @@ from tidemark.streaming.core.effects import (
 )
 from tidemark.streaming.core.fast_path import advance_plain
 from tidemark.streaming.core.outcome import Changes, LateRange, Refusal
-from tidemark.streaming.core.segments import complete
 from tidemark.streaming.core.store import UNREAD, States
-from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.stream import StreamState, complete
 from tidemark.streaming.core.stream_input import Fact, Inbox, Partition, inboxes_of, segments
 from tidemark.streaming.core.writers import HeldRows, HeldWriter, Mark, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected
 from tidemark.streaming.wire.records import LIVING, Kind
-from tidemark.streaming.wire.run_codec import PackedRun, RunColumns
-from tidemark.streaming.wire.runs import BatchRows, Marker, Packet, Run, TurnedAway
+from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, Run, RunColumns, TurnedAway
 
 
 def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:

@@ -9,8 +9,7 @@ import numpy as np
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Kind, Topic
-from tidemark.streaming.wire.run_codec import PackedRun, RunColumns
-from tidemark.streaming.wire.runs import EVERYTHING, BatchRows, Marker, Packet, TurnedAway
+from tidemark.streaming.wire.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
 
 Partition = tuple[str, int]
 Fact = PackedRun | BatchRows | Marker

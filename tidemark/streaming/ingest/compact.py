@@ -22,15 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.edges import Edges
+from tidemark.streaming.ingest.edges import Edges, link
 from tidemark.streaming.ingest.incarnations import Incarnation
-from tidemark.streaming.ingest.link import link
 from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Rejected, shard_of
 from tidemark.streaming.wire.records import ROW, Topic
-from tidemark.streaming.wire.run_codec import NUMBERS, PackedRuns, RunColumns
-from tidemark.streaming.wire.runs import BatchRows, Marker, Packet, TurnedAway
+from tidemark.streaming.wire.runs import NUMBERS, BatchRows, Marker, PackedRuns, Packet, RunColumns, TurnedAway
 
 MOST_FACTS = 2_000_000
 """That a task holds beside one for each record: about 250 bytes each, all in all."""

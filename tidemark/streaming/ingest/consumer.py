@@ -203,7 +203,7 @@ def _release(messages: Ids) -> None:
 
 
 def _memory() -> ModuleType:
-    from tidemark.streaming.ingest import native_kafka as memory  # noqa: PLC0415  # see _FEW
+    from tidemark.streaming.ingest import kernels as memory  # noqa: PLC0415  # see _FEW
 
     return memory
 

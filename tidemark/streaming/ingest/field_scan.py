@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tidemark.streaming.ingest.edges import Edges
-from tidemark.streaming.ingest.jit_cache import compiled
+from tidemark.streaming.ingest.incarnations import IncarnationTable, Met
+from tidemark.streaming.ingest.jit_cache import compiled, kept
 from tidemark.streaming.ingest.json_scan import (
     CLOSE_LIST,
     CLOSE_OBJECT,
@@ -18,15 +19,19 @@ from tidemark.streaming.ingest.json_scan import (
     MINUS,
     OPEN_LIST,
     OPEN_OBJECT,
+    QUOTE,
     ZERO,
+    are_same,
     character,
+    peek,
     plain_end,
     space,
     value,
+    word,
 )
-from tidemark.streaming.ingest.native_bytes import QUOTE, peek, word
-from tidemark.streaming.ingest.record_batch import Bytes
+from tidemark.streaming.ingest.record_batch import Bytes, Fetched
 from tidemark.streaming.values.intervals import Ids
+from tidemark.streaming.wire.records import EVERYBODY, LONGEST_NAME, ROW, Kind
 
 
 def _word(text: str) -> int:
@@ -241,3 +246,215 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
         ids, lists = ids - count, lists - count
         return Fields(has, kind, stream, stream_end, writer, writer_end, epoch, prev, id, batch, ids, lists)
     return Fields(0, 0, 0, 0, 0, 0, 0, 0, 0, False, 0, 0)  # noqa: FBT003
+
+
+_SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
+_LOW = 0xFFFFFFFF
+# Odd, with bits in all bytes (splitmix64).
+_ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+
+
+@compiled(inline=True)
+def _mixed(found: int, more: int) -> int:
+    """Twice high bits to low ones: with once, names that differ in few high bits shared a hash whatever the seed."""
+    found = (found ^ more) * _ONE
+    found = (found ^ ((found >> 32) & _LOW)) * _OTHER
+    return found ^ ((found >> 32) & _LOW)
+
+
+@compiled(inline=True)
+def _with_name(found: int, data: Bytes, at: int, end: int) -> int:
+    while at < end:
+        count = min(8, end - at)
+        found = _mixed(found, word(data, at, count))
+        at += count
+    return found
+
+
+@compiled(inline=True)
+def hash_of(table: IncarnationTable, data: Bytes, it: Fields) -> int:
+    """Of both names and the epoch."""
+    found = _with_name(table.seed ^ (it.stream_end - it.stream), data, it.stream, it.stream_end)
+    return _mixed(_with_name(found, data, it.writer, it.writer_end), it.epoch)
+
+
+@compiled(inline=True)
+def _is(table: IncarnationTable, number: int, data: Bytes, it: Fields) -> bool:
+    stream, writer, end = table.places[number, 0], table.places[number, 1], table.places[number, 2]
+    known: bool = table.places[number, 3] == it.epoch
+    return (
+        known
+        and are_same(table.names, stream, writer, data, it.stream, it.stream_end)
+        and are_same(table.names, writer, end, data, it.writer, it.writer_end)
+    )
+
+
+@compiled(inline=True)
+def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
+    """Whether it is certain to be legal."""
+    for place in range(at, stop):
+        if not _SPACE < data[place] < _DELETE:
+            return False
+        names[to + place - at] = data[place]
+    return 0 < stop - at <= LONGEST_NAME
+
+
+@compiled()
+def _add(table: IncarnationTable, data: Bytes, it: Fields, hashed: int, slot: int) -> int:
+    """The number of a new one, where there is room and its names are surely legal."""
+    number: int = table.held[0]
+    begin: int = table.held[1]
+    middle = begin + it.stream_end - it.stream
+    end = middle + it.writer_end - it.writer
+    if number == len(table.hashes) or end > len(table.names):
+        return -1
+    if it.writer_end - it.writer == 1 and data[it.writer] == _STAR:
+        return -1
+    if not _copy_name(data, it.stream, it.stream_end, table.names, begin):
+        return -1
+    if not _copy_name(data, it.writer, it.writer_end, table.names, middle):
+        return -1
+    table.places[number, 0], table.places[number, 1], table.places[number, 2] = begin, middle, end
+    table.places[number, 3] = it.epoch
+    table.hashes[number] = hashed
+    table.legal[number] = True
+    table.slots[slot] = number
+    table.held[0], table.held[1] = number + 1, end
+    return number
+
+
+@compiled(inline=True)
+def number_of(table: IncarnationTable, data: Bytes, it: Fields, hashed: int) -> int:
+    """Of the incarnation, which may be new; -1 where it is for others to add (`Incarnations.meet`)."""
+    mask = len(table.slots) - 1
+    slot = (hashed ^ (hashed >> 32)) & mask
+    while True:
+        number: int = table.slots[slot]
+        if number < 0:
+            return _add(table, data, it, hashed, slot)
+        if table.hashes[number] == hashed and _is(table, number, data, it):
+            return number
+        slot = (slot + 1) & mask
+
+
+_RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
+_MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; of longer names the table would keep what nobody bounds
+_NOBODY: Final = Met(0, 0, 0, 0, 0, 0)
+_NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
+
+
+class Scanned(NamedTuple):
+    """Why a scan ended, and at which record, with how many edges and undecided records in all."""
+
+    why: int
+    at: int
+    edges: int
+    left: int
+    met: Met
+
+
+DONE: Final = 0
+FULL: Final = 1
+"""The edges have no room for what the next record may hold."""
+NEW: Final = 2
+"""The incarnation of the next record is for others to put into the table."""
+
+
+@compiled(inline=True)
+def _is_beyond(prev: int, id: int) -> bool:
+    """Whether the ID is farther from 0 than its `prev`, on the same side."""
+    return 0 <= prev < id or 0 >= prev > id
+
+
+@compiled(inline=True)
+def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
+    for place in range(first, stop):
+        if not _is_beyond(prev, edges.ids[place]):
+            return False
+        prev = edges.ids[place]
+    return stop > first
+
+
+@compiled(inline=True)
+def _start(it: Fields) -> int:
+    """Where an edge begins, as `records.start` has it."""
+    if it.kind != RDATA or it.has & HAS_PREV:
+        return it.prev
+    return it.id - 1 if it.id > 0 else it.id + 1
+
+
+@compiled(inline=True)
+def _is_good(it: Fields, edges: Edges, count: int) -> bool:
+    if it.has & _NAMED != _NAMED or it.epoch < 0:
+        return False
+    if it.stream_end - it.stream > _MOST_BYTES or it.writer_end - it.writer > _MOST_BYTES:
+        return False
+    if it.kind == RUN:
+        return it.has & HAS_PREV != 0 and it.ids == it.lists and _is_chain(it.prev, edges, count, count + it.ids)
+    if not it.has & HAS_ID or not (it.batch or _is_beyond(_start(it), it.id)):
+        return False
+    if it.kind == RDATA:
+        return it.has & HAS_ROW != 0
+    return it.kind in (VOID, POSITION) and it.has & HAS_PREV != 0 and not it.batch
+
+
+@compiled(inline=True)
+def _put_edge(it: Fields, edges: Edges, count: int) -> int:
+    edges.prevs[count], edges.ids[count] = _start(it), it.id
+    kind = _RDATA
+    if it.batch:
+        kind = ROW
+    elif it.kind != RDATA:
+        kind = _VOID if it.kind == VOID else _POSITION
+    edges.kinds[count] = kind
+    return count + 1
+
+
+@compiled(inline=True)
+def _put_run(it: Fields, edges: Edges, count: int) -> int:
+    """Beside its IDs, which are there, and after them its rows but the first of each."""
+    prev, stop = it.prev, count + it.ids
+    for place in range(count, count + it.ids):
+        edges.prevs[place] = prev
+        prev = edges.ids[place]
+        edges.kinds[place] = _RDATA if edges.times[place] else _VOID
+        for _ in range(edges.times[place] - 1):
+            edges.prevs[stop] = edges.ids[stop] = 0
+            edges.kinds[stop] = ROW
+            stop += 1
+    return stop
+
+
+@kept
+@compiled()
+def scan(
+    fetched: Fetched, first: int, table: IncarnationTable, edges: Edges, count: int, undecided: Ids, left: int
+) -> Scanned:
+    """Scan records from the `first` on; put their edges into `edges` from `count` on, and into `undecided` from
+    `left` on the places of those that it leaves.
+    """
+    data, keys = fetched.values, fetched.keys
+    for at in range(first, len(fetched.offsets)):
+        begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
+        if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID takes two bytes of JSON, and so does a row
+            return Scanned(FULL, at, count, left, _NOBODY)
+        it = fields(data, begin, end, edges, count)
+        key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
+        legal = False
+        if _is_good(it, edges, count) and are_same(keys, key, key_end, data, it.stream, it.stream_end):
+            hashed = hash_of(table, data, it)
+            number = number_of(table, data, it, hashed)
+            if number < 0:
+                met = Met(it.stream, it.stream_end, it.writer, it.writer_end, it.epoch, hashed)
+                return Scanned(NEW, at, count, left, met)
+            legal = table.legal[number]
+        if not legal:
+            undecided[left] = at
+            left += 1
+            continue
+        stop = _put_run(it, edges, count) if it.kind == RUN else _put_edge(it, edges, count)
+        edges.incarnations[count:stop] = number
+        edges.offsets[count:stop] = fetched.offsets[at]
+        edges.times[count:stop] = fetched.times[at]
+        count = stop
+    return Scanned(DONE, len(fetched.offsets), count, left, _NOBODY)
