@@ -396,7 +396,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PageAsked]:
 
 def beginning(stream: str = "s") -> str:
     """The ID of who has nothing yet."""
-    return cursor.of_places({stream: Place()})
+    return cursor.encode_places({stream: Place()})
 
 
 def test_those_who_come_back_together_are_read_for_once(

@@ -18,9 +18,9 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.openapi import BEARER, PATH, document
-from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
+from tidemark.app.sidecar.problems import EVENT_STREAM as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.sse import MEDIA_TYPE
+from tidemark.app.sidecar.sse import EVENT_STREAM
 from tidemark.sinks.reader import Token
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GENERATED = sorted([PATH, *(it.path for it in OPERATIONS)])
 BEARER_SENT = {"Authorization": "Bearer sesame"}
-STREAMING = [it.path for it in OPERATIONS if it.media == MEDIA_TYPE]
+STREAMING = [it.path for it in OPERATIONS if it.media == EVENT_STREAM]
 CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATED if "{stream}" in path]
 
 
@@ -78,7 +78,7 @@ def test_event_streams_take_any_request(guarded: SidecarClient, path: str) -> No
     def ask(last: str, streams: list[str]) -> None:
         with guarded.stream("GET", path, params={"stream": streams}, headers={"Last-Event-ID": last}) as answer:
             assert answer.status_code in {200, 400, 404, 429}
-            assert answer.headers["content-type"].partition(";")[0] in {MEDIA_TYPE, PROBLEM_TYPE}
+            assert answer.headers["content-type"].partition(";")[0] in {EVENT_STREAM, PROBLEM_TYPE}
 
     ask()
 
@@ -131,7 +131,7 @@ def _begun(client: SidecarClient, case: "Case[Any]") -> httpx.Response:
     answer = client.send(request, stream=True)
     try:
         body = b""
-        if answer.headers.get("content-type", "").startswith(MEDIA_TYPE):
+        if answer.headers.get("content-type", "").startswith(EVENT_STREAM):
             for piece in answer.iter_bytes():
                 body += piece
                 if b"data: " in body or b": at\n" in body:

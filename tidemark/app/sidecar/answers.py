@@ -95,7 +95,7 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stream: Annotated[StreamAnswer | None, Meta(description="Where the stream stands, where that helps.")] = None
 
 
-def described(snapshot: Snapshot, now: float) -> StreamAnswer:
+def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
     """`now` is of the clock that the snapshot was read by."""
     known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
     return StreamAnswer(
@@ -107,7 +107,7 @@ def described(snapshot: Snapshot, now: float) -> StreamAnswer:
         epochs=None if details is None else dict(sorted(details.epochs.items())),
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
-        blockers=None if details is None else [blocker(it) for it in holding(details)],
+        blockers=None if details is None else [blocker_answer(it) for it in nearest_blockers(details)],
         behind=None if details is None else behind_answer(details.behind),
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
@@ -117,7 +117,7 @@ def described(snapshot: Snapshot, now: float) -> StreamAnswer:
     )
 
 
-def holding(details: Details) -> Iterable[Blocker]:
+def nearest_blockers(details: Details) -> Iterable[Blocker]:
     """The gaps that hold a position back now: of each writer the nearest, and writers that never joined."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
@@ -127,7 +127,7 @@ def holding(details: Details) -> Iterable[Blocker]:
     return sorted(nearest.values(), key=lambda gap: (gap.since, gap.writer))
 
 
-def blocker(gap: Blocker) -> BlockerAnswer:
+def blocker_answer(gap: Blocker) -> BlockerAnswer:
     return BlockerAnswer(
         writer=gap.writer,
         epoch=gap.epoch,
@@ -137,7 +137,7 @@ def blocker(gap: Blocker) -> BlockerAnswer:
     )
 
 
-def tag(body: StreamAnswer | StreamsAnswer) -> str:
+def etag(body: StreamAnswer | StreamsAnswer) -> str:
     """An ETag, equal for answers that differ in their ages alone; weak, because their bytes differ."""
     streams = body.streams if isinstance(body, StreamsAnswer) else [body]
     same = [_ageless(stream) for stream in streams]

@@ -166,7 +166,7 @@ def site(
                     _endpoint(it, tokens),
                     methods=["GET"],
                     name=it.name,
-                    middleware=[] if it.media == sse.MEDIA_TYPE else [COMPRESSED],
+                    middleware=[] if it.media == sse.EVENT_STREAM else [COMPRESSED],
                 )
                 for it in offered
             ),
@@ -216,8 +216,8 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         status = 500
         try:
             call = _call(request)
-            if request.method == "HEAD" and operation.media == sse.MEDIA_TYPE:  # there is no end of it to wait for
-                response = Response(media_type=sse.MEDIA_TYPE)
+            if request.method == "HEAD" and operation.media == sse.EVENT_STREAM:  # there is no end of it to wait for
+                response = Response(media_type=sse.EVENT_STREAM)
             else:
                 response = await operation.act(call)
             status = response.status_code

@@ -10,8 +10,8 @@ from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.app.read_side.snapshots import Snapshots
 from tidemark.app.read_side.subscription import Begun, Slice
 from tidemark.app.sidecar import cursor, moves
-from tidemark.app.sidecar.answers import described
-from tidemark.app.sidecar.sse import block
+from tidemark.app.sidecar.answers import stream_answer
+from tidemark.app.sidecar.sse import encode_event
 from tidemark.sinks.reader import events
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.merge import Joining
@@ -46,7 +46,7 @@ class SnapshotTexts:
             for snapshot in await self._snapshots.get(names[start : start + AT_ONCE]):
                 known = snapshot.known
                 place = Place() if known is None else Place(known.linear, known.vector, known.late)
-                text = block(described(snapshot, time.monotonic()), "snapshot")
+                text = encode_event(stream_answer(snapshot, time.monotonic()), "snapshot")
                 found[snapshot.stream] = now, place, text
         self._texts |= found
         return found
@@ -61,7 +61,7 @@ def joined(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes],
             found = [event for it in after.positions.items() for event in joining.reach(*it)]
         case Slice(after=after):
             found = [new for event in item.events for new in _fed(joining, event)]
-    blocks = [block(moves.described(stream, event)) for event in found]
+    blocks = [encode_event(moves.move_answer(stream, event)) for event in found]
     joining.settle(after.linear, after.positions)
     if beyond(after.linear, place.linear):
         blocks.append(_line(stream, after.linear))
@@ -72,7 +72,7 @@ def joined(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes],
 
 def blocks_of(piece: Slice) -> tuple[bytes, bytes]:
     """The slice as server-sent events, the last one apart from the others: it is the one that may carry an ID."""
-    blocks = [block(moves.described(piece.stream, event)) for event in piece.events]
+    blocks = [encode_event(moves.move_answer(piece.stream, event)) for event in piece.events]
     if piece.linear is not None:
         blocks.append(_line(piece.stream, piece.linear))
     return b"".join(blocks[:-1]), blocks[-1]
@@ -80,7 +80,7 @@ def blocks_of(piece: Slice) -> tuple[bytes, bytes]:
 
 def id_behind(piece: Slice) -> bytes:
     """Where a client stands behind this slice that follows nothing but its stream."""
-    return cursor.of_places({piece.stream: piece.after}).encode()
+    return cursor.encode_places({piece.stream: piece.after}).encode()
 
 
 def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
@@ -97,7 +97,7 @@ def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
 
 
 def _line(stream: str, linear: int) -> bytes:
-    return block(moves.LinearMoveAnswer(stream=stream, linear=linear))
+    return encode_event(moves.LinearMoveAnswer(stream=stream, linear=linear))
 
 
 async def missed_moves(missed: MissedMoves, stream: str, stands: Place) -> tuple[list[bytes], Place]:
@@ -108,7 +108,7 @@ async def missed_moves(missed: MissedMoves, stream: str, stands: Place) -> tuple
         page = found[start : start + PAGE]
         for event in page:
             deque(_fed(joining, event), maxlen=0)
-        texts.append(b"".join(block(moves.described(stream, event)) for event in page))
+        texts.append(b"".join(encode_event(moves.move_answer(stream, event)) for event in page))
         await asyncio.sleep(0)
     missed.events[stream] = ()
     return [*texts, _line(stream, missed.streams[stream].linear)], joining.place
@@ -117,7 +117,7 @@ async def missed_moves(missed: MissedMoves, stream: str, stands: Place) -> tuple
 def page_taken(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
     """What of the page is new to a client that stands at `place`, and where it stands then."""
     joining = Joining(place)
-    blocks = [block(moves.described(stream, new)) for event in page.events for new in _fed(joining, event)]
+    blocks = [encode_event(moves.move_answer(stream, new)) for event in page.events for new in _fed(joining, event)]
     if page.complete:
         joining.settle(page.place.linear, page.place.positions)
         if beyond(page.place.linear, place.linear):

@@ -22,7 +22,7 @@ from tidemark.app.sidecar.events_client import FEW, EventsClient
 from tidemark.app.sidecar.operation import Operation, OperationCall
 from tidemark.app.sidecar.operations import existing
 from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
-from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream
+from tidemark.app.sidecar.sse import EVENT_STREAM, EventStream
 from tidemark.app.sidecar.watch import Watch, Watcher
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
 from tidemark.streaming.wire.records import is_name
@@ -37,7 +37,7 @@ class EventsQuery(msgspec.Struct, frozen=True):
     ] = []
 
 
-async def follow(call: OperationCall) -> Response:
+async def follow_events(call: OperationCall) -> Response:
     query: EventsQuery = call.query
     if len(query.stream) > NAMES:
         raise BadRequest(f"{len(query.stream)} streams are named, and {NAMES} may be: leave them out to follow all")
@@ -46,13 +46,13 @@ async def follow(call: OperationCall) -> Response:
             raise UnknownStream(name)
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
-    stands = cursor.resumed(last) if last else {}
+    stands = cursor.decode_event_id(last) if last else {}
     address = call.address
     if pause := service.churn.pause(address):
         metrics.PAUSED.inc()
         await asyncio.sleep(pause)
         if await call.request.is_disconnected():
-            return Response(media_type=MEDIA_TYPE)
+            return Response(media_type=EVENT_STREAM)
     with ExitStack() as stack:
         listener = Listener()
         stack.enter_context(service.limiter.one("events", address, partial(settle, listener.cut_off)))
@@ -72,7 +72,7 @@ async def follow(call: OperationCall) -> Response:
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
 
 
-async def watch(call: OperationCall) -> Response:
+async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
         cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.enter_context(call.service.limiter.one("watch", call.address, partial(settle, cut_off)))
@@ -94,10 +94,10 @@ OPERATIONS = [
         "/v1/events",
         "events",
         "Server-sent events: `snapshot` of each stream, then `advance`, `linear`, `late`, `late-lost` and `reread`.",
-        follow,
+        follow_events,
         str,
         query=EventsQuery,
-        media=MEDIA_TYPE,
+        media=EVENT_STREAM,
         problems=(BadRequest, Unauthorized, UnknownStream, Busy, RecoveringProblem),
         headers=("Last-Event-ID",),
     ),
@@ -106,9 +106,9 @@ OPERATIONS = [
         "watch",
         "Server-sent events for people: `stream` for each stream and then for each that changed, at most once a second,"
         " and `pipeline`.",
-        watch,
+        watch_streams,
         WatchedStreamAnswer | PipelineAnswer,
-        media=MEDIA_TYPE,
+        media=EVENT_STREAM,
         problems=(Unauthorized, Busy),
     ),
 ]

@@ -161,7 +161,7 @@ class EventsClient:
 
     async def _taken(self, stream: str, item: Item) -> Sequence[bytes]:
         if isinstance(item, ToldUpTo):
-            return [b": at\nid: %s\n\n" % cursor.of_mark(item.mark).encode()]
+            return [b": at\nid: %s\n\n" % cursor.encode_mark(item.mark).encode()]
         if isinstance(item, Appeared):
             blocks = await self._snapshots([stream], time.monotonic())
             self._count()
@@ -185,7 +185,7 @@ class EventsClient:
         if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.once(event_stream.id_behind)
         else:
-            text = cursor.of_places(self._places).encode()
+            text = cursor.encode_places(self._places).encode()
         if len(text) > LONGEST_ID:
             self._listener.marks = True
             return b""

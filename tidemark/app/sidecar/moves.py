@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, moment
 from tidemark.app.read_side.postgres_reader import Details
-from tidemark.app.sidecar.answers import BlockerAnswer, blocker
+from tidemark.app.sidecar.answers import BlockerAnswer, blocker_answer
 from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
@@ -128,10 +128,10 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: Annotated[float, Meta(ge=0)]
 
 
-def gaps(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
+def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
     return GapsAnswer(
         stream=stream,
-        gaps=[blocker(gap) for gap in details.gaps[:limit]],
+        gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],
         behind=behind_answer(details.behind),
         open_transactions=dict(sorted(details.transactions.items())),
         total=len(details.gaps),
@@ -143,7 +143,7 @@ def gaps(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
     )
 
 
-def described(stream: str, event: events.Event) -> Move:
+def move_answer(stream: str, event: events.Event) -> Move:
     match event:
         case events.Advance():
             return AdvanceAnswer(

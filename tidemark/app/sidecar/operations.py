@@ -18,7 +18,7 @@ from tidemark.app.read_side.fallback import HistoryPage, Past
 from tidemark.app.read_side.notifications import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
-from tidemark.app.sidecar.answers import described, tag
+from tidemark.app.sidecar.answers import etag, stream_answer
 from tidemark.app.sidecar.operation import Operation, OperationCall, json, tagged
 from tidemark.app.sidecar.problems import (
     Ahead,
@@ -58,14 +58,15 @@ async def all_streams(call: OperationCall) -> Response:
     now = time.monotonic()
     first = bisect_right(names, query.after)
     page, rest = names[first : first + query.limit], names[first + query.limit :]
-    body = answers.StreamsAnswer([described(it, now) for it in await snapshots.get(page)], page[-1] if rest else None)
-    return tagged(call.request, body, tag(body))
+    streams = [stream_answer(snapshot, now) for snapshot in await snapshots.get(page)]
+    body = answers.StreamsAnswer(streams, page[-1] if rest else None)
+    return tagged(call.request, body, etag(body))
 
 
 async def one_stream(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    body = described(existing(snapshot), time.monotonic())
-    return tagged(call.request, body, tag(body))
+    body = stream_answer(existing(snapshot), time.monotonic())
+    return tagged(call.request, body, etag(body))
 
 
 def existing(snapshot: Snapshot) -> Snapshot:
@@ -126,12 +127,12 @@ async def gaps(call: OperationCall) -> Response:
     if details is None or read_at is None:
         raise RecoveringProblem("gaps come from Postgres, which does not answer")
     query: GapsQuery = call.query
-    return json(moves.gaps(call.stream, details, query.limit, time.monotonic() - read_at))
+    return json(moves.gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
 
 
 async def advances(call: OperationCall) -> Response:
     query: AdvancesQuery = call.query
-    since = cursor.since(call.stream, query.since)
+    since = cursor.decode_since(call.stream, query.since)
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
@@ -151,8 +152,8 @@ def _answered(stream: str, found: HistoryPage) -> Response:
     return json(
         moves.AdvancesAnswer(
             stream=stream,
-            moves=[moves.described(stream, event) for event in found.events],
-            next=cursor.of_places({stream: found.place}),
+            moves=[moves.move_answer(stream, event) for event in found.events],
+            next=cursor.encode_places({stream: found.place}),
             complete=found.complete,
         )
     )
@@ -173,7 +174,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
 
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
-    token = cursor.token(query.token)
+    token = cursor.decode_token(query.token)
     with call.service.limiter.one("wait", call.address) as held:
         began = time.monotonic()
         deadline = began + min(query.timeout, call.service.limits.wait)
@@ -219,7 +220,7 @@ def _reached(published: Token, token: Token) -> bool:
 async def _position(call: OperationCall) -> answers.StreamAnswer:
     """Raises `UnknownStream`, `RecoveringProblem`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
-    return described(existing(snapshot), time.monotonic())
+    return stream_answer(existing(snapshot), time.monotonic())
 
 
 OPERATIONS = [

@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from tidemark.app.sidecar.problems import Stops
 
-MEDIA_TYPE = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 
 
-def block(body: msgspec.Struct, name: str | None = None) -> bytes:
+def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
     """One event, named after the struct's tag where it has no `name`."""
     return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
@@ -24,7 +24,7 @@ class EventStream(Response):
     does not read waits for ever. Where the process stops, it ends as a whole answer does, so that nothing on the way
     takes it for a failure."""
 
-    media_type = MEDIA_TYPE
+    media_type = EVENT_STREAM
 
     def __init__(self, texts: AsyncIterator[bytes], cut_off: "asyncio.Future[None]", resources: ExitStack) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

@@ -14,8 +14,8 @@ import structlog
 
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.sidecar.sse import block
-from tidemark.app.sidecar.watched import PipelineAnswer, pipeline, watched
+from tidemark.app.sidecar.sse import encode_event
+from tidemark.app.sidecar.watched import PipelineAnswer, pipeline_answer, watched_stream_answer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.status import Condition
 
@@ -91,7 +91,7 @@ class Watch:
             condition = await self._read_side.durable.condition()
         breakers = self._read_side.live.circuit_breaker, self._read_side.durable.circuit_breaker
         problems = [str(it.problem) for it in breakers if it.problem is not None]
-        return pipeline(condition, problems, datetime.now(UTC))
+        return pipeline_answer(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
         pause = PACE
@@ -105,15 +105,15 @@ class Watch:
     async def _round(self) -> bool:
         """Whether every server answered: else the time went into waiting, and says nothing of how much there is."""
         names = await self._read_side.snapshots.names()
-        found = [watched(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
+        found = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
         async with self._ended_round:
             self._number += 1
             for stream in found:
-                text = block(stream)
+                text = encode_event(stream)
                 before = self._texts.get(stream.stream)
                 if before is None or before[1] != text:
                     self._texts[stream.stream] = self._number, text
-            self._pipeline = block(shown)
+            self._pipeline = encode_event(shown)
             self._ended_round.notify_all()
         return not shown.problems

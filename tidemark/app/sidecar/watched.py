@@ -167,7 +167,7 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
 
 
-def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
+def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
     known, details = snapshot.known, snapshot.details
     gaps: dict[str, list[Blocker]] = {}
     for gap in details.gaps if details else ():
@@ -198,7 +198,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
     )
 
 
-def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
+def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
     """`condition` None: Postgres does not answer."""
     answer = PipelineAnswer(
         time=now,
