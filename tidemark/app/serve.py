@@ -28,8 +28,7 @@ from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.app import SiteConfig, site
-from tidemark.app.sidecar.hosts import THIS_MACHINE
+from tidemark.app.sidecar.app import THIS_MACHINE, SiteConfig, site
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.signals import told_to_end
 from tidemark.app.tls_listener import Acceptor, HandshakesConfig

@@ -15,10 +15,9 @@ import pytest
 from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
-from tidemark.app.sidecar.admission import AdmissionConfig
+from tidemark.app.sidecar.admission import AdmissionConfig, Turns
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Beginnings, Limits
-from tidemark.app.sidecar.turns import Turns
 
 BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=60)
 

@@ -5,6 +5,7 @@ import asyncio
 from tidemark.app.read_side.replay import PAGE, MissedMoves, SharedReading
 from tidemark.app.sidecar.event_stream import missed_moves
 from tidemark.sinks.postgres.changes import Moved
+from tidemark.app.sidecar.event_stream import encode_missed_moves
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 
@@ -22,14 +23,14 @@ def test_very_many_missed_moves_keep_nobody_waiting() -> None:
 
     async def tell() -> None:
         here, turns = missed(), 0
-        half = SharedReading(missed_moves(here, "s", Place()))
+        half = SharedReading(encode_missed_moves(here, "s", Place()))
         gone = asyncio.create_task(half.get())
         for _ in range(3):
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait([gone])
         assert half.abandoned
-        telling = asyncio.create_task(missed_moves(here, "s", Place()))
+        telling = asyncio.create_task(encode_missed_moves(here, "s", Place()))
         while not telling.done():
             turns += 1
             await asyncio.sleep(0)

@@ -24,10 +24,9 @@ from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
 from tidemark.app.read_side.subscription import PATIENCE, Appeared, Listener
-from tidemark.app.sidecar import cursor
 from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.event_stream import EventStream, encode_places
 from tidemark.app.sidecar.service import Churn, Limits
-from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.processes import RedisServer
 from tidemark.sinks.postgres.history import PageBounds, PastPage
 from tidemark.sinks.postgres.store import Postgres
@@ -396,7 +395,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PageAsked]:
 
 def beginning(stream: str = "s") -> str:
     """The ID of who has nothing yet."""
-    return cursor.encode_places({stream: Place()})
+    return encode_places({stream: Place()})
 
 
 def test_those_who_come_back_together_are_read_for_once(

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tidemark.app.read_side.subscription import Begun, Listener, Slice
-from tidemark.app.sidecar.events_client import JOINS, EventsClient
+from tidemark.app.sidecar.events import JOINS, EventsClient
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 

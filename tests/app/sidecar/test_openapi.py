@@ -17,10 +17,10 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
+from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import BEARER, PATH, document
-from tidemark.app.sidecar.problems import EVENT_STREAM as PROBLEM_TYPE
+from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.sse import EVENT_STREAM
 from tidemark.sinks.reader import Token
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from tests.bench.crowd.talk import say
-from tidemark.app.sidecar import cursor
+from tidemark.app.sidecar.event_stream import encode_places
 from tidemark.sinks.reader.events import Place
 
 CROWD_PAUSE = 1.0  # seconds after which one of a crowd of hundreds comes back
@@ -83,7 +83,7 @@ async def long_token(attack: Attack, done: Counter[str]) -> None:
 async def come_and_go(attack: Attack, done: Counter[str]) -> None:
     """From the beginning of time, so that there is something to read; half of them leave at once, half with 100 KB."""
     stream = random.choice(attack.streams)
-    place = cursor.encode_places({stream: Place()})
+    place = encode_places({stream: Place()})
     least = random.choice((1, 100_000))
     await ask(attack, f"/v1/events?stream={stream}", done, f"Last-Event-ID: {place}\r\n", least)
 

@@ -7,7 +7,8 @@ and requests that come all at once begin by turns that go round by address, so t
 the probes nor other clients.
 """
 
-from asyncio import Protocol, TimerHandle, Transport
+from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,37 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tidemark.app.eviction import SHARE, AllTaken, Places, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
-from tidemark.app.sidecar.turns import Turns
+
+_A_TURN = 4  # requests that begin at one turn of the event loop
+
+
+class Turns:
+    """By which requests begin: those of one address in order, and one of each address in turn. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
+
+    async def next(self, loop: AbstractEventLoop, address: str) -> None:
+        """Return when it is the caller's turn: the loop's next one if few came since the last."""
+        turn: Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._begin, loop)
+        self._waiting.setdefault(network_of(address), deque()).append(turn)
+        await turn
+
+    def _begin(self, loop: AbstractEventLoop) -> None:
+        for _ in range(_A_TURN):
+            if not self._waiting:
+                return
+            network, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[network] = turns
+            if not turn.done():  # who waited may be gone
+                turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._begin, loop)
+
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
 SPARE = 64  # connections beyond the places: for probes, and to tell whoever is one too many

@@ -25,11 +25,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemark.app.connections import host_name
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
-from tidemark.app.sidecar import events, openapi, operations, page, sse
-from tidemark.app.sidecar.hosts import Hosts
-from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
+from tidemark.app.sidecar import events, openapi, operations, page
+from tidemark.app.sidecar.event_stream import EVENT_STREAM
+from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import (
     NEVER_KEPT,
     NO_SNIFFING,
@@ -37,6 +38,7 @@ from tidemark.app.sidecar.problems import (
     Problem,
     Unauthorized,
     UnknownStream,
+    WrongHost,
     answered,
     framework,
     unexpected,
@@ -44,6 +46,29 @@ from tidemark.app.sidecar.problems import (
 from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.wire.records import is_name
+
+_PROBES = (b"/livez", b"/readyz")
+
+
+class Hosts:
+    """Refuses requests whose `Host` is none of `names`. `/livez` and `/readyz` are asked by address, and tell
+    nothing."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["raw_path"] not in _PROBES:
+            host = host_name(dict(scope["headers"]).get(b"host", b"").decode("ascii", "replace"))
+            if host not in self._names:
+                problem = WrongHost(
+                    f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_ALLOWED_HOSTS names what it is called"
+                )
+                await problem.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
 
 log = structlog.get_logger(__name__)
 
@@ -166,7 +191,7 @@ def site(
                     _endpoint(it, tokens),
                     methods=["GET"],
                     name=it.name,
-                    middleware=[] if it.media == sse.EVENT_STREAM else [COMPRESSED],
+                    middleware=[] if it.media == EVENT_STREAM else [COMPRESSED],
                 )
                 for it in offered
             ),
@@ -216,8 +241,8 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         status = 500
         try:
             call = _call(request)
-            if request.method == "HEAD" and operation.media == sse.EVENT_STREAM:  # there is no end of it to wait for
-                response = Response(media_type=sse.EVENT_STREAM)
+            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # there is no end of it to wait for
+                response = Response(media_type=EVENT_STREAM)
             else:
                 response = await operation.act(call)
             status = response.status_code

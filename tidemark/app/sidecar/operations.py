@@ -17,9 +17,19 @@ from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import HistoryPage, Past
 from tidemark.app.read_side.notifications import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
-from tidemark.app.sidecar import answers, cursor, moves
-from tidemark.app.sidecar.answers import etag, stream_answer
-from tidemark.app.sidecar.operation import Operation, OperationCall, json, tagged
+from tidemark.app.sidecar.answers import (
+    AdvancesAnswer,
+    GapsAnswer,
+    HealthAnswer,
+    StreamAnswer,
+    StreamsAnswer,
+    etag,
+    gaps_answer,
+    move_answer,
+    stream_answer,
+)
+from tidemark.app.sidecar.event_stream import decode_since, decode_token, encode_places
+from tidemark.app.sidecar.openapi import Operation, OperationCall, json, tagged
 from tidemark.app.sidecar.problems import (
     Ahead,
     BadRequest,
@@ -31,7 +41,7 @@ from tidemark.app.sidecar.problems import (
     Unauthorized,
     UnknownStream,
 )
-from tidemark.app.sidecar.watched import PipelineAnswer
+from tidemark.app.sidecar.watch import PipelineAnswer
 from tidemark.common.errors import BadToken, Slow, Stop, Unavailable
 from tidemark.sinks.reader.requests import LONGEST_WAIT
 from tidemark.sinks.reader.token import Token
@@ -59,7 +69,7 @@ async def all_streams(call: OperationCall) -> Response:
     first = bisect_right(names, query.after)
     page, rest = names[first : first + query.limit], names[first + query.limit :]
     streams = [stream_answer(snapshot, now) for snapshot in await snapshots.get(page)]
-    body = answers.StreamsAnswer(streams, page[-1] if rest else None)
+    body = StreamsAnswer(streams, page[-1] if rest else None)
     return tagged(call.request, body, etag(body))
 
 
@@ -90,7 +100,7 @@ async def readyz(call: OperationCall) -> Response:
     read_side = call.service.read_side
     problems = await read_side.problems()
     ready = len(problems) < SERVERS or read_side.snapshots.remembers
-    return json(answers.HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
+    return json(HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
 
 
 async def scrape(call: OperationCall) -> Response:
@@ -127,12 +137,12 @@ async def gaps(call: OperationCall) -> Response:
     if details is None or read_at is None:
         raise RecoveringProblem("gaps come from Postgres, which does not answer")
     query: GapsQuery = call.query
-    return json(moves.gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
+    return json(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
 
 
 async def advances(call: OperationCall) -> Response:
     query: AdvancesQuery = call.query
-    since = cursor.decode_since(call.stream, query.since)
+    since = decode_since(call.stream, query.since)
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
@@ -150,10 +160,10 @@ async def advances(call: OperationCall) -> Response:
 
 def _answered(stream: str, found: HistoryPage) -> Response:
     return json(
-        moves.AdvancesAnswer(
+        AdvancesAnswer(
             stream=stream,
-            moves=[moves.move_answer(stream, event) for event in found.events],
-            next=cursor.encode_places({stream: found.place}),
+            moves=[move_answer(stream, event) for event in found.events],
+            next=encode_places({stream: found.place}),
             complete=found.complete,
         )
     )
@@ -174,7 +184,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
 
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
-    token = cursor.decode_token(query.token)
+    token = decode_token(query.token)
     with call.service.limiter.one("wait", call.address) as held:
         began = time.monotonic()
         deadline = began + min(query.timeout, call.service.limits.wait)
@@ -217,7 +227,7 @@ def _reached(published: Token, token: Token) -> bool:
         raise BadRequest(str(problem)) from None
 
 
-async def _position(call: OperationCall) -> answers.StreamAnswer:
+async def _position(call: OperationCall) -> StreamAnswer:
     """Raises `UnknownStream`, `RecoveringProblem`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     return stream_answer(existing(snapshot), time.monotonic())
@@ -229,7 +239,7 @@ OPERATIONS = [
         "streams",
         "Where every stream stands.",
         all_streams,
-        answers.StreamsAnswer,
+        StreamsAnswer,
         query=StreamsQuery,
         problems=(BadRequest, Unauthorized, RecoveringProblem),
         headers=("If-None-Match",),
@@ -239,7 +249,7 @@ OPERATIONS = [
         "stream",
         "Where one stream stands.",
         one_stream,
-        answers.StreamAnswer,
+        StreamAnswer,
         problems=(Unauthorized, UnknownStream, RecoveringProblem),
         headers=("If-None-Match",),
     ),
@@ -248,7 +258,7 @@ OPERATIONS = [
         "gaps",
         "What is open above the positions of a stream's writers, and who holds its linear position back.",
         gaps,
-        moves.GapsAnswer,
+        GapsAnswer,
         query=GapsQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
     ),
@@ -257,7 +267,7 @@ OPERATIONS = [
         "advances",
         "What moved a stream, each writer's moves joined without a hole, in pages.",
         advances,
-        moves.AdvancesAnswer,
+        AdvancesAnswer,
         query=AdvancesQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),
     ),
@@ -266,7 +276,7 @@ OPERATIONS = [
         "wait",
         "Answers when the stream is complete up to a token.",
         wait,
-        answers.StreamAnswer,
+        StreamAnswer,
         query=WaitQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Ahead, Busy, RecoveringProblem),
     ),
@@ -284,8 +294,8 @@ OPERATIONS = [
         "readyz",
         "Whether it can answer: 503 where neither server does, and nothing was read of them before.",
         readyz,
-        answers.HealthAnswer,
-        others={503: answers.HealthAnswer},
+        HealthAnswer,
+        others={503: HealthAnswer},
     ),
     Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN, problems=(Unauthorized,)),
 ]

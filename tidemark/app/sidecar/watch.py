@@ -6,18 +6,274 @@ and newer texts, and no queue is kept for it.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import astuple
 from datetime import UTC, datetime
+from typing import Annotated
 
+import msgspec
 import structlog
+from msgspec import Meta
+from msgspec.structs import replace
 
+from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
 from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side.postgres_reader import Details
+from tidemark.app.read_side.snapshots import Known, Snapshot
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.sidecar.sse import encode_event
-from tidemark.app.sidecar.watched import PipelineAnswer, pipeline_answer, watched_stream_answer
+from tidemark.app.remedies import Verdict
+from tidemark.app.sidecar.answers import Source, State
+from tidemark.app.sidecar.event_stream import encode_event
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.status import Condition
+from tidemark.streaming.core.effects import Blocker
+from tidemark.streaming.values.direction import beyond, farther
+
+GAPS = 50  # of one writer that are shown, the nearest
+
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class GapAnswer(msgspec.Struct, frozen=True):
+    """The IDs in `(low, top]` are open, first seen so at `since`."""
+
+    low: StreamId
+    top: StreamId
+    since: datetime
+
+
+class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer of a stream. What comes from Postgres alone is null while it was never reached: `epoch`, `retired`."""
+
+    writer: Name
+    epoch: Count | None
+    retired: bool | None
+    position: StreamId
+    reach: Annotated[StreamId, Meta(description="The highest ID of it that is settled, above gaps too.")]
+    waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
+    gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
+    hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
+    transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
+    put_off: Annotated[
+        bool, Meta(description="Whether records of it found no room, and wait in Kafka or are on their way back.")
+    ]
+    gone: Annotated[int, Meta(ge=0, description="Records of those that Kafka does not have any more, at most.")]
+    last_seen: Annotated[
+        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
+    ]
+
+
+class UnknownWriterAnswer(msgspec.Struct, frozen=True):
+    """An incarnation that never joined: its records are held back, and so is the linear position."""
+
+    writer: Name
+    epoch: Count
+    since: datetime
+
+
+class RemedyAnswer(msgspec.Struct, frozen=True):
+    """What ends the waiting for one writer: `tidemark gaps` says the same."""
+
+    writer: Name
+    epoch: Count
+    verdict: Verdict
+    advice: str
+    command: Annotated[str, Meta(description="What to type, in a shell or in the writer's database; may be empty.")]
+
+
+class LateSummaryAnswer(msgspec.Struct, frozen=True):
+    count: Annotated[int, Meta(ge=1, description="Late completions; 100 stands for that many or more.")]
+    newest: datetime
+
+
+class CopiesAnswer(msgspec.Struct, frozen=True):
+    """Redis and Postgres tell different linear positions, as this sidecar read them one after the other."""
+
+    redis: StreamId
+    postgres: StreamId
+    since: datetime
+
+
+class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
+    """One stream with its writers. `source` is null where it is recovering."""
+
+    stream: Name
+    state: State
+    source: Source | None
+    linear: StreamId | None
+    allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
+    writers: list[WatchedWriterAnswer]
+    unknown_writers: list[UnknownWriterAnswer]
+    behind: Annotated[
+        BehindAnswer | None,
+        Meta(
+            description="Who holds the linear position below what is allocated; null too while Postgres was not read."
+        ),
+    ]
+    remedies: Annotated[list[RemedyAnswer], Meta(description="Of each writer that holds a position back.")]
+    late: LateSummaryAnswer | None
+    bridged: Annotated[bool, Meta(description="`tidemark synapse` tells it: verbs of the bridge end what holds it.")]
+    copies: Annotated[CopiesAnswer | None, Meta(description="Where they differ; a moment of it is a batch under way.")]
+
+
+class ActAnswer(msgspec.Struct, frozen=True):
+    """What an operator did by a verb: `by` and `why` are their own words, `seen_as` is the user that Postgres knew."""
+
+    number: Count
+    kind: str
+    stream: str
+    writer: str
+    by: str
+    why: str
+    seen_as: str
+    time: datetime
+    outcome: str | None
+
+
+class NotShownAnswer(msgspec.Struct, frozen=True):
+    """A stream that `sink` cannot show, while it shows the others."""
+
+    sink: str
+    stream: str
+    problem: str
+    since: datetime
+
+
+class LaggingAnswer(msgspec.Struct, frozen=True):
+    """A Kafka partition whose records wait. If an open transaction blocks it, `blocked_offset` is where."""
+
+    topic: str
+    partition: Count
+    records: int
+    since: datetime
+    blocked_offset: Count | None
+    blocked_since: datetime | None
+
+
+class DeadLettersAnswer(msgspec.Struct, frozen=True):
+    """Records rejected for `reason` since the database was made."""
+
+    reason: str
+    records: Count
+    newest: datetime
+
+
+class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
+    """Who computes positions, and how it is. What comes from Postgres is null while that does not answer."""
+
+    time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
+    owner: Annotated[str | None, Meta(description="Who holds the lease, or held it last.")]
+    lease_seconds: Annotated[Seconds | None, Meta(description="How long the lease still lives; 0: nobody has it.")]
+    quiet_seconds: Annotated[Seconds | None, Meta(description="How long ago the last batch was applied.")]
+    dead_letters: list[DeadLettersAnswer] | None
+    acts: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
+    not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot show.")]
+    lagging: Annotated[
+        list[LaggingAnswer] | None, Meta(description="Kafka partitions whose records wait for ten seconds or longer.")
+    ]
+    problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
+
+
+def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
+    known, details = snapshot.known, snapshot.details
+    gaps: dict[str, list[Blocker]] = {}
+    for gap in details.gaps if details else ():
+        if not gap.unknown:
+            gaps.setdefault(gap.writer, []).append(gap)
+    return WatchedStreamAnswer(
+        stream=snapshot.stream,
+        state="recovering" if known is None else "known",
+        source=None if known is None else known.source,
+        linear=None if known is None else known.linear,
+        allocated=None if known is None else known.allocated,
+        writers=[]
+        if known is None
+        else [
+            _writer(name, position, details, _gaps(gaps.get(name, ()), _floor(name, known, details)))
+            for name, position in sorted(known.vector.items())
+        ],
+        unknown_writers=[] if details is None else _unknown_writers(details),
+        behind=None if details is None else behind_answer(details.behind),
+        remedies=[] if details is None else _remedies(details),
+        late=None
+        if details is None or details.late is None
+        else LateSummaryAnswer(details.late.count, details.late.newest),
+        bridged=details is not None and details.bridged,
+        copies=None
+        if (it := snapshot.apart) is None
+        else CopiesAnswer(it.redis, it.postgres, moment(int(it.since * 1000))),
+    )
+
+
+def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
+    """`condition` None: Postgres does not answer."""
+    answer = PipelineAnswer(
+        time=now,
+        owner=None,
+        lease_seconds=None,
+        quiet_seconds=None,
+        dead_letters=None,
+        acts=None,
+        not_shown=None,
+        lagging=None,
+        problems=list(problems),
+    )
+    if condition is None:
+        return answer
+    return replace(
+        answer,
+        owner=condition.owner,
+        lease_seconds=round(condition.lease, 1),
+        quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
+        dead_letters=[DeadLettersAnswer(it.reason, it.records, it.newest) for it in condition.dead_letters],
+        acts=[ActAnswer(*astuple(it)) for it in condition.acts],
+        not_shown=[NotShownAnswer(it.sink, it.stream, it.problem, it.since) for it in condition.faults],
+        lagging=[LaggingAnswer(*astuple(lag)) for lag in condition.lagging],
+    )
+
+
+def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
+    recalls = [it for it in details.recalls if it.writer == name] if details else []
+    return WatchedWriterAnswer(
+        writer=name,
+        epoch=None if details is None else details.epochs.get(name),
+        retired=None if details is None else name in details.retired,
+        position=position,
+        reach=farther(details.reaches.get(name, position), position) if details and gaps else position,
+        waiting=details.waiting.get(name, 0) if details and gaps else 0,
+        gaps=gaps[:GAPS],
+        hidden=max(0, len(gaps) - GAPS),
+        transactions=details.transactions.get(name, []) if details else [],
+        put_off=details is not None and name in {it for it, _ in details.put_off} | {it.writer for it in recalls},
+        gone=sum(it.gone for it in recalls),
+        last_seen=last_seen(details.seen.get(name, 0)) if details else None,
+    )
+
+
+def _floor(name: str, known: Known, details: Details | None) -> int:
+    """Above it a gap of the writer is still one: details may be a second older than the positions."""
+    return known.linear if details and name in details.regressed else known.vector[name]
+
+
+def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
+    found = [
+        GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
+    ]
+    return sorted(found, key=lambda gap: abs(gap.low))
+
+
+def _remedies(details: Details) -> list[RemedyAnswer]:
+    found = {(it.writer, it.epoch): it for it in reversed(details.open_ranges)}
+    return [
+        RemedyAnswer(writer, epoch, it.verdict, it.advice, it.verb) for (writer, epoch), it in sorted(found.items())
+    ]
+
+
+def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
+    return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.unknown]
+
 
 log = structlog.get_logger(__name__)
 
