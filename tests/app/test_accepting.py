@@ -14,9 +14,10 @@ import uvloop
 from tests.app.lines.given import NOWHERE, Address, served
 from tests.fix_tls import Authority
 from tidemark.app import tls_listener as accepting
-from tidemark.app.encryption import Certificate, trusting
 from tidemark.app.stack.processes import LOOPBACK
 from tidemark.app.tls_listener import Acceptor, HandshakesConfig
+from tidemark.app import tls_listener
+from tidemark.app.tls_listener import Acceptor, Certificate, HandshakesConfig, trusting
 
 
 class _Taken(asyncio.Protocol):
@@ -62,7 +63,7 @@ def test_who_comes_behind_a_crowd_is_taken_soon() -> None:
             most = max(most, len(made) - before)
             turns += 1
         assert len(made) == len(crowd)
-        assert most <= 2 * accepting.AT_ONCE
+        assert most <= 2 * tls_listener.AT_ONCE
 
     _taking(check)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.app.open_files import RESERVE, ServedClients, within
+from tidemark.app.serve import RESERVE, ServedClients, within
 from tidemark.common.errors import BadSetting
 
 WANTED = ServedClients(connections=5000, held=2500, lines=1000)

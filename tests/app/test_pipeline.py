@@ -32,7 +32,7 @@ from tests.helm.tools import CHART, alert_rules
 from tests.waiting import eventually
 from tidemark.app import relay
 from tidemark.app.cli import main
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
 from tidemark.common.environment import child_environment

@@ -18,7 +18,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.channel_leader import ChannelConfig
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import RedisServer, free_port
 from tidemark.sinks.postgres.lease import Lease

@@ -29,7 +29,7 @@ from tests.stories.pages import Entry
 from tests.stories.way import Way
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer, postgres_program
 from tidemark.app.stack.processes import LOOPBACK, free_port
 

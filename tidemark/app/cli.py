@@ -118,9 +118,9 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     from functools import partial
 
     from tidemark.app.connections import host_port
-    from tidemark.app.encryption import trusting
     from tidemark.app.lines import client as listen
     from tidemark.app.lines.client import Listening
+    from tidemark.app.tls_listener import trusting
 
     try:
         where = host_port(address or settings.lines_listen)

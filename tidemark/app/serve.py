@@ -7,35 +7,97 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import structlog
 import uvicorn
 
-from tidemark.app.connections import host_port, is_loopback
-from tidemark.app.encryption import Certificate
+from tidemark.app.connections import THIS_MACHINE, host_port, is_loopback
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.channel_leader import ChannelConfig
-from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer
-from tidemark.app.open_files import ServedClients, provided
-from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
-from tidemark.app.read_side.tasks import ended
+from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.app import THIS_MACHINE, SiteConfig, site
+from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.signals import told_to_end
-from tidemark.app.tls_listener import Acceptor, HandshakesConfig
+from tidemark.app.tls_listener import Acceptor, Certificate, HandshakesConfig
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.sources.kafka_lookup import Tail
 
 log = structlog.get_logger(__name__)
+
+RESERVE = 192  # files for probes, for whoever is told that there is no place, and for Redis, Postgres, Kafka and Python
+FEWEST = 8  # connections of each kind, below which it makes no sense to serve
+
+
+@dataclass(frozen=True, slots=True)
+class ServedClients:
+    """`connections` of HTTP, of which `held` requests may be held open; `lines`: connections of the line protocol;
+    `handshakes` of TLS that are under way."""
+
+    connections: int
+    held: int
+    lines: int
+    handshakes: int = 0
+
+
+def within(allowed: int, wanted: ServedClients) -> ServedClients:
+    """The most of what is wanted for which `allowed` files are enough, each kind cut by the same factor. Pure.
+
+    Raises:
+        BadSetting: not even a few of each kind find room.
+    """
+    needed, left = wanted.connections + wanted.lines + wanted.handshakes, allowed - RESERVE
+    if needed <= left:
+        return wanted
+
+    def cut(count: int) -> int:
+        return count * left // needed
+
+    found = ServedClients(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
+    if min(found.connections, found.lines) < min(FEWEST, wanted.connections, wanted.lines):
+        raise BadSetting(
+            "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
+            f"the process may open {allowed} files, and {RESERVE} of them are for probes and servers; raise the limit"
+            " (ulimit -n, or LimitNOFILE of systemd)",
+        )
+    return replace(found, held=max(1, found.held))
+
+
+def provided(wanted: ServedClients) -> ServedClients:
+    """Raise the process's limit of open files to what is wanted, as far as it may, and say how many clients that
+    serves. Raises `BadSetting`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted.connections + wanted.lines + wanted.handshakes + RESERVE
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    allowed = needed if soft == resource.RLIM_INFINITY else soft
+    served = within(allowed, wanted)
+    if served != wanted:
+        log.warning(
+            "The process may open few files, so it serves fewer clients than its settings say; raise LimitNOFILE",
+            files=allowed,
+            needed=needed,
+            connections=served.connections,
+            held=served.held,
+            lines=served.lines,
+        )
+    else:
+        log.info("Open files", allowed=allowed, needed=needed)
+    return served
+
 
 LAST_SECONDS = 3  # that open requests have at SIGTERM
 TURN_SECONDS = 0.0005  # that a thread which decodes the history keeps the event loop waiting; 0.005 by default
@@ -117,7 +179,7 @@ async def lines(
         spoken = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
         await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
         telling = asyncio.create_task(_tell(server, stopping))
-        stack.push_async_callback(ended, telling)
+        stack.push_async_callback(cancel_until_done, telling)
         log.info("The line protocol listens", host=host, port=port, channel=settings.lines_redis_channel)
         yield
 
@@ -188,7 +250,7 @@ def run(settings: Settings) -> None:
 
 async def _require_welcome(servers: ReadSideConfig) -> None:
     """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
-    async with opened(servers) as read_side:
+    async with open_read_side(servers) as read_side:
         for ask in (read_side.live.ping, read_side.durable.check):
             with suppress(Unavailable):
                 await ask()

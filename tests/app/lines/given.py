@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import uvloop
 
-from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.stack.processes import free_port
+from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.tls_listener import Acceptor
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail
@@ -73,7 +73,7 @@ def served(
         yield
 
     async def serve() -> None:
-        async with opened(servers) as read_side:
+        async with open_read_side(servers) as read_side:
             hub = Hub(read_side, (facts or no_facts()).tail, limit)
             server = LineServer(hub, terms or LineServerConfig())
             async with (

@@ -12,11 +12,9 @@ import psutil
 from tests.app.lines.given import MIB, NOWHERE, RELAYED, LineClient, client, no_facts, served
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import A_TURN, LineServer
-from tidemark.app.read_side import metrics
-from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
+from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
+from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
 from tidemark.app.tls_listener import Acceptor
 
 

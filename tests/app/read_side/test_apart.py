@@ -1,6 +1,6 @@
 """When Redis and Postgres count as telling different things."""
 
-from tidemark.app.read_side.apart import Apart, Divergence
+from tidemark.app.read_side.snapshots import Apart, Divergence
 
 
 def test_a_batch_between_two_readings_is_no_difference() -> None:

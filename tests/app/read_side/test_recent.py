@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.recent import SECONDS, Recalled, Recent, reached
+from tidemark.app.read_side.replay import KEPT_SECONDS, Recalled, Recent, reached
 from tidemark.app.read_side.subscription import Slice
 from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
@@ -56,7 +56,7 @@ def test_what_is_not_kept_is_read() -> None:
     assert recent.after("other", Place()) is None
     assert recent.after("s", Place(9, {"w": 9})) is None
     assert recent.after("s", Place(10, {"w": 10, "gone": 9})) is None
-    clock[0] = slices[1].at + SECONDS + 1e-9
+    clock[0] = slices[1].at + KEPT_SECONDS + 1e-9
     recent.forget()
     assert recent.after("s", slices[1].before) is None
     assert recent.after("s", slices[2].before) == Recalled(slices[2].before, slices[2:])

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.app.sidecar.given import SidecarClient, sidecar
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site

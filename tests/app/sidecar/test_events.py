@@ -21,7 +21,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
 from tidemark.app.read_side.subscription import PATIENCE, Appeared, Listener
 from tidemark.app.sidecar.app import SiteConfig

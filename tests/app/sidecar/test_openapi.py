@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import BEARER, PATH, document

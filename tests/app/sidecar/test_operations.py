@@ -10,7 +10,7 @@ from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, behind_a_dead_writer
 from tests.waiting import eventually
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer

@@ -11,7 +11,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.processes import RedisServer

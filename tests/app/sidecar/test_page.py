@@ -20,7 +20,7 @@ from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, position, rdata
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.stack.processes import free_port
 from tidemark.streaming.core.effects import LateCompletion

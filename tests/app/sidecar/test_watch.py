@@ -12,7 +12,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer

@@ -15,7 +15,7 @@ from tests.odd_settings import make_odd
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.common.errors import Refused
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig

@@ -12,7 +12,7 @@ from tests.app.sidecar.given import sidecar
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Shard, join, position, rdata, void
 from tidemark.app.cli import main
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
 from tidemark.sinks.postgres.audit import Audit

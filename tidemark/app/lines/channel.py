@@ -20,7 +20,7 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side.notifications import listen
-from tidemark.app.read_side.tasks import ended
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.client import database_of, in_database, lines_channel
@@ -60,7 +60,7 @@ class Channel:
             yield
         finally:
             for task in tasks:
-                await ended(task)
+                await cancel_until_done(task)
 
     def _send(self, command: RelayedCommand) -> None:
         line = str(command)

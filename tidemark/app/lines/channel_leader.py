@@ -24,7 +24,7 @@ from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
 from tidemark.app.lines.hub import FORGET_EVERY, Hub
 from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.tasks import ended
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.client import tag
@@ -112,7 +112,7 @@ class Speaker:
         finally:
             metrics.SPEAKER.set(0)
             self._hub.unsubscribe(self._announce)
-            await ended(renewing)
+            await cancel_until_done(renewing)
             await self._release()
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:

@@ -14,10 +14,9 @@ import structlog
 
 from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
-from tidemark.app.read_side import metrics
-from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side import ReadSide, metrics
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.subscription import Begun, Item, Listener, Slice
-from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
@@ -61,7 +60,7 @@ class Hub:
             self._closed = True  # a subscriber that comes while everything ends starts nothing
             self._running = set()
             for task in [*self._tasks]:
-                await ended(task)
+                await cancel_until_done(task)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """`subscriber` is called with what is announced from now on, until `unsubscribe`."""
@@ -111,7 +110,7 @@ class Hub:
         if self._closed:
             return
         self._rows.end()
-        # No TaskGroup: it cancels each but once, and that is not always enough (`ended`).
+        # No TaskGroup: it cancels each but once, and that is not always enough (`cancel_until_done`).
         self._running = {
             self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
         }
@@ -120,7 +119,7 @@ class Hub:
 
     def _stop(self) -> None:
         for task in self._running:
-            self._task(ended(task))
+            self._task(cancel_until_done(task))
         self._running = set()
 
     def _task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

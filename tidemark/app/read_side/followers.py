@@ -15,11 +15,11 @@ from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.postgres_reader import Durable
-from tidemark.app.read_side.recent import Recalled, Recent
+from tidemark.app.read_side.replay import Recalled, Recent
 from tidemark.app.read_side.sentinel import Sentinel
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
-from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
@@ -183,7 +183,7 @@ class Feeds:
             for feed in self._feeds.values():
                 feed.stop()
             for task in tasks:
-                await ended(task)
+                await cancel_until_done(task)
 
     @contextmanager
     def listening(

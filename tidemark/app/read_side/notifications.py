@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from redis.exceptions import RedisError
 
 from tidemark.app.read_side.redis_reader import Live
-from tidemark.app.read_side.tasks import ended
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.client import channels, database_of, stream_of
@@ -27,7 +27,7 @@ async def listen(
     """Call `subscribe` with redis-py's pub/sub of each connection, and `receive` with every message that comes.
 
     Messages that are published while Redis is away are lost. For one event loop; end it with
-    `app.read_side.tasks.ended`.
+    `app.read_side.single_flight.cancel_until_done`.
     """
     while True:
         with suppress(Unavailable, Stop), translated(client):
@@ -71,7 +71,7 @@ class Notifications:
         try:
             yield
         finally:
-            await ended(task)
+            await cancel_until_done(task)
 
     def next(self, stream: str) -> asyncio.Event:
         """Set at the next notification of the stream. Take it before you read, so that what comes meanwhile is not

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tidemark.app import open_ranges
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.read_side.circuit_breaker import CircuitBreaker
+from tidemark.app.read_side.single_flight import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark

@@ -6,8 +6,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from tidemark.app.read_side.circuit_breaker import CircuitBreaker
-from tidemark.app.read_side.single_flight import Coalescer
+from tidemark.app.read_side.single_flight import CircuitBreaker, Coalescer
 from tidemark.common.errors import Refused
 from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
 from tidemark.sinks.reader.requests import KeysFound, ReadKeys, ReadList, ReadNewest

@@ -6,9 +6,15 @@ own, so that a request for few keys never waits for it.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
 
 SMALL = 16  # keys: a request for more is a large one
 PIECE = 200  # keys of one read at most
@@ -79,3 +85,56 @@ class _Queue(Generic[K, T]):
             except BaseException:
                 reading.answer.cancel()
                 raise
+
+
+log = structlog.get_logger(__name__)
+
+REST_SECONDS = 0.5
+REST_TIMES = 2  # as long as the failure took: so that a server that never answers costs few requests its time-out
+
+
+class CircuitBreaker:
+    """One per server. A server that refuses us is away too, as far as a request is concerned; one that was slow with
+    one question is not."""
+
+    def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._now = now
+        self._until = 0.0
+        self.problem: TidemarkError | None = None
+        """Why the server could not be asked the last time; None: it answered."""
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Ask the server in this block. Raises `Unavailable` at once where it just failed, and what the block raises
+        of `Unavailable` and `Stop`."""
+        if self.problem is not None and self._now() < self._until:
+            raise self.problem
+        began = self._now()
+        try:
+            yield
+        except Slow:
+            raise
+        except (Unavailable, Stop) as problem:
+            if self.problem is None:
+                log.warning(f"{self._what} is away", problem=str(problem))
+            self.problem = problem
+            now = self._now()
+            self._until = now + max(REST_SECONDS, REST_TIMES * (now - began))
+            raise
+        if self.problem is not None:
+            log.info(f"{self._what} answers again")
+        self.problem = None
+
+
+AGAIN = 0.1  # seconds
+
+
+async def cancel_until_done(task: asyncio.Task[Any]) -> None:
+    """Cancel until it has ended, with whatever it ends. Once is not always enough: redis-py takes a cancellation that
+    meets it while it connects for a mere failure."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=AGAIN)
+    if not task.cancelled():
+        task.exception()

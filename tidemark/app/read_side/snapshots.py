@@ -12,15 +12,52 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from tidemark.app.read_side.apart import Apart, Divergence
 from tidemark.app.read_side.postgres_reader import Details, Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
 from tidemark.streaming.values.direction import beyond, farther
+
+COPIES: Final = ("redis", "postgres")
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where each stood when it was last seen; `since` in s since 1970."""
+
+    redis: int
+    postgres: int
+    since: float
+
+
+class Divergence:
+    """For one thread."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._lines: dict[str, dict[str, int]] = {name: {} for name in COPIES}
+        self._found: dict[str, tuple[str, Apart]] = {}  # by stream: which copy lacks something
+
+    def read(self, copy: str, lines: Mapping[str, int]) -> None:
+        """What a copy, `redis` or `postgres`, has just told, by stream."""
+        other = self._lines[COPIES[copy == "redis"]]
+        for stream, line in lines.items():
+            self._lines[copy][stream] = line
+            before = self._found.get(stream)
+            if stream in other and beyond(other[stream], line):
+                since = before[1].since if before and before[0] == copy else self._now()
+                both = (line, other[stream]) if copy == "redis" else (other[stream], line)
+                self._found[stream] = copy, Apart(*both, since)
+            elif before and before[0] == copy:
+                del self._found[stream]
+
+    def of(self, stream: str) -> Apart | None:
+        found = self._found.get(stream)
+        return found and found[1]
+
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
 BESIDE_AGE = 1.0  # seconds for which Postgres is not asked again for what Redis tells

@@ -26,8 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemark.app.connections import host_name
-from tidemark.app.read_side import metrics
-from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
+from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics, open_read_side
 from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
@@ -160,7 +159,7 @@ def site(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            opened(servers) as read_side,
+            open_read_side(servers) as read_side,
             serving(read_side, config.limits, stopping) as service,
             beside(read_side),
         ):

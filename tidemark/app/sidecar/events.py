@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from tidemark.app.read_side import metrics
-from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.replay import MissedPage, SharedReading, identity
 from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.sidecar.event_stream import (

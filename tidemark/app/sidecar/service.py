@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemark.app.eviction import AllTaken, Places, network_of
-from tidemark.app.read_side import metrics
-from tidemark.app.read_side.opened import ReadSide
-from tidemark.app.read_side.tasks import ended
+from tidemark.app.read_side import ReadSide, metrics
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.sidecar.event_stream import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
@@ -186,4 +185,4 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
             texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.held)
             yield Service(read_side, watch, texts, limiter, Churn(), Beginnings(), limits, stopping, stopped)
     finally:
-        await ended(stopped)
+        await cancel_until_done(stopped)

@@ -18,10 +18,10 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
-from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
+from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import Known, Snapshot
-from tidemark.app.read_side.tasks import ended
 from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.app.sidecar.event_stream import encode_event
@@ -308,7 +308,7 @@ class Watch:
             yield
         finally:
             if self._running is not None:
-                await ended(self._running)
+                await cancel_until_done(self._running)
 
     def _start(self) -> None:
         self._running = asyncio.create_task(self._run())

@@ -35,7 +35,7 @@ from tidemark.common.errors import NotReached, Reject, StreamNotKnown, Unavailab
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
     """Compare Postgres, the query's state, Redis and sidecars; end with exit code 1 where they differ."""
     settings = loaded()
-    from tidemark.app.encryption import trusting
+    from tidemark.app.tls_listener import trusting
     from tidemark.app.verbs import verify
     from tidemark.app.verbs.copies import RedisKeys, RedisTokens, Sidecar
     from tidemark.sinks.postgres.audit import Audit

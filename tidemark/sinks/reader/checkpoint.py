@@ -25,7 +25,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A fact that was handed over although a completion of it may still be announced as late; see `plan`."""
+    """A fact that was handed over although a completion of it may still be announced as late; see `read_loop`."""
 
     id: int
     writer: str
@@ -35,7 +35,7 @@ class Delivered:
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The kept state of a reader. `version` 0: nothing yet. `late_part`: the number of the late completion in hand, and
-    the ID up to which it was handed over. `owed` and `delivered`: see `plan`."""
+    the ID up to which it was handed over. `owed` and `delivered`: see `read_loop`."""
 
     version: int = 0
     place: Place = field(default_factory=Place)

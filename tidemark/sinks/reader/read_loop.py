@@ -2,6 +2,17 @@
 
 Every portion of rows goes with the place after it in one transaction of the reader's own database, which begins with a
 lock on the place's row: so what comes of a portion is done once, whatever is killed, and however many copies run.
+
+`plan` says what to read for a burst of events. Late completions are read before the ranges of the burst. A late range
+has up to three parts:
+
+- The part at or below the place: its rows are handed over as late.
+- The part that the burst passes is `owed`: the table is read there whatever the evidence says.
+- The part beyond the burst (of an incarnation that was thrown out) may never be passed. Its rows are handed over as
+  late, and remembered, so that a place that does come there does not hand them over again.
+
+A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
+skipped range are remembered until the writer's next epoch: from then on the writer is a zombie (docs/design.md 3).
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -11,9 +22,8 @@ from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.sinks.reader.checkpoint import Delivered, Kept, Ledger
 from tidemark.sinks.reader.databases import caught_up
-from tidemark.sinks.reader.events import Event, Late, Place
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
-from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
@@ -28,7 +38,127 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.direction import beyond, farther
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """`goal` is the place after the burst. `read` are the ranges that may hold facts, one per writer; the rest of the
+    way is proven empty. `skipped` pairs an advance's epoch with the range of it that an operator may have skipped."""
+
+    goal: Place
+    read: tuple[Range, ...]
+    skipped: tuple[tuple[int, Range], ...]
+    late: tuple[Late, ...]
+    lost: LateLost | None
+    epochs: Mapping[str, int]
+    owed: tuple[Range, ...] = ()
+
+    def place(self, left: Sequence[Range]) -> Place:
+        """The reader's place while `left` of the ranges has still to be read."""
+        line = next((span.prev for span in left if span.writer is None), self.goal.linear)
+        writers = {span.writer: span.prev for span in left if span.writer is not None}
+        is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in left)
+        return Place(line, {**self.goal.positions, **writers}, self.goal.late, is_settled)
+
+    def with_null(self, kept: Kept, facts_upto: int | None) -> "ReadPlan":
+        """With the rows whose writer is NULL: no position is theirs but the linear one.
+
+        `facts_upto` is the farthest ID that may hold a fact, as far as moves before this burst showed; None: not known.
+        """
+        span = Range(None, kept.place.linear, self.goal.linear, has_null=True)
+        if any(it.writer is None for it in self.read) or not beyond(span.id, span.prev):
+            return self
+        farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
+        if not any(beyond(id, span.prev) for id in (*farthest, *(it.id for it in (*self.read, *self.owed)))):
+            return self
+        return replace(self, read=(*self.read, span))
+
+    def doubtful(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[Delivered]:
+        """Of the (ID, writer if the row tells it) those for which a late completion may still come."""
+        for id, writer in ids:
+            for epoch, span in self.skipped:
+                if span.holds(id) and writer in {None, span.writer}:
+                    assert span.writer is not None
+                    yield Delivered(id, span.writer, epoch)
+                    break
+
+
+def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
+    """`goal` is the follower's place after the `events`, which all come after the place that is `kept`."""
+    moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
+    lost = next((event for event in events if isinstance(event, LateLost)), None)
+    owed = [*kept.owed, *(span for event in events if isinstance(event, Late) for span in owes(kept, event, goal))]
+    spans: dict[str | None, Range] = {}
+    needed: set[str | None] = set()
+    for move in moves:
+        whose = None if isinstance(move, LinearMove) else move.writer
+        besides = move.besides if isinstance(move, Reread) else frozenset[str]()
+        first = spans.get(whose)
+        spans[whose] = Range(whose, first.prev if first else move.prev, move.id, besides)
+        # A JOIN says of a table that is older than its stream that nothing is open there, not that it has no rows.
+        if lost or not kept.place.is_settled or not move.proven_empty:
+            needed.add(whose)
+    for whose, span in spans.items():
+        if any(_concerns(it, span) for it in owed):
+            needed.add(whose)
+    advances = [
+        advance
+        for move in moves
+        for advance in (move.advances if isinstance(move, LinearMove) else (move,))
+        if isinstance(advance, Advance)
+    ]
+    return ReadPlan(
+        goal,
+        tuple(span for whose, span in spans.items() if whose in needed),
+        tuple((it.epoch, Range(it.writer, it.prev, it.id)) for it in advances if it.evidence.skipped),
+        tuple(event for event in events if isinstance(event, Late)),
+        lost,
+        {it.writer: it.epoch for it in advances},
+        tuple(owed),
+    )
+
+
+def owes(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+    """The part of a late range that the burst passes."""
+    yield from _parts(kept, late, goal)[1]
+
+
+def hands_over(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+    """The parts of a late range whose rows are handed over as late now, in order."""
+    passed, _, beyond_it = _parts(kept, late, goal)
+    for span in (*passed, *beyond_it):
+        begun = kept.late_part if kept.late_part and kept.late_part[0] == late.number else None
+        part = span.after(begun[1]) if begun else span
+        if part is not None:
+            yield part
+
+
+def still_owed(owed: Iterable[Range], place: Place) -> tuple[Range, ...]:
+    return tuple(span for span in owed if beyond(span.id, _at(place, span.writer)))
+
+
+def _parts(kept: Kept, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
+    """The parts that were passed, that the burst passes, and beyond; all empty where nothing but voids came late."""
+    if not late.facts:
+        return [], [], []
+    span = Range(late.writer, late.prev, late.id)
+    here, there = _at(kept.place, late.writer), _at(goal, late.writer)
+    rest = span.after(here)
+    between = rest.upto(there) if rest else None
+    parts = (span.upto(here), between, span.after(farther(here, there)))
+    passed, passing, ahead = ([part] if part else [] for part in parts)
+    return passed, passing, ahead
+
+
+def _at(place: Place, writer: str | None) -> int:
+    return place.linear if writer is None else place.positions.get(writer, place.linear)
+
+
+def _concerns(owed: Range, span: Range) -> bool:
+    same = span.writer in {None, owed.writer} and owed.writer not in span.besides
+    return same and beyond(owed.id, span.prev) and beyond(span.id, owed.prev)
+
 
 RANGES = 64  # in one query
 
