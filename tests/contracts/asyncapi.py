@@ -13,10 +13,10 @@ import msgspec
 
 from tests.contracts.record_schemas import Schema, schemas
 from tidemark.app.settings import Settings, variable_of
-from tidemark.app.sidecar import events, moves
+from tidemark.app.sidecar import answers, events
 from tidemark.app.sidecar.answers import StreamAnswer
-from tidemark.app.sidecar.sse import MEDIA_TYPE
-from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
+from tidemark.app.sidecar.event_stream import EVENT_STREAM
+from tidemark.app.sidecar.watch import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks import dead_letters
 from tidemark.sinks.redis import client
 from tidemark.streaming.values.limits import Reason
@@ -28,8 +28,8 @@ SUFFIX: Final = "Answer"  # of our types, which public names leave out
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
 EVENTS: Final = {
-    "/v1/events": {"snapshot": StreamAnswer, **{str(it.__struct_config__.tag): it for it in get_args(moves.Move)}}
-    | {str(moves.LinearMoveAnswer.__struct_config__.tag): moves.LinearMoveAnswer},
+    "/v1/events": {"snapshot": StreamAnswer, **{str(it.__struct_config__.tag): it for it in get_args(answers.Move)}}
+    | {str(answers.LinearMoveAnswer.__struct_config__.tag): answers.LinearMoveAnswer},
     "/v1/watch": {str(it.__struct_config__.tag): it for it in (WatchedStreamAnswer, PipelineAnswer)},
 }
 """Path to event name to the type of its data. A snapshot is the answer of /v1/streams/{stream}."""
@@ -226,7 +226,7 @@ def _events() -> dict[str, Any]:
                 for name, type_ in types.items()
             },
             "bindings": {"http": {}},
-            "x-media-type": MEDIA_TYPE,
+            "x-media-type": EVENT_STREAM,
         }
         for path, types in EVENTS.items()
     }

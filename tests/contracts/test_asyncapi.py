@@ -17,10 +17,10 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from jsonschema.protocols import Validator
 
 from tests.contracts.asyncapi import EVENTS, document
-from tidemark.app.sidecar import events, moves
+from tidemark.app.sidecar import answers, events
 from tidemark.app.sidecar.answers import ProblemAnswer, StreamAnswer
-from tidemark.app.sidecar.sse import MEDIA_TYPE, block
-from tidemark.app.sidecar.watched import pipeline
+from tidemark.app.sidecar.event_stream import EVENT_STREAM, encode_event
+from tidemark.app.sidecar.watch import pipeline_answer
 from tidemark.common.errors import BadCommand
 from tidemark.sinks import dead_letters
 from tidemark.sinks.redis import client
@@ -105,7 +105,7 @@ def test_every_schema_is_a_valid_json_schema() -> None:
 
 def test_every_stream_of_events_is_described() -> None:
     """Each operation that answers with events has its channel, and each type of a move has its event."""
-    assert {operation.path for operation in events.OPERATIONS if operation.media == MEDIA_TYPE} == {*EVENTS}
+    assert {operation.path for operation in events.OPERATIONS if operation.media == EVENT_STREAM} == {*EVENTS}
     for operation in events.OPERATIONS:
         named = {word.strip("`,.") for word in operation.summary.split() if word.startswith("`")}
         assert named == {*EVENTS[operation.path]}
@@ -141,13 +141,13 @@ def _sent() -> list[tuple[str, bytes]]:
         details_age_seconds=None,
     )
     return [
-        ("events", block(stream, "snapshot")),
-        ("events", block(moves.AdvanceAnswer(**move, claimed=3, empty=0, unseen=0, skipped=0, linear=4))),
-        ("events", block(moves.RereadAnswer(stream="orders", writer=None, prev=3, id=4, besides=["web"]))),
-        ("events", block(moves.LateAnswer(**move, number=1, why="final"))),
-        ("events", block(moves.LateLostAnswer(stream="orders", after=1, number=2))),
-        ("events", block(moves.LinearMoveAnswer(stream="orders", linear=-4))),
-        ("watch", block(pipeline(None, ["Postgres is away"], NOW))),
+        ("events", encode_event(stream, "snapshot")),
+        ("events", encode_event(answers.AdvanceAnswer(**move, claimed=3, empty=0, unseen=0, skipped=0, linear=4))),
+        ("events", encode_event(answers.RereadAnswer(stream="orders", writer=None, prev=3, id=4, besides=["web"]))),
+        ("events", encode_event(answers.LateAnswer(**move, number=1, why="final"))),
+        ("events", encode_event(answers.LateLostAnswer(stream="orders", after=1, number=2))),
+        ("events", encode_event(answers.LinearMoveAnswer(stream="orders", linear=-4))),
+        ("watch", encode_event(pipeline_answer(None, ["Postgres is away"], NOW))),
     ]
 
 
