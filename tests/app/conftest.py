@@ -4,8 +4,8 @@ import pytest
 
 from tests.app.recording import Recording
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.read_side import ReadSideConfig
+from tidemark.app.stack.processes import KafkaServer
 
 
 @pytest.fixture

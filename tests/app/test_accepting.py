@@ -13,10 +13,8 @@ import uvloop
 
 from tests.app.lines.given import NOWHERE, Address, served
 from tests.fix_tls import Authority
-from tidemark.app import tls_listener as accepting
-from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Acceptor, HandshakesConfig
 from tidemark.app import tls_listener
+from tidemark.app.stack.processes import LOOPBACK
 from tidemark.app.tls_listener import Acceptor, Certificate, HandshakesConfig, trusting
 
 

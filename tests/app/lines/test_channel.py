@@ -24,10 +24,9 @@ from tidemark.app.lines import hub as hub_module
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.channel_leader import ANSWER_EVERY, ChannelConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer
-from tidemark.app.stack.processes import RedisServer
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig
+from tidemark.app.stack.processes import RedisServer
 from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.redis.client import lines_channel

@@ -21,10 +21,9 @@ from tests.app.lines.given import NOWHERE, Address, LineClient, served
 from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines import client as listen
-from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Acceptor
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
+from tidemark.app.stack.processes import LOOPBACK
 from tidemark.app.tls_listener import Acceptor, Certificate
 from tidemark.common.environment import child_environment
 from tidemark.streaming.wire.line_protocol import (

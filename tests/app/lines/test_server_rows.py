@@ -11,8 +11,8 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines import hub
-from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.read_side import ReadSideConfig
+from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics

@@ -3,9 +3,8 @@
 import asyncio
 
 from tidemark.app.read_side.replay import PAGE, MissedMoves, SharedReading
-from tidemark.app.sidecar.event_stream import missed_moves
-from tidemark.sinks.postgres.changes import Moved
 from tidemark.app.sidecar.event_stream import encode_missed_moves
+from tidemark.sinks.postgres.changes import Moved
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 

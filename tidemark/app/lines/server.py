@@ -17,9 +17,9 @@ import structlog
 from tidemark.app.eviction import AllTaken, Places
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.protocol import Act, Conversation, Disconnect, KeepAlive, RelayOn, SendCommand, SendPositions
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
-from tidemark.app.lines.protocol import Act, Conversation, Disconnect, KeepAlive, RelayOn, SendCommand, SendPositions
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.tls_listener import AcceptingServer, Acceptor
 from tidemark.common.errors import BadCommand

@@ -23,7 +23,7 @@ from tidemark.app.read_side.subscription import Begun, Slice
 from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_answer
 from tidemark.app.sidecar.problems import BadRequest, Stops
 from tidemark.common.errors import BadToken
-from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader import events
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.merge import Joining
