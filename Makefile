@@ -124,6 +124,10 @@ services-image: ## Build the smaller image without Spark: sidecars, relays and m
 dist: setup ## Build the wheel and the source distribution into dist/
 	$(BIN)/python -m hatchling build -d dist
 
+.PHONY: dist-check
+dist-check: dist ## Build both and check their metadata as PyPI does
+	$(BIN)/python -m twine check --strict dist/tidemark_streams-$(VERSION)*
+
 .PHONY: sbom
 sbom: setup ## Write what the image is made of, and under which licences, to dist/
 	helm/tools/sbom dist
@@ -137,6 +141,22 @@ chart-test: setup ## Check chart and Dockerfile with every tool there is; builds
 	helm/tools/install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
 	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_image.py tests/helm/test_described.py tests/helm/test_alerts_fire.py
+
+HELM := $${TIDEMARK_HOME:-$$HOME/.cache/tidemark}/tools/bin/helm
+
+.PHONY: chart-package
+chart-package: ## Package the chart into dist/
+	helm/tools/install helm
+	$(HELM) package helm/tidemark --destination dist
+
+.PHONY: images-push
+images-push: image services-image ## Build both images and push them (IMAGE=... SERVICES_IMAGE=... with the registry in their names)
+	docker push $(IMAGE)
+	docker push $(SERVICES_IMAGE)
+
+.PHONY: version-check
+version-check: ## Fail unless TAG names the version of this tree (TAG=v1.2.3)
+	@[ "$(TAG)" = "v$(VERSION)" ] || { echo "make: the tag $(TAG) is not v$(VERSION), the version in pyproject.toml" >&2; exit 2; }
 
 # Goes before every helm and kubectl, where the cluster is not to be reached from here.
 KUBE_RUN :=
