@@ -142,7 +142,9 @@ def test_every_command_is_in_the_documentation() -> None:
 
 
 def _commands(group: click.Group, before: str = "") -> Iterator[str]:
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from _commands(command, f"{before}{name} ")
         else:

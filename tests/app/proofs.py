@@ -18,7 +18,7 @@ from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
 from tests.waiting import eventually
 from tidemark.app.verbs import verify
-from tidemark.app.verbs.copies import RedisKeys, RedisTokens
+from tidemark.app.verbs.verify import RedisKeys, RedisTokens
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.audit import Audit
 from tidemark.sinks.redis.publish import Redis, RedisConfig
@@ -89,7 +89,7 @@ def verified(site: Site) -> None:
     with Audit(site.dsn) as audit, Redis(RedisConfig(site.redis_url)) as redis:
         report = verify.compared(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
         verify.with_history(audit, report)
-    assert report.alike, verify.as_text(report)
+    assert report.alike, verify.to_text(report)
 
 
 def _all_read(site: Site) -> bool:

@@ -5,7 +5,7 @@ from typing import Self
 
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.verbs.replayed import packed
+from tidemark.app.verbs.replay import packed
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Recorded

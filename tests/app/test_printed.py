@@ -1,6 +1,6 @@
 """What the verbs print of names and words that others chose."""
 
-from tidemark.app.printed import as_lines, for_people
+from tidemark.app.output import as_lines, for_people
 
 
 def test_a_long_name_widens_no_column() -> None:

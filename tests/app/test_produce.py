@@ -2,8 +2,8 @@
 
 import pytest
 
-from tidemark.app.produce import Produced, produce
 from tidemark.app.stack.processes import KafkaServer
+from tidemark.app.verbs.kafka_records import Produced, produce_lines
 from tidemark.common.errors import TopicMissing
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
@@ -26,7 +26,7 @@ def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConne
     """A bad line stops none of the others; blank lines are no lines; the last record's place is told."""
     refused: list[str] = []
     lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, RUN]
-    produced = produce(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
+    produced = produce_lines(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
     assert (produced.sent, produced.refused) == (2, 2)
     assert [text.split(":")[:2] for text in refused] == [["line 3", " not_json"], ["line 4", " wrong_topic"]]
     assert produced.last is not None
@@ -40,7 +40,7 @@ def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
 ) -> None:
     """Each topic takes what belongs on it."""
     refused: list[str] = []
-    produced = produce(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
+    produced = produce_lines(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
     assert produced == Produced(sent=1, refused=1, last=(0, 0))
     assert "wrong_topic" in refused[0]
 
@@ -48,7 +48,7 @@ def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
 def test_a_missing_topic_is_said_and_not_made(connection: KafkaConnection, prefix: str) -> None:
     """A typing error in a topic's name must not leave a topic behind."""
     with pytest.raises(TopicMissing):
-        produce(connection, f"{prefix}.typo", Topic.FACTS, [FACT % 1], print)
+        produce_lines(connection, f"{prefix}.typo", Topic.FACTS, [FACT % 1], print)
     with pytest.raises(TopicMissing):
         Topics(connection).describe([f"{prefix}.typo"])
 

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
-from tidemark.app.behind import HolderAnswer
+from tidemark.app.lag_json import HolderAnswer
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.verbs.acting import Outcome
 from tidemark.app.verbs.explain import Explanation
-from tidemark.app.verbs.recordings import RecordedLine
+from tidemark.app.verbs.kafka_records import RecordedLine
+from tidemark.app.verbs.overrides import Outcome
 from tidemark.app.verbs.replay import Parting, ReplayReport
 from tidemark.app.verbs.reseed import Reseed
 from tidemark.app.verbs.status import WriterStatus

@@ -18,8 +18,8 @@ from tests.contracts.cli_schemas import OUTPUTS, document
 from tidemark.app.cli import main
 from tidemark.app.lines.client import as_json
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.printed import as_object
-from tidemark.app.verbs import gaps, letters, recordings
+from tidemark.app.output import as_object
+from tidemark.app.verbs import dead_letters, gaps, kafka_records
 from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.line_protocol import parse
@@ -46,7 +46,10 @@ def _strict(schema: Any) -> Any:
 
 def _verbs(group: click.Group, before: str = "") -> Iterator[str]:
     """Words of each verb that has the option --json."""
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
             yield from _verbs(command, f"{before}{name} ")
         elif any("--json" in option.opts for option in command.params):
@@ -92,7 +95,7 @@ def test_gaps_conform() -> None:
     seen = datetime(2026, 11, 26, tzinfo=UTC)
     gap = OpenRange("orders", "shop", 1, 3, 4, seen, 2, 1, seen, ["pid 7"], "open transaction", "wait", "")
     unknown = OpenRange("orders", "web", 1, None, None, None, 0, 0, None, [], "unknown")
-    strict_validator("gaps").validate(json.loads(gaps.as_json([gap, unknown])))
+    strict_validator("gaps").validate(json.loads(gaps.to_json([gap, unknown])))
 
 
 @pytest.mark.parametrize("value", [b"{}", None, b"\xff"])
@@ -100,7 +103,7 @@ def test_dead_letters_conform(value: bytes | None) -> None:
     """Text, no value, and bytes that are no text."""
     origin = ("tidemark.facts", 2, 40)
     letter = DeadLetter(0, 7, 1000, "bad_name", origin, "", "", b"orders", value, (("trace", b"\x00\xff"),))
-    printed = letters.plain(letter, {origin: 3})
+    printed = dead_letters.plain(letter, {origin: 3})
     strict_validator("dead-letters show").validate(json.loads(as_object(printed)))
     strict_validator("dead-letters list").validate(json.loads(as_object({"dead_letters": [printed]})))
 
@@ -109,4 +112,4 @@ def test_dead_letters_conform(value: bytes | None) -> None:
 def test_lines_of_tail_conform(value: bytes | None) -> None:
     """Text, no value, and bytes that are no text."""
     message = RecordedMessage("tidemark.facts", 0, 17, 1795284817778, b"orders", value)
-    strict_validator("tail").validate(json.loads(recordings.as_line(message)))
+    strict_validator("tail").validate(json.loads(kafka_records.to_line(message)))

@@ -7,19 +7,26 @@ import grimp
 import pytest
 from packaging.requirements import Requirement
 
+from tidemark.app.cli import VERBS
+
+LATE_IMPORTS = {"follow", "run", "sources"}  # modules of verbs of several roles: each command imports what it needs
+
+
+def _verbs(role: str) -> list[str]:
+    modules = {verb.module for verb in VERBS.values() if verb.extra == role} - LATE_IMPORTS
+    return [f"app.verbs.{module}" for module in sorted(modules)]
+
+
 ENTRIES = {
-    "": ["app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.writer"],
+    "": ["app.cli", "app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.writer"],
     "writer": ["sources.writer"],
-    "relay": ["app.produce", "app.relay"],
+    "relay": ["app.relay", *_verbs("relay")],
     "reader": ["sinks.reader"],
     "synapse": ["app.synapse"],
-    "pipeline": ["app.pipeline", "app.preflight"],
+    "pipeline": ["app.pipeline", "app.preflight", *_verbs("pipeline")],
     "otel": ["app.tracing"],
-    "sidecar": [
-        "app.serve",
-        *(f"app.verbs.{name}" for name in ("acting", "acts", "late_commands", "letters", "status")),
-    ],
-    "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
+    "sidecar": ["app.serve", "sinks.reader.positions", *_verbs("sidecar")],
+    "local": ["app.simulation.__main__", "app.simulation.simulate", *_verbs("local")],
 }
 # Imported where somebody has them: drivers of a play's services.
 WHERE_INSTALLED = {"asyncpg", "sqlalchemy"}

@@ -6,13 +6,14 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 
-from tidemark.app.printed import one_line
+from tidemark.app.output import one_line
 from tidemark.common.environment import Foreign, bypass_proxies_for_loopback, forget
-from tidemark.common.errors import ExtraMissing, Refused, Stop, TidemarkError, Unavailable
+from tidemark.common.errors import Refused, Stop, TidemarkError, Unavailable
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
@@ -31,12 +32,6 @@ class CommandStopped(CommandFailed):
 
 
 class OurCommand(click.Command):
-    """`extra` names the extra of ours that brings what it imports; None: every installation has that."""
-
-    def __init__(self, *arguments: Any, extra: str | None = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._extra = extra
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for word in args:
             try:
@@ -45,22 +40,18 @@ class OurCommand(click.Command):
                 raise click.UsageError(f"{word!a} is not UTF-8", ctx) from None
         return super().parse_args(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ModuleNotFoundError as error:
-            if self._extra is None:
-                raise
-            raise ExtraMissing.instead_of(error, ctx.command_path, self._extra) from None
-
 
 class CommandGroup(OurCommand, click.Group):
     command_class = OurCommand
     group_class = type
 
+    def run_command(self, ctx: click.Context) -> Any:
+        """What `invoke` does, without the handling of errors."""
+        return super().invoke(ctx)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            return self.run_command(ctx)
         except Refused as error:
             raise CommandStopped(_without_stack(error) or _one_line(error)) from None
         except Stop as error:
@@ -132,6 +123,16 @@ awaiting_its_end = click.option(
 )
 
 
+_SETTINGS: Final = "tidemark.settings"
+
+
+def check_settings(ctx: click.Context) -> None:
+    """Read the settings, for `loaded` to return. Raises `BadSetting`."""
+    from tidemark.app.settings import load
+
+    ctx.meta[_SETTINGS] = load()
+
+
 def loaded(*, other_database: bool = False) -> "Settings":
     """The settings of this process, whose log they shape. Called before all else is imported: who mistyped one need not
     wait for Spark.
@@ -145,10 +146,11 @@ def loaded(*, other_database: bool = False) -> "Settings":
     Raises:
         BadSetting: a setting is wrong.
     """
+    from tidemark.app import logs
     from tidemark.app.settings import load
 
-    settings = load()
-    from tidemark.app import logs
+    context = click.get_current_context(silent=True)
+    settings: Settings = (context and context.meta.get(_SETTINGS)) or load()
 
     logs.configure(settings)
     bypass_proxies_for_loopback()
@@ -212,3 +214,27 @@ def said(_: click.Context, param: click.Parameter, text: str) -> str:
     if not text.strip() or not text.isprintable():
         raise click.BadParameter("say it in words, in one line without control characters", param=param)
     return text
+
+
+CHECK_FAILED: Final = 3
+NOT_SEEN: Final = 3
+MOST_ID: Final = 2**63 - 1
+
+_ANSWERING: Final[list[Callable[[Any], Any]]] = [
+    click.option("--by", required=True, callback=said, help="Who answers for it; it is kept."),
+    click.option("--why", required=True, callback=said, help="Why it must be; it is kept."),
+    click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
+    click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
+    click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
+]
+
+until_seen = click.option(
+    "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
+)
+
+
+def answering(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every verb that changes something."""
+    for option in reversed(_ANSWERING):
+        command = option(command)
+    return command

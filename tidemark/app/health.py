@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tidemark.app.printed import counted, one_line
+from tidemark.app.output import counted, one_line
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from tidemark.app.printed import printable
+from tidemark.app.output import printable
 from tidemark.app.settings import Settings, called
 
 

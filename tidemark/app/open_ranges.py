@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from tidemark.app.behind import last_seen, moment
+from tidemark.app.lag_json import last_seen, moment
 from tidemark.app.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec as state

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from tidemark.app.produce import produce
 from tidemark.app.settings import load
+from tidemark.app.verbs.kafka_records import produce_lines
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.streaming.wire.records import Topic
 
@@ -83,7 +83,7 @@ before = answered()
 wanted = int(str(before["linear"])) + 1
 fact = {"kind": "RDATA", "stream": STREAM, "writer": WRITER, "id": wanted, "row": {}}
 sent = time.monotonic()
-produce(settings.kafka, settings.kafka_facts_topic, Topic.FACTS, [json.dumps(fact).encode()], print)
+produce_lines(settings.kafka, settings.kafka_facts_topic, Topic.FACTS, [json.dumps(fact).encode()], print)
 with Positions(settings.redis) as positions:
     while (linear := over_redis(positions)) < wanted:
         if time.monotonic() - sent > PATIENCE:

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
 from tidemark.app.cli import main
-from tidemark.app.verbs import acts
-from tidemark.app.verbs.act_commands import IdRange
+from tidemark.app.verbs import overrides as acts
+from tidemark.app.verbs.overrides import IdRange
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire.records import LIVING, Join, Marker, Retire, Skip, Timeline

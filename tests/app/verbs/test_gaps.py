@@ -6,7 +6,7 @@ import shlex
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
 from tidemark.app import open_ranges
 from tidemark.app.verbs import gaps
-from tidemark.app.verbs.acts import attempt
+from tidemark.app.verbs.overrides import attempt
 from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire.records import Retire
 
@@ -16,7 +16,7 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     shard = Shard()
     shard.left_by_a_dead_writer()
     (found,) = open_ranges.read(shard.states, 302.0)
-    assert gaps.as_text([found], 302.0).splitlines() == [
+    assert gaps.to_text([found], 302.0).splitlines() == [
         "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: silent, last seen 5 min ago",
         "    Start w1, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
@@ -41,7 +41,7 @@ def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() 
     shard = Shard()
     shard.left_by_a_dead_writer()
     (found,) = open_ranges.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
-    assert gaps.as_text([found], 302.0).splitlines() == [
+    assert gaps.to_text([found], 302.0).splitlines() == [
         "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: fenced, last seen 5 min ago",
         "    Start w1, in an epoch above 1. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
@@ -72,7 +72,7 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
         (3, 4, 2, 1, "alive"),
     ]
     shard.feed(opened("a", "pid 7: insert"))
-    lines = gaps.as_text(open_ranges.read(shard.states, 11.0), 11.0).splitlines()
+    lines = gaps.to_text(open_ranges.read(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
         "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 9 s ago; 3 IDs wait, 2 with a fact",
         "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 9 s ago; 2 IDs wait, 1 with a fact",
@@ -86,12 +86,12 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     shard = Shard()
     shard.left_by_a_dead_writer()
     (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
-    assert gaps.as_text([found], 302.0).splitlines()[1:] == [
+    assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    Start w1, or the relay of its database. If it is gone for good: tidemark synapse retire w1 events"
     ]
     shard.feed(opened("w1", "pid 7"))
     (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
-    assert gaps.as_text([found], 302.0).splitlines()[1:] == [
+    assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    open: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
@@ -102,7 +102,7 @@ def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_tol
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
     assert open_ranges.read(shard.states, 11.0) == []
-    assert gaps.as_text(open_ranges.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
+    assert gaps.to_text(open_ranges.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
         "events: a (epoch 1) has told nothing beyond 2: open transaction, last seen 10 s ago",
         "    open: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
@@ -115,7 +115,7 @@ def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
     shard = Shard()
     shard.feed(join("a", -2), rdata("a", -5, -4, epoch=1), rdata("a", -9, -5, epoch=1))
-    lines = gaps.as_text(open_ranges.read(shard.states, 100.0), 100.0).splitlines()
+    lines = gaps.to_text(open_ranges.read(shard.states, 100.0), 100.0).splitlines()
     assert lines[1:] == [
         "    Start a, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
@@ -144,8 +144,8 @@ def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> 
     shard = Shard()
     shard.feed(join("a", 0), *(rdata("a", id, epoch=1) for id in range(2, 60, 2)))
     found = open_ranges.read(shard.states, 5.0)
-    assert gaps.as_text(found, 5.0).splitlines()[10] == "events: a has 19 gaps more"
-    assert len(json.loads(gaps.as_json(found))["gaps"]) == 29
+    assert gaps.to_text(found, 5.0).splitlines()[10] == "events: a has 19 gaps more"
+    assert len(json.loads(gaps.to_json(found))["gaps"]) == 29
 
 
 def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
-from tidemark.app.printed import as_object
-from tidemark.app.verbs import letters
+from tidemark.app.output import as_object
+from tidemark.app.verbs import dead_letters as letters
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.streaming.core.effects import Forced
@@ -95,18 +95,18 @@ def test_an_act_and_what_is_gone_are_not_replayed(stored: bytes) -> None:
 def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     """Bytes that are no text come in base64, control characters escaped."""
     it = letter(b"\x1b[2J\xff", key=b"\x1b]0;x")
-    text = letters.as_text(it, {("facts", 2, 40): 3}, 61.0)
+    text = letters.to_text(it, {("facts", 2, 40): 3}, 61.0)
     assert text.splitlines()[:2] == ["reason: wrong_partition", "stream: \N{REPLACEMENT CHARACTER}]0;x"]
     assert "replayed_by_act: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
-    assert "\x1b" not in text + letters.as_table([it], {}, 61.0)
+    assert "\x1b" not in text + letters.to_table([it], {}, 61.0)
     told = json.loads(as_object(letters.plain(it, {})))
     assert (told["value"], told["value_base64"]) == (None, "G1sySv8=")
 
 
 def test_the_list_has_a_line_for_each() -> None:
     """Its offset is what show and replay want, with the partition before it where that is not 0."""
-    assert letters.as_table([letter(FACT)], {("facts", 2, 40): 3}, 61.0).splitlines() == [
+    assert letters.to_table([letter(FACT)], {("facts", 2, 40): 3}, 61.0).splitlines() == [
         "OFFSET  AGE   REASON           STREAM  RECORD       REPLAYED  DETAIL",
         "7       60 s  wrong_partition  events  facts[2] 40  act 3",
     ]

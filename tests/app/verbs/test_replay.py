@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
-from tidemark.app.verbs.recordings import as_line, from_lines
+from tidemark.app.verbs.kafka_records import from_lines, to_line
 from tidemark.sinks.postgres.inspect import past_batches
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.records import Retire, Skip
@@ -177,7 +177,7 @@ def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -
 def test_a_line_holds_a_record_byte_for_byte(data: bytes | None) -> None:
     """Also what is no text, and what is not there."""
     it = RecordedMessage("facts", 2, 40, 1000, data, data)
-    assert [*from_lines([as_line(it).encode(), b"\n"], ValueError)] == [it]
+    assert [*from_lines([to_line(it).encode(), b"\n"], ValueError)] == [it]
 
 
 @pytest.mark.parametrize("field", ['"partition":-1', '"partition":4294967296', '"offset":-3', '"time":1e3', '"key":7'])

@@ -19,8 +19,8 @@ def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
     states = {name: moved(name, 7, w=At(0, 7)).state for name in ("orders", "}x")}
     faults = [SinkFault("redis", "}x", "WRONGTYPE", datetime.fromtimestamp(1000, UTC))]
     found = status.read(states, None, faults)
-    assert status.as_table(found, 1060.0).splitlines()[-1] == "}x is not shown in redis, for 60 s: WRONGTYPE"
-    told = {it["stream"]: it["not_shown"] for it in json.loads(status.as_json(found, 1060.0, WELL))["streams"]}
+    assert status.to_table(found, 1060.0).splitlines()[-1] == "}x is not shown in redis, for 60 s: WRONGTYPE"
+    told = {it["stream"]: it["not_shown"] for it in json.loads(status.to_json(found, 1060.0, WELL))["streams"]}
     assert told["orders"] == []
     assert [(it["sink"], it["problem"]) for it in told["}x"]] == [("redis", "WRONGTYPE")]
 
@@ -32,11 +32,11 @@ def test_the_transactions_that_hold_a_stream_are_named() -> None:
         "items": moved("items", 3, shop=At(0, 3)).state,
     }
     found = status.read(states)
-    assert status.as_table(found, 0.0).splitlines()[-2:] == [
+    assert status.to_table(found, 0.0).splitlines()[-2:] == [
         "orders: open at shop: pid 7: insert",
         "orders: open at shop: pid 8",
     ]
-    told = {it["stream"]: it["open_transactions"] for it in json.loads(status.as_json(found, 0.0, WELL))["streams"]}
+    told = {it["stream"]: it["open_transactions"] for it in json.loads(status.to_json(found, 0.0, WELL))["streams"]}
     assert told == {"orders": {"shop": ["pid 7: insert", "pid 8"]}, "items": {}}
 
 
@@ -44,11 +44,11 @@ def test_a_dead_writer_is_named_without_a_gap() -> None:
     """The line stands below what is allocated: for whom it waits, since when, and when that writer was last seen."""
     states = {"events": Shard().left_by_a_dead_writer().state, "quiet": moved("quiet", 3, shop=At(0, 3)).state}
     found = status.read(states)
-    assert status.as_table(found, 302.0).splitlines()[-2:] == [
+    assert status.to_table(found, 302.0).splitlines()[-2:] == [
         "events: the line is 13 IDs behind, for 5 min",
         "events: held by w1 (epoch 1), which has told nothing beyond 7; last seen 5 min ago",
     ]
-    events, quiet = json.loads(status.as_json(found, 302.0, WELL))["streams"]
+    events, quiet = json.loads(status.to_json(found, 302.0, WELL))["streams"]
     assert events["behind"] == behind_a_dead_writer(age_seconds=300.0)
     assert [it["last_seen"] for it in events["writers"]] == [
         "1970-01-01T00:00:01Z",
@@ -68,24 +68,24 @@ def test_whether_a_bridge_tells_a_stream_is_said() -> None:
         "afar": BridgeStatus(None, None),
     }
     found = status.read(states, bridges=bridges)
-    assert [line for line in status.as_table(found, 302.0).splitlines() if "bridge" in line] == [
+    assert [line for line in status.to_table(found, 302.0).splitlines() if "bridge" in line] == [
         "afar: told by a bridge to Synapse; only the primary of this Postgres knows whether it runs",
         "guarded: a bridge to Synapse tells it",
         "spoken: a bridge to Synapse tells it, for 5 min",
         "stopped: no bridge to Synapse tells it now; the last that it told is 5 min old",
     ]
     bridges = {"new": BridgeStatus(False, None)}
-    text = status.as_table(status.read(states, bridges=bridges), 302.0)
+    text = status.to_table(status.read(states, bridges=bridges), 302.0)
     assert "new: no bridge to Synapse tells it now; nothing of it was noted" in text
-    told = {it["stream"]: it["bridge"] for it in json.loads(status.as_json(found, 302.0, WELL))["streams"]}
+    told = {it["stream"]: it["bridge"] for it in json.loads(status.to_json(found, 302.0, WELL))["streams"]}
     assert (told["spoken"], told["new"]) == ({"speaks": True, "since": "1970-01-01T00:00:02Z"}, None)
 
 
 def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -> None:
     """Under traffic some line always waits for a moment; the JSON has it all the same."""
     found = status.read({"events": Shard().left_by_a_dead_writer().state})
-    assert len(status.as_table(found, 11.0).splitlines()) == 3
-    assert json.loads(status.as_json(found, 11.0, WELL))["streams"][0]["behind"]["ids"] == 13
+    assert len(status.to_table(found, 11.0).splitlines()) == 3
+    assert json.loads(status.to_json(found, 11.0, WELL))["streams"][0]["behind"]["ids"] == 13
 
 
 def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
@@ -94,13 +94,13 @@ def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
     shard.feed(join("a", 0), join("b", 0), join("z", 0))
     shard.feed(rdata("a", 3, 2, epoch=1), position("z", 0, 9, epoch=1), opened("b", "pid 7"), rdata("new", 11, 10))
     found = status.read({"events": shard.states[STREAM]})
-    assert [line for line in status.as_table(found, 60.0).splitlines() if "held by" in line] == [
+    assert [line for line in status.to_table(found, 60.0).splitlines() if "held by" in line] == [
         "events: held by new (epoch 0), which has not joined; last seen 58 s ago",
         "events: held by a (epoch 1), which owes IDs beyond 0; last seen 58 s ago",
         "events: held by b (epoch 1), which has a transaction open beyond 0; last seen 58 s ago",
     ]
     shard.feed(*(join(f"w{number}", 0) for number in range(20)))
-    assert "events: and by 13 more" in status.as_table(status.read({"events": shard.states[STREAM]}), 60.0)
+    assert "events: and by 13 more" in status.to_table(status.read({"events": shard.states[STREAM]}), 60.0)
 
 
 def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
@@ -116,14 +116,14 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         RecallStatus("other", "job", 3, 7, None, since),
     ]
     found = status.read({"events": full.state}, recalls=recalls)
-    assert status.as_table(found, 1060.0).splitlines()[-4:] == [
+    assert status.to_table(found, 1060.0).splitlines()[-4:] == [
         "events: records of shop are put off: too much of it is pending; they come again",
         "events: records of web that were put off come again, for 60 s",
         "events: records of app that were put off come again, for 60 s: no right",
         "events: up to 7 records of job that were put off are gone from partition 3 (retention, or its limit of size);"
         " what is open waits for its next JOIN",
     ]
-    (told,) = json.loads(status.as_json(found, 1060.0, WELL))["streams"]
+    (told,) = json.loads(status.to_json(found, 1060.0, WELL))["streams"]
     assert told["put_off"] == ["shop/1"]
     assert [(it["writer"], it["gone"], it["problem"]) for it in told["recalled"]] == [
         ("web", 0, None),

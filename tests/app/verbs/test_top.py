@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
-from tidemark.app.verbs.ask_commands import fitting
+from tidemark.app.verbs.status import fitting
 from tidemark.common.environment import child_environment
 
 

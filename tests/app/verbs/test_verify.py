@@ -14,7 +14,7 @@ from tests.streaming.builders import STREAM, Shard, join, position, rdata, void
 from tidemark.app.cli import main
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
-from tidemark.app.verbs.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
+from tidemark.app.verbs.verify import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
 from tidemark.sinks.postgres.audit import Audit
 from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
@@ -41,8 +41,8 @@ def told(audit: Audit, redis: Redis, *more: Copy) -> list[str]:
     copies: Sequence[Copy] = [RedisKeys(redis), RedisTokens(redis), *more]
     report = verify.compared(audit, copies, 0.0)
     verify.with_history(audit, report)
-    assert report.alike == (verify.as_text(report).count("\n") == 0)
-    return verify.as_text(report).splitlines()
+    assert report.alike == (verify.to_text(report).count("\n") == 0)
+    return verify.to_text(report).splitlines()
 
 
 @pytest.mark.usefixtures("fed")

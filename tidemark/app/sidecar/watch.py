@@ -17,7 +17,7 @@ import structlog
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
+from tidemark.app.lag_json import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.single_flight import cancel_until_done

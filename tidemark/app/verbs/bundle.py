@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.request import urlopen
 
+import click
+
 from tidemark.app import config, health, open_ranges
-from tidemark.app.printed import as_object, one_line
+from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.output import as_object, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
@@ -72,7 +75,7 @@ def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
     return bundle
 
 
-def as_text(bundle: Bundle) -> str:
+def to_text(bundle: Bundle) -> str:
     missing: dict[str, list[str]] = {}
     for part, problem in bundle.problems.items():
         missing.setdefault(problem, []).append(part)
@@ -90,7 +93,7 @@ def _named(parts: Sequence[str]) -> str:
     return ", ".join(parts) if len(parts) < 3 else f"{parts[0]} and {len(parts) - 1} others"
 
 
-def as_json(bundle: Bundle) -> str:
+def to_json(bundle: Bundle) -> str:
     return as_object({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
 
 
@@ -150,11 +153,11 @@ def _versions() -> str:
 
 def _status(settings: Settings, postgres: Postgres) -> str:
     how = health.read(postgres, settings.kafka, settings.redis)
-    return status.as_json(status.of(postgres, postgres.states()), time.time(), how)
+    return status.to_json(status.of(postgres, postgres.states()), time.time(), how)
 
 
 def _gaps(settings: Settings, postgres: Postgres) -> str:
-    return gaps.as_json(open_ranges.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
+    return gaps.to_json(open_ranges.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
 
 
 def _redis(settings: Settings) -> str:
@@ -170,3 +173,19 @@ def _kafka(settings: Settings) -> str:
 def _fetched(url: str) -> str:
     with urlopen(url, timeout=PATIENCE) as answer:
         return str(answer.read().decode(errors="replace"))
+
+
+@click.command("bundle", cls=OurCommand)
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--metrics", multiple=True, help="Also keep what this address answers; without it the pipeline's.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
+    """Write what a report of a fault needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
+    last advances, and what the servers say; also where some of them do not answer."""
+    settings = loaded()
+    chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
+    try:
+        made = write(settings, chosen, metrics or (settings.metrics_url,))
+    except OSError as problem:
+        raise CommandFailed(f"{chosen}: {problem.strerror}") from None
+    click.echo(to_json(made) if as_json else to_text(made))

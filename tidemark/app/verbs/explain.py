@@ -4,13 +4,19 @@ The history has advances, gaps and operators' acts. It does not have who was the
 not joined shows only by what it did later, and that is said so.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from tidemark.app.behind import moment as moment_of
-from tidemark.app.printed import as_object, for_people
-from tidemark.app.verbs.status import aged, ids_between
+import click
+
+from tidemark.app import open_ranges
+from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.lag_json import moment as moment_of
+from tidemark.app.output import aged, as_object, clock, for_people, ids_between
+from tidemark.app.verbs import gaps
 from tidemark.sinks.postgres.inspect import (
     BatchAdvance,
     LineStand,
@@ -20,6 +26,7 @@ from tidemark.sinks.postgres.inspect import (
     StandingWriter,
     StreamPast,
 )
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.linear_lag import HELD_AFTER
 from tidemark.streaming.core.stream import StreamState
@@ -73,7 +80,7 @@ class Explanation:
     offsets: list[OffsetRange]
 
 
-def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
+def explain_at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Of the time `when`; None where the history that is kept does not go as far back."""
     stand, now = past.stand(stream, when), state.decode(encoded)
     if stand is None:
@@ -94,12 +101,14 @@ def _retirements(now: StreamState, stand: LineStand) -> dict[str, datetime]:
     }
 
 
-def between(past: StreamPast, stream: str, encoded: bytes, since: datetime, until: datetime) -> list[Explanation]:
+def explain_between(
+    past: StreamPast, stream: str, encoded: bytes, since: datetime, until: datetime
+) -> list[Explanation]:
     """Of every place where the line waited for ten seconds or longer between the two times."""
     times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
     found: dict[int, Explanation] = {}
     for time in times:
-        it = at(past, stream, encoded, time)
+        it = explain_at(past, stream, encoded, time)
         if it is not None and not it.idle and _seconds(it.stand, until) >= HELD_AFTER:
             found.setdefault(it.stand.linear, it)
         if len(found) == STANDS:
@@ -158,11 +167,11 @@ def _seconds(stand: LineStand, until: datetime) -> float:
     return ((stand.until or until) - stand.since).total_seconds()
 
 
-def as_json(found: Sequence[Explanation]) -> str:
+def to_json(found: Sequence[Explanation]) -> str:
     return as_object({"stands": found})
 
 
-def as_text(found: Sequence[Explanation], now: datetime) -> str:
+def to_text(found: Sequence[Explanation], now: datetime) -> str:
     return for_people(line for it in found for line in _lines(it, now))
 
 
@@ -228,5 +237,59 @@ def evidence(counts: Evidence) -> str:
     return ", ".join(told) or "nothing told again"
 
 
-def clock(time: datetime) -> str:
-    return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+class Moment(click.ParamType[datetime]):
+    """ISO 8601, or a time of today; in UTC where nothing else is said."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        now = datetime.now(UTC)
+        try:
+            found = datetime.fromisoformat(f"{now.date()}T{value}" if re.match(r"\d\d:\d\d", value) else value)
+        except ValueError:
+            self.fail(f"{value!r} is no time such as 10:03, 2026-11-22T10:03:05Z or 2026-11-22T10:03+01:00", param, ctx)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+@click.command("explain", cls=OurCommand)
+@click.argument("stream")
+@click.option("--at", type=Moment(), help="Of this time; without it of now.")
+@click.option(
+    "--between", type=Moment(), nargs=2, metavar="A B", help="Of every stand of ten seconds or longer between the two."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime] | None, *, as_json: bool) -> None:
+    """Show why the line of STREAM stood where it stood: who held it, from when to when, and what let it go."""
+    if at is not None and between is not None:
+        raise click.UsageError("--at and --between cannot be given together")
+    settings = loaded()
+    now = datetime.now(UTC)
+    if min(between or [at or now]) > now:
+        raise click.UsageError("that time is still to come: is it in UTC?")
+    with StreamPast(settings.postgres) as past:
+        encoded = past.state(stream)
+        if encoded is None:
+            raise CommandFailed(no_stream(stream))
+        if between is not None:
+            since, until = min(between), min(max(between), now)
+            begins = past.begins(stream)
+            if begins is None or begins > until:
+                raise CommandFailed(f"the history of {stream} that is kept does not go back to then")
+            found = explain_between(past, stream, encoded, since, until)
+            if len(found) == STANDS and (last := found[-1].stand.until) is not None:
+                click.echo(f"these are the first {len(found)}; ask again from {last.isoformat()} on", err=True)
+            if begins > since:
+                click.echo(f"the history of {stream} that is kept begins at {clock(begins)}", err=True)
+        else:
+            found = [it for it in [explain_at(past, stream, encoded, at or now)] if it is not None]
+    if not found and between is None:
+        raise CommandFailed(f"the history of {stream} that is kept does not go back to then")
+    if as_json:
+        click.echo(to_json(found))
+        return
+    click.echo(to_text(found, now) if found else "the line never waited for ten seconds or longer")
+    if at is None and between is None:
+        with Postgres(PostgresConfig(settings.postgres)) as postgres:
+            open_now = open_ranges.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+        if open_now:
+            click.echo(gaps.to_text(open_now, now.timestamp()))

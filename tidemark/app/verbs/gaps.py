@@ -1,21 +1,26 @@
 """`tidemark gaps`: what holds positions back, as lines for people and as JSON for programs."""
 
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 
+import click
+
+from tidemark.app import open_ranges
+from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.printed import as_object, for_people
+from tidemark.app.output import aged, as_object, for_people, ids_between
 from tidemark.app.remedies import arguments
-from tidemark.app.verbs.status import aged, ids_between
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 SHOWN = 10  # gaps of one writer in the text; the JSON has all
 
 
-def as_json(found: Sequence[OpenRange]) -> str:
+def to_json(found: Sequence[OpenRange]) -> str:
     return as_object({"gaps": found})
 
 
-def as_text(found: Sequence[OpenRange], now: float) -> str:
+def to_text(found: Sequence[OpenRange], now: float) -> str:
     """A line for each, and below the last one of a writer its transactions and the verb."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
@@ -48,3 +53,25 @@ def _remedy(it: OpenRange) -> Iterator[str]:
     if it.verdict in ("silent", "fenced") and it.low is not None and it.top is not None:
         words = shlex.join(arguments(it.stream, it.writer, ids_between(it.low, it.top)))
         yield f'    If it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
+
+
+@click.command("gaps", cls=OurCommand)
+@click.argument("stream", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.option("--check", is_flag=True, help="End with exit code 3 where anything is held back.")
+@click.pass_context
+def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
+    """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        stored = postgres.states(None if stream is None else [stream])
+        found = open_ranges.of(postgres, stored, time.time(), settings.policy_defaults)
+    if stream is not None and not stored:
+        raise CommandFailed(no_stream(stream))
+    if as_json:
+        click.echo(to_json(found))
+    else:
+        click.echo(to_text(found, time.time()) if found else "nothing is held back")
+    if check and found:
+        context.exit(CHECK_FAILED)

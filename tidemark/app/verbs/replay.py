@@ -4,21 +4,226 @@ What a batch is does not matter to the rules, so no batch of the past is made ag
 first record after which the replay has come as far as it went, and there both must be alike.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Final
 
-from tidemark.app.verbs.explain import clock
-from tidemark.app.verbs.replay_start import ReplayStart, start_of
-from tidemark.app.verbs.replayed import NOTHING, Replayed, by_stream
+import click
+import msgspec
+import numpy as np
+
+from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.output import as_object, clock, for_people, plain
+from tidemark.app.verbs.explain import evidence
+from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
+from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.postgres.inspect import AppliedAct, PastBatch, PastBatches, PastStream
+from tidemark.sinks.postgres.inspect import AppliedAct, BatchAdvance, PastBatch, PastBatches, PastStream, past_batches
 from tidemark.sources.kafka_lookup import RecordedMessage
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import States
+from tidemark.streaming.ingest.compact import pack
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.record_batch import Fetched
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds, Evidence
+from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire import records
-from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Topic
+from tidemark.streaming.wire.runs import Packet
+
+NOTHING: Final = Evidence()
+
+
+class _Named(msgspec.Struct):
+    stream: str = ""
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A stream as far as it was replayed; `counts` are the sums of each writer's evidence."""
+
+    stream: str
+    bounds: Bounds
+    encoded: bytes | None = None
+    linear: int = 0
+    positions: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, Evidence] = field(default_factory=dict)
+
+    def fed(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
+        """With more records, as one batch at `now` (ms)."""
+        if not messages:
+            return self
+        states = {} if self.encoded is None else {self.stream: self.encoded}
+        effects = advance(0, States(states), packed(messages, roles), now, self.bounds)
+        for done in effects.streams:
+            if done.stream == self.stream:
+                positions, counts = dict(self.positions), dict(self.counts)
+                for move in done.advances:
+                    positions[move.writer] = move.id
+                    counts[move.writer] = counts.get(move.writer, NOTHING) + move.evidence
+                return replace(
+                    self, encoded=states[self.stream], linear=done.linear, positions=positions, counts=counts
+                )
+        return self
+
+    def counting_anew(self) -> "Replayed":
+        return replace(self, counts={})
+
+    def reaches(self, batch: PastBatch) -> bool:
+        """Whether all has come at least as far as after that batch."""
+        return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
+            beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
+        )
+
+
+def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
+    """In their order, under the stream that the key names and that which the value names: a record that is refused may
+    be a fact of either."""
+    found: dict[str, list[RecordedMessage]] = defaultdict(list)
+    for it in messages:
+        keyed = (it.key or b"").decode(errors="replace")
+        try:
+            named = _named.decode(it.value or b"").stream or keyed
+        except (ValueError, RecursionError):
+            named = keyed
+        for stream in {keyed, named}:
+            found[stream].append(it)
+    return found
+
+
+def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
+    """As the query packs them, of any partitions; `roles` has each topic's."""
+    parted: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
+    for it in messages:
+        parted[it.topic, it.partition].append(it)
+    found: list[Packet] = []
+    for (topic, partition), of in parted.items():
+        decoder = Decoder(roles[topic])
+        decoder.add(_fetched(of))
+        found += [packet for _, packet in pack(topic, partition, decoder, 1)]
+    return found
+
+
+def _fetched(of: Sequence[RecordedMessage]) -> Fetched:
+    numbers = np.array([(it.offset, it.time) for it in of], np.int64)
+    return Fetched.of([it.key for it in of], [it.value for it in of], *numbers.T)
+
+
+@dataclass(frozen=True, slots=True)
+class SeedWriter:
+    """As far as a history tells it of one batch; `later`: by what came behind it, and so may the epoch."""
+
+    writer: str
+    epoch: int
+    position: int
+    later: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStart:
+    """Batches up to the first `skipped` are not compared, the last of them is `after`. Lines are from where the replay
+    has passed `highest`, and each writer of `joining` has joined."""
+
+    skipped: int
+    after: PastBatch
+    replayed: Replayed
+    highest: int
+    joining: Mapping[str, int]
+
+    def tells_line(self, now: Replayed) -> bool:
+        return not beyond(self.highest, now.linear) and all(
+            now.positions.get(writer, position) != position for writer, position in self.joining.items()
+        )
+
+
+def start_of(
+    past: PastStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
+) -> ReplayStart | None:
+    """The earliest; None where there is none. `cut`: records before the first of `facts` are missing. So it is to be a
+    batch that is known to have read beyond them."""
+    told = {fact for it in facts for fact in _facts(_record(it))} if cut else set()
+    read = not cut
+    for number, batch in enumerate(past.batches, 1):
+        # All facts: what a JOIN or an operator settled may have come without its record.
+        read = read or any(
+            (move.writer, move.id) in told and not any(move.evidence.counts[1:]) for move in batch.advances
+        )
+        if read and not any(
+            it.opened <= batch.time and (it.closed is None or it.closed > batch.time) for it in past.gaps
+        ):
+            return _seeded(past, stream, facts, bounds, number)
+    return None
+
+
+def _seeded(
+    past: PastStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
+) -> ReplayStart:
+    after, marks = past.batches[skipped - 1], dict[str, Record]()
+    heard = [_record(it) for it in facts]
+    for record in heard:
+        if record is not None:
+            marks.setdefault(record.writer, record)
+    joins = {(it.writer, it.epoch): it.id for it in heard if isinstance(it, Join)}
+    joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
+    for it in _standing(past, skipped):
+        if it.later and not it.position and (it.writer, it.epoch) in joins:
+            continue
+        # The JOIN of an epoch that began behind the batch is still to come.
+        comes = it.later and not beyond(it.position, joins.get((it.writer, it.epoch), 0))
+        epoch = it.epoch - 1 if comes and it.epoch else it.epoch
+        joined.append(Join(stream=stream, writer=it.writer, epoch=epoch, id=it.position))
+        first = marks.get(it.writer)
+        if isinstance(first, Join) and first.epoch > epoch:
+            joining[it.writer] = it.position
+        elif first is None and it.writer in past.retired:
+            retired.append(Retire(stream=stream, writer=it.writer, epoch=epoch, id=it.position))
+    joined.sort(key=lambda it: (abs(it.id), it.writer))  # a JOIN above the others would let the line pass them
+    marked: list[Join | Retire] = [*joined, *retired]
+    topic = facts[0].topic if facts else ""
+    seeds = [
+        RecordedMessage(topic, 0, offset, 0, stream.encode(), records.encode(it)) for offset, it in enumerate(marked)
+    ]
+    now = Replayed(stream, bounds).fed(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
+    highest = max((it.id for it in joined), key=abs, default=0)
+    return ReplayStart(skipped, after, now.counting_anew(), highest, joining)
+
+
+def _standing(past: PastStream, skipped: int) -> Iterator[SeedWriter]:
+    before, then = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
+    for batch in past.batches[:skipped]:
+        before |= {move.writer: move for move in batch.advances}
+    for batch in past.batches[skipped:]:
+        for move in batch.advances:
+            then.setdefault(move.writer, (move.epoch, move.prev))
+    for writer, position in past.positions.items():
+        if writer in before:
+            yield SeedWriter(writer, before[writer].epoch, before[writer].id, later=False)
+        else:
+            epoch, at = then.get(writer, (past.epochs[writer], position))
+            yield SeedWriter(writer, epoch, at, later=True)
+
+
+def _record(it: RecordedMessage) -> Record | None:
+    try:
+        return records.read(it.value, it.key, Topic.FACTS)
+    except BadRecord:
+        return None
+
+
+def _facts(record: Record | None) -> Iterator[tuple[str, int]]:
+    if isinstance(record, Rdata) and isinstance(record.id, int):
+        yield record.writer, record.id
+    elif isinstance(record, FactRun):
+        yield from ((record.writer, id) for id, rows in zip(record.ids, record.rows, strict=True) if rows)
+
 
 AT_ONCE: Final = 4096  # records that are tried together while the history is far ahead
 
@@ -283,3 +488,108 @@ def _applied(
                 found.append((it, act.time))
                 break
     return sorted(found, key=lambda pair: pair[1])
+
+
+SHOWN: Final = 10  # streams; the JSON has all
+
+
+def to_json(found: ReplayReport) -> str:
+    parted = [
+        plain(it) | {"record": None if it.record is None else msgspec.Raw(to_line(it.record).encode())}
+        for it in found.parted
+    ]
+    return as_object(plain(found) | {"parted": parted})
+
+
+def to_text(found: ReplayReport) -> str:
+    lines = [line for it in found.parted[:SHOWN] for line in _parting(it)]
+    if len(found.parted) > SHOWN:
+        lines.append(f"{len(found.parted) - SHOWN} streams more part from their history")
+    unknown = [f"{stream}: nothing of it could be compared: {why}" for stream, why in found.unknown.items()]
+    lines += unknown[:SHOWN]
+    if len(unknown) > SHOWN:
+        lines.append(f"nothing could be compared of {len(unknown) - SHOWN} streams more")
+    parts = [f"{stream}: compared {_part(it)}" for stream, it in found.parts.items()]
+    lines += parts[:SHOWN]
+    if len(parts) > SHOWN:
+        lines.append(f"{len(parts) - SHOWN} streams more were compared in part")
+    if found.absent:
+        named = ", ".join(found.absent[:SHOWN]) + (", ..." if len(found.absent) > SHOWN else "")
+        lines.append(f"not compared, as there is no record of them: {len(found.absent)} streams: {named}")
+    said = f"{found.records} records give the history of {len(found.alike)} of"
+    every = len(found.alike) + len(found.parted) + len(found.unknown)
+    return for_people([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
+
+
+def _part(it: PartCompared) -> str:
+    told = []
+    if it.after is not None:
+        missing = f"the recording begins at offset {it.offset}" if it.offset else "older days of history are dropped"
+        line = "its line nowhere" if it.line_from is None else f"its line beyond {it.line_from}"
+        told.append(f"behind {named(it.after)} only, as {missing}; {line}")
+    if it.behind:
+        upto = "no batch" if it.upto is None else named(it.upto)
+        told.append(f"up to {upto} only, where the recording ends: {it.behind} came behind it")
+    return ", and ".join(told)
+
+
+def _parting(it: Parting) -> Iterator[str]:
+    where = "after the last record" if it.record is None else "at the record below"
+    when = "in the end" if it.time is None else f"after batch {it.batch} of {clock(it.time)}"
+    whose = "the line" if it.writer is None else it.writer
+    if it.evidence is None:
+        yield (
+            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} in the history, and at"
+            f" {it.replayed} in the replay"
+        )
+    else:
+        told, now = map(evidence, it.evidence)
+        yield (
+            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
+            f" and by {now} in the replay"
+        )
+    if it.record is not None:
+        yield f"    {record_text(it.record)}"
+
+
+@click.command("replay", cls=OurCommand)
+@click.argument("source", metavar="[TOPIC or FILE]", required=False)
+@click.option("--stream", help="Only this stream.")
+@click.option(
+    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Read so many of Kafka at most."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.pass_context
+def replay(context: click.Context, source: str | None, stream: str | None, records: int, *, as_json: bool) -> None:
+    """Feed recorded records to the rules again, without Spark, and compare with the history in Postgres.
+
+    They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
+    without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
+    """
+    settings = loaded()
+    file = source is not None and (source == "-" or Path(source).is_file())
+    if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
+        raise click.BadParameter(
+            f"{source!r} is no file that is there, and no topic's name", param_hint="TOPIC or FILE"
+        )
+    facts = settings.kafka_facts_topic if source is None or file else source
+    roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
+    if len(roles) == 1:
+        raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
+    with past_batches(settings.postgres) as past:
+        if stream is not None and stream not in past.streams():
+            raise CommandFailed(no_stream(stream))
+        read = read_file(source or "-") if file else read_topics(settings, facts, records)
+        messages = {}
+        for it in read:
+            if it.topic not in roles:
+                raise CommandFailed(
+                    f"{it.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
+                )
+            if stream is None or it.key == stream.encode():
+                messages[it.topic, it.partition, it.offset] = it  # two recordings may be in one file
+        bounds = Policies(past.policies(), settings.policy_defaults).bounds()
+        found = report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
+    click.echo(to_json(found) if as_json else to_text(found))
+    if found.parted or found.unknown or not found.alike:
+        context.exit(1 if found.parted else 3)

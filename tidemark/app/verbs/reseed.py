@@ -1,10 +1,14 @@
 """`tidemark reseed`: the pipeline's next start finds another number of shards, and states in today's format."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+import click
+
+from tidemark.app.commands import OurCommand, loaded, own_name, said
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.errors import OthersFirst, Stopping
@@ -29,7 +33,7 @@ class Reseed:
     shards: int
     act: int | None = None
 
-    def as_text(self) -> str:
+    def to_text(self) -> str:
         """What it does, or did."""
         lines = [f"streams that are seeded from Postgres: {self.streams}, of them {self.older} in an older format"]
         if self.before not in {None, self.shards}:
@@ -79,3 +83,18 @@ def _found(settings: Settings, postgres: Postgres) -> tuple[Reseed, dict[str, by
     states = postgres.states()
     older = {stream: stored for stream, stored in states.items() if state.is_older(stored)}
     return Reseed(len(states), len(older), postgres.remembered().shards, settings.shards), older
+
+
+@click.command("reseed", cls=OurCommand)
+@click.option(
+    "--by", default=own_name, show_default="who runs it", callback=said, help="Who answers for it; it is kept."
+)
+@click.option("--why", default="by hand", show_default=True, callback=said, help="Why it must be; it is kept.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
+    """Have the pipeline, which is stopped, begin with as many shards as TIDEMARK_SHARDS says, and with states in
+    today's format."""
+    settings = loaded()
+    done = run(settings, by, why, dry_run=dry_run)
+    click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.to_text())

@@ -1,18 +1,29 @@
 """`tidemark status`: where every stream stands, from Postgres, as a table for people or as JSON for programs."""
 
+import curses
+import itertools
+import math
+import shutil
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import click
 import msgspec
 
-from tidemark.app.behind import behind_answer, last_seen
+from tidemark.app import health, open_ranges
+from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.health import PipelineCondition
-from tidemark.app.printed import as_lines, as_object, for_people
+from tidemark.app.lag_json import behind_answer, last_seen
+from tidemark.app.output import aged, as_lines, as_object, for_people, ids_between
+from tidemark.app.verbs import gaps
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.deferred import RecallStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
-from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Blocker, Summary, summarize
 from tidemark.streaming.core.linear_lag import Behind, Holder, is_brief
@@ -96,7 +107,7 @@ def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None)
     return read(stored, only, asked.faults(), asked.recalls(), asked.bridges())
 
 
-def as_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
+def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
     """One object; `now` (s since 1970) gives ages."""
     return as_object(plain(streams, now, health))
 
@@ -143,7 +154,7 @@ def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
     return plain
 
 
-def as_table(streams: Sequence[StreamStatus], now: float) -> str:
+def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     """One line per writer; the stream's own figures stand on its first line. Below them whether a bridge tells it, who
     holds a line, the transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks
     that lack a stream.
@@ -240,16 +251,84 @@ def described(blocker: Blocker, now: float) -> str:
     return f"{blocker.writer} owes {ids_between(blocker.low, blocker.top)}, for {age}"
 
 
-def ids_between(low: int, top: int) -> str:
-    """The signed IDs in `(low, top]`."""
-    first = low + 1 if top > 0 else low - 1
-    return str(first) if first == top else f"{first}..{top}"
+@click.command("status", cls=OurCommand)
+@click.argument("stream", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.option(
+    "--check", is_flag=True, help="End with exit code 3 where the pipeline behind the positions has problems."
+)
+@click.pass_context
+def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
+    """Show how far every stream (or STREAM) and its writers are, who holds them back, and how the pipeline is."""
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        found = of(postgres, postgres.states(), stream)
+        how = health.read(postgres, settings.kafka, settings.redis)
+    if stream is not None and not found:
+        raise CommandFailed(no_stream(stream))
+    if as_json:
+        click.echo(to_json(found, time.time(), how))
+    else:
+        click.echo(to_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
+        click.echo("\n".join([how.line(), *(f"problem: {problem}" for problem in how.problems())]))
+    if check and how.problems():
+        context.exit(CHECK_FAILED)
 
 
-def aged(seconds: float) -> str:
-    seconds = max(0, int(seconds))
-    if seconds < 120:
-        return f"{seconds} s"
-    if seconds < 2 * 3600:
-        return f"{seconds // 60} min"
-    return f"{seconds // 3600} h"
+@click.command("top", cls=OurCommand)
+@click.argument("stream", required=False)
+@click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--times", type=click.IntRange(1), help="End after so many looks; without it at Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
+def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
+    """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        for look in itertools.count(1):
+            try:
+                stored = postgres.states(None if stream is None else [stream])
+                how = health.read(postgres, settings.kafka, settings.redis)
+                now = time.time()
+                found = of(postgres, stored)
+                held = open_ranges.of(postgres, stored, now, settings.policy_defaults)
+            except Unavailable as problem:
+                click.echo(str(problem), err=True)
+            else:
+                if stream is not None and not stored:
+                    raise CommandFailed(no_stream(stream))
+                if as_json:
+                    click.echo(msgspec.json.encode({**plain(found, now, how), "gaps": held}))
+                else:
+                    problems = [f"problem: {problem}" for problem in how.problems()]
+                    text = [how.line(), *problems, gaps.to_text(held, now) if held else "nothing is held back"]
+                    _show([*text, "", to_table(found, now)])
+            if look == times:
+                break
+            time.sleep(every)
+
+
+def _show(parts: Sequence[str]) -> None:
+    """On a terminal in the place of what was shown before, and no more than it has room for: what is held comes
+    first."""
+    lines = "\n".join(parts).splitlines()
+    if sys.stdout.isatty():
+        click.echo(_clearing(), nl=False)
+        lines = fitting(lines, *shutil.get_terminal_size())
+    click.echo("\n".join(lines))
+
+
+def _clearing() -> str:
+    """What clears this terminal; nothing for one that cannot be cleared, which shows one look below the other."""
+    try:
+        curses.setupterm()
+    except curses.error:  # nobody knows it
+        return "\033[2J\033[1;1H"
+    return (curses.tigetstr("clear") or b"").decode()
+
+
+def fitting(lines: Sequence[str], columns: int, rows: int) -> list[str]:
+    """The first of them for which a terminal of that size, which breaks long ones, has room and a row left over."""
+    taken = itertools.accumulate(max(1, math.ceil(len(line) / max(1, columns))) for line in lines)
+    return [line for line, upto in zip(lines, taken, strict=True) if upto < rows]

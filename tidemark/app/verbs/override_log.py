@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded
-from tidemark.app.printed import as_lines, as_object, for_people
+from tidemark.app.output import aged, as_lines, as_object, clock, for_people, ids_between
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.operators import EVERY_STREAM, Acts
 
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.operators import Acts, ListedAct
@@ -23,7 +25,7 @@ def acts() -> None:
     """What operators did: which user of Postgres, when, why, and what came of it."""
 
 
-@acts.command("list", extra="sidecar")
+@acts.command("list")
 @click.argument("stream", required=False)
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
 @_as_json
@@ -39,7 +41,7 @@ def acts_list(stream: str | None, limit: int, *, as_json: bool) -> None:
         click.echo(for_people(_table(found, time.time())) if found else "no acts")
 
 
-@acts.command("show", extra="sidecar")
+@acts.command("show")
 @click.argument("number", type=click.IntRange(1))
 @_as_json
 def acts_show(number: int, *, as_json: bool) -> None:
@@ -54,16 +56,11 @@ def acts_show(number: int, *, as_json: bool) -> None:
 @contextmanager
 def _database() -> "Iterator[Acts]":
     settings = loaded()
-    from tidemark.sinks.postgres.database import session_of
-    from tidemark.sinks.postgres.operators import Acts
-
     with session_of(settings.postgres, "tidemark acts") as session:
         yield Acts(session)
 
 
 def _ids(it: "ListedAct") -> str:
-    from tidemark.app.verbs.status import ids_between
-
     if not it.id:
         return ""
     return ids_between(it.prev, it.id) if it.prev else f"up to {it.id}"
@@ -76,8 +73,6 @@ def _outcome(it: "ListedAct") -> str:
 
 
 def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
-    from tidemark.app.verbs.status import aged
-
     rows = [
         (
             "" if it.number is None else str(it.number),
@@ -97,9 +92,6 @@ def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
 
 
 def _whole(it: "ListedAct") -> Iterator[str]:
-    from tidemark.app.verbs.explain import clock
-    from tidemark.sinks.postgres.operators import EVERY_STREAM
-
     stream = "all streams" if it.stream == EVERY_STREAM else it.stream
     whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()

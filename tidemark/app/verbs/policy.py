@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded, tell
-from tidemark.app.printed import as_lines, as_object
-from tidemark.app.verbs.act_commands import answering
+from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, loaded, tell
+from tidemark.app.output import as_lines, as_object
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import fitting
 from tidemark.streaming.values.policies import POLICY_SETTINGS, Policies
 
@@ -56,7 +56,7 @@ def policy() -> None:
     """
 
 
-@policy.command("list", extra="sidecar")
+@policy.command("list")
 @_as_json
 def policy_list(*, as_json: bool) -> None:
     """List all policies."""
@@ -70,7 +70,7 @@ def policy_list(*, as_json: bool) -> None:
         click.echo("\n".join(lines) if rows else "no stream has a policy")
 
 
-@policy.command("show", extra="sidecar")
+@policy.command("show")
 @click.argument("stream", callback=_name)
 @_as_json
 def policy_show(stream: str, *, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
     click.echo("\n".join(as_lines(("SETTING", "VALUE", "FROM", "MEANING"), rows, {"VALUE"})))
 
 
-@policy.command("set", extra="sidecar")
+@policy.command("set")
 @click.argument("name", callback=_name)
 @click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_values)
 @answering
@@ -106,7 +106,7 @@ def policy_set(
     _change(name, values, by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-@policy.command("unset", extra="sidecar")
+@policy.command("unset")
 @click.argument("name", callback=_name)
 @click.argument("settings", nargs=-1, metavar="[SETTING]...", callback=lambda *it: [_known(word) for word in it[2]])
 @answering
@@ -120,8 +120,6 @@ def policy_unset(
 @contextmanager
 def _database() -> "Iterator[tuple[Settings, Postgres]]":
     settings = loaded()
-    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         yield settings, postgres

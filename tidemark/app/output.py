@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -60,3 +61,22 @@ def plain(it: "DataclassInstance") -> dict[str, Any]:
 def as_object(found: object) -> str:
     """Of whatever msgspec encodes, indented."""
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def ids_between(low: int, top: int) -> str:
+    """The signed IDs in `(low, top]`."""
+    first = low + 1 if top > 0 else low - 1
+    return str(first) if first == top else f"{first}..{top}"
+
+
+def aged(seconds: float) -> str:
+    seconds = max(0, int(seconds))
+    if seconds < 120:
+        return f"{seconds} s"
+    if seconds < 2 * 3600:
+        return f"{seconds // 60} min"
+    return f"{seconds // 3600} h"
+
+
+def clock(time: datetime) -> str:
+    return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"

@@ -4,20 +4,41 @@ The trial is the state machine's own answer. The pipeline may know more by the t
 names the epoch that it was tried with, and one whose writer has started again since is refused there.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import click
 import msgspec
 
 from tidemark.app import open_ranges
-from tidemark.app.behind import last_seen
+from tidemark.app.commands import (
+    MOST_ID,
+    NOT_SEEN,
+    CommandFailed,
+    OurCommand,
+    answering,
+    confirmed,
+    loaded,
+    no_stream,
+    tell,
+    until_seen,
+)
+from tidemark.app.lag_json import last_seen
 from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
+from tidemark.app.output import aged, as_object, ids_between
 from tidemark.app.remedies import Verdict
 from tidemark.app.verbs.gaps import SHOWN
-from tidemark.app.verbs.status import aged, ids_between
-from tidemark.common.errors import BadRecord
+from tidemark.app.verbs.kafka_records import produce_lines
+from tidemark.common.errors import BadRecord, TidemarkError
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.operators import Acts, NotedAct
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import Forced, StreamEffects
@@ -249,7 +270,7 @@ def of_a_bridge(act: records.Marker, bridged: Collection[str]) -> Iterator[str]:
         )
 
 
-def fence(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Of the JOIN that ends the writer's epoch: by default the next one, up to all that it completed. Raises
     `BadRecord` where there is none to end."""
     now = state.decode(stored)
@@ -266,7 +287,7 @@ def fence(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, An
 def asked(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
     """The record of an act; an option that was not given is None."""
     if kind == "FENCE":
-        kind, fields = "JOIN", fence(stored, fields["writer"], fields)
+        kind, fields = "JOIN", fence_fields(stored, fields["writer"], fields)
     return KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
@@ -280,3 +301,216 @@ def standing(stored: bytes, writer: str) -> str:
 
 def _heard(seen: datetime | None, now: float) -> str:
     return "never seen" if seen is None else f"last seen {aged(now - seen.timestamp())} ago"
+
+
+Outcome = Literal["applied", "refused", "settled before", "not seen"]
+LOOK_EVERY: Final = 0.2  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SentAct:
+    """Where the record of an act stands in Kafka, and under which number it is noted."""
+
+    noted: NotedAct
+    topic: str
+    partition: int
+    offset: int
+
+    def told(self) -> str:
+        at = f"partition {self.partition} of {self.topic} at offset {self.offset}"
+        return f"sent to {at}; noted as act {self.noted.number} of {self.noted.seen_as}"
+
+    def plain(self) -> dict[str, Any]:
+        """For programs."""
+        sent = {"topic": self.topic, "partition": self.partition, "offset": self.offset}
+        return {"sent": sent, "number": self.noted.number, "seen_as": self.noted.seen_as}
+
+
+def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
+    """Note the act that was tried, and send it for the epoch that was shown."""
+    require_topic(connection, topic)
+    noted = acts.note(trial.act.stream, trial.forced)
+    return send_noted(acts, noted, connection, topic, Topic.CONTROL, records.encode(trial.act))
+
+
+def require_topic(connection: KafkaConnection, topic: str) -> None:
+    """Raise `CommandFailed` where Kafka is away or has no such topic: then nothing is noted either."""
+    try:
+        Topics(connection).describe([topic])
+    except TidemarkError as problem:
+        raise CommandFailed(f"{problem}; nothing was noted or sent") from problem
+
+
+def send_noted(
+    acts: Acts, noted: NotedAct, connection: KafkaConnection, topic: str, role: Topic, value: bytes
+) -> SentAct:
+    refused: list[str] = []
+    try:
+        produced = produce_lines(connection, topic, role, [value], refused.append)
+    except TidemarkError as problem:
+        raise CommandFailed(
+            f"{problem}; act {noted.number} is noted, and whether Kafka has it is not known: look with `tidemark tail`"
+        ) from problem
+    assert produced.last is not None, refused
+    acts.sent(noted, topic, *produced.last)
+    return SentAct(noted, topic, *produced.last)
+
+
+def outcome(acts: Acts, sent: SentAct, seconds: float, became: Callable[[], Outcome]) -> Outcome:
+    """What the pipeline made of it, once it has read it, as `became` says then; `not seen` where that takes longer than
+    `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not acts.is_read(sent.topic, sent.partition, sent.offset):
+        if time.monotonic() >= deadline:
+            return "not seen"
+        time.sleep(LOOK_EVERY)
+    found = became()
+    acts.close(sent.noted, found)
+    return found
+
+
+def result(found: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
+    """For people."""
+    if found == "not seen":
+        return (
+            f"no batch has read it within {seconds:g} s: `tidemark status` shows how the pipeline is; it will be"
+            " applied when the pipeline reads it, so do not send it again"
+        )
+    now = standing(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
+    if found == "refused":
+        return f"the pipeline refused it, since its state had moved on; {now}"
+    if found == "settled before":
+        return f"another act settled it meanwhile, and this one did nothing (`tidemark acts list` shows both); {now}"
+    return f"applied: {now}"
+
+
+def to_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str | None) -> str:
+    """All that the text says, in one object; `sent` and what follows are null where nothing was sent."""
+    done = trial.done
+    told: dict[str, Any] = {
+        "act": msgspec.to_builtins(trial.act),
+        "would": [*trial.moves()],
+        "advances": [dict(zip(it.__struct_fields__, msgspec.to_builtins(it), strict=True)) for it in done.advances],
+        "linear": {"from": done.linear_prev, "to": done.linear},
+        "warnings": [*trial.warnings()],
+        "objections": [*trial.objections()],
+        **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.plain()),
+        "outcome": found,
+        "result": now,
+    }
+    return as_object(told)
+
+
+_FORCING: Final[list[Callable[[Any], Any]]] = [
+    click.option(
+        "--epoch", type=click.IntRange(0), help="Without it the writer as it lives now; to fence it, the next."
+    ),
+    click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
+    click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
+]
+
+
+def _act(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_FORCING):
+        command = option(command)
+    return answering(until_seen(command))
+
+
+class IdRange(click.ParamType[tuple[int, int]]):
+    """`A..B`, both ends among the IDs, as `tidemark gaps` shows them; comes out as `(prev, id]`."""
+
+    name = "A..B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        found = re.fullmatch(r"(-?\d+)(?:\.\.(-?\d+))?", str(value))
+        first, last = (int(it or found[1]) for it in found.groups()) if found else (0, 0)
+        if not first or first * last < 0 or abs(first) > abs(last) or abs(last) > MOST_ID:
+            self.fail(f"{value!r} is no range of IDs such as 8..11, or -8..-11", param, ctx)
+        return (first - 1 if first > 0 else first + 1), last
+
+
+@click.command("skip", cls=OurCommand)
+@click.argument("stream")
+@click.argument("writer")
+@click.argument("ids", type=IdRange(), metavar="A..B")
+@_act
+def skip(ids: tuple[int, int], **options: Any) -> None:
+    """Settle what WRITER has open from A to B, both among them. What completes there after all is late.
+
+    The last resort: end the transaction that is open, or restart the writer that hangs.
+    """
+    _carry_out("SKIP", prev=ids[0], id=ids[1], **options)
+
+
+@click.command("retire", cls=OurCommand)
+@click.argument("stream")
+@click.argument("writer")
+@_act
+@click.option("--id", type=int, default=0, help="Settle what is open up to here; without it nothing may be open.")
+def retire(**options: Any) -> None:
+    """Let the line of STREAM wait for WRITER no more; for `*`: for none that never joined."""
+    _carry_out("RETIRE", **options)
+
+
+@click.command("join", cls=OurCommand)
+@click.argument("stream")
+@click.argument("writer")
+@_act
+@click.option("--id", type=int, required=True, help="All of the writer's up to here is complete.")
+def join(**options: Any) -> None:
+    """Join in the name of WRITER, which never joined STREAM; or take back what was skipped beyond --id."""
+    _carry_out("JOIN", **options)
+
+
+@click.command("fence", cls=OurCommand)
+@click.argument("stream")
+@click.argument("writer")
+@_act
+@click.option("--id", type=int, help="All of it up to here is complete. Without it the last ID that it completed.")
+def fence(**options: Any) -> None:
+    """End the epoch of WRITER, so that nothing counts any more that its old process sends.
+
+    For a process that cannot be stopped. What it left open is settled, and what it sends from now on is refused.
+    """
+    _carry_out("FENCE", **options)
+
+
+def _carry_out(
+    kind: str, *, overrule: bool, dry_run: bool, yes: bool, as_json: bool, wait: float, **fields: Any
+) -> None:
+    settings = loaded()
+    with (
+        Postgres(PostgresConfig(settings.postgres)) as postgres,
+        session_of(settings.postgres, "tidemark act") as session,
+    ):
+        postgres.check_readable()
+        stored = postgres.states([fields["stream"]]).get(fields["stream"])
+        if stored is None:
+            raise CommandFailed(no_stream(fields["stream"]))
+        act = asked(kind, stored, fields)
+        trial = attempt(stored, act, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
+        for line in [*trial.moves(), *trial.warnings()]:
+            click.echo(line, err=as_json)
+        objections = [*of_a_bridge(act, postgres.conditions.bridges()), *trial.objections()]
+        for line in [*trial.dangers(), *(() if overrule else objections)]:
+            raise CommandFailed(line)
+        if dry_run:
+            if as_json:
+                click.echo(to_json(trial, None, None, None))
+            return
+        confirmed(act.writer, "the writer's name", yes=yes)
+        noted = Acts(session)
+        sent = send(noted, settings.kafka, settings.kafka_control_topic, trial)
+        try:
+            tell(sent.told(), err=as_json)
+            found = outcome(noted, sent, wait, lambda: noted.became(sent.noted))
+        except KeyboardInterrupt:
+            tell(
+                f"it is sent, and not taken back: `tidemark acts show {sent.noted.number}` tells what becomes of it",
+                err=True,
+            )
+            raise
+        now = result(found, postgres, trial, wait)
+    tell(to_json(trial, sent, found, now) if as_json else now)
+    if found != "applied":
+        raise SystemExit(NOT_SEEN if found == "not seen" else 1)

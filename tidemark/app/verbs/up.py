@@ -16,6 +16,7 @@ from threading import Event
 import click
 
 from tidemark.app import class_archive, relay
+from tidemark.app.commands import OurCommand, loaded
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
@@ -197,3 +198,11 @@ def _show_fetching(what: str) -> None:
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone; the stack goes on
         click.echo(f"\x1b[K{text}" if sys.stdout.isatty() else text)
+
+
+@click.command("up", cls=OurCommand)
+@click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
+def up(*, demo: bool) -> None:
+    """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
+    settings = loaded()
+    run(settings, demo=demo)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
-from tidemark.app.printed import as_lines, as_object, for_people
-from tidemark.app.verbs.act_commands import answering
+from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, answering, confirmed, loaded
+from tidemark.app.output import aged, as_lines, as_object, for_people, ids_between
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.inspect import LateCompletions
 
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.inspect import LateCompletions, LateFact
 
-HOLDS: Final = 3
 HEADINGS: Final = ("NUMBER", "AGE", "STREAM", "WRITER", "EPOCH", "IDS", "FACTS", "WHY", "RESOLVED")
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
@@ -25,7 +25,7 @@ def late() -> None:
     """Facts that came after readers may have passed them: list them, and say which are repaired."""
 
 
-@late.command("list", extra="sidecar")
+@late.command("list")
 @click.argument("stream", required=False)
 @click.option("--all", "everything", is_flag=True, help="Also those that are resolved.")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
@@ -41,10 +41,10 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
     else:
         click.echo(_table(found, time.time()) if found else "nothing is late that is not resolved")
     if check and holds:
-        raise SystemExit(HOLDS)
+        raise SystemExit(CHECK_FAILED)
 
 
-@late.command("resolve", extra="sidecar")
+@late.command("resolve")
 @click.argument("stream")
 @click.argument("numbers", type=click.IntRange(1), nargs=-1, required=True, metavar="NUMBER...")
 @answering
@@ -73,16 +73,11 @@ def late_resolve(
 @contextmanager
 def _database() -> "Iterator[LateCompletions]":
     settings = loaded()
-    from tidemark.sinks.postgres.database import session_of
-    from tidemark.sinks.postgres.inspect import LateCompletions
-
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)
 
 
 def _table(found: "Sequence[LateFact]", now: float) -> str:
-    from tidemark.app.verbs.status import aged, ids_between
-
     rows = [
         (
             str(it.number),

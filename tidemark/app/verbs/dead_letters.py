@@ -1,0 +1,304 @@
+"""`tidemark dead-letters`: rejected records for people, and one of them tried on the state before it is sent again.
+
+What may be replayed is a writer's own word that holds wherever it stands: a fact, a void, an announcement. A JOIN or
+RETIRE is true at its place among the records alone (docs/decisions/0001-segments.md), so it never comes again.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+import numpy as np
+
+from tidemark.app.commands import NOT_SEEN, CommandFailed, CommandGroup, answering, confirmed, loaded, until_seen
+from tidemark.app.output import aged, as_lines, as_object
+from tidemark.app.verbs.overrides import Outcome, SentAct, moved, outcome, require_topic, send_noted, standing
+from tidemark.common.errors import BadRecord
+from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.operators import Acts
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import Forced, StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import FactRun, Kind, Topic
+from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
+_SETTLED: Final = {"duplicate", "put_off"}  # what a record counts as that comes once more
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a record of `stream` would do if it came now; `counts` has how it would be counted."""
+
+    letter: DeadLetter
+    record: records.Rdata | records.Void | records.Position | FactRun
+    done: StreamEffects
+
+    def told(self) -> Iterator[str]:
+        it = self.record
+        yield f"{records.kind_of(it).name} of {it.writer} in epoch {it.epoch}, refused as {self.letter.reason}"
+        told = [*moved(self.done)]
+        yield from told
+        if not told:
+            counted = ", ".join(f"{name} {count}" for name, count in self.done.counts.items()) or "nothing"
+            yield f"nothing moves; the line of {it.stream} stays at {self.done.linear}; counted as: {counted}"
+
+    def is_settled(self) -> bool:
+        """Whether the state knows all that the record says."""
+        return {*self.done.counts} <= _SETTLED
+
+    def act(self, by: str, why: str) -> Forced:
+        """For the table of acts."""
+        prev, ids, _ = _edges(self.record)
+        return Forced(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
+
+
+def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float) -> Replay:
+    """Try the record on its stream's encoded state (None: there is none); `now` in s. Raises `BadRecord` with why it
+    cannot come again, or would be refused once more."""
+    if letter.value is None:
+        raise BadRecord("gone", letter.gone or "the letter holds no record")
+    if letter.origin[0] != facts_topic:
+        raise BadRecord("wrong_topic", f"it stood on {letter.origin[0]}: say an act again by its verb")
+    record = records.read(letter.value, letter.key, Topic.FACTS)
+    if isinstance(record, records.Join | records.Retire | records.Skip | records.Open):
+        raise BadRecord("not_replayed", "it is true at its place alone: the writer's next start sends a new one")
+    if isinstance(record, records.Rdata) and record.id == "batch":
+        raise BadRecord("not_replayed", "a row without a number moves nothing")
+    states = {} if stored is None else {record.stream: stored}
+    home = 0 if stored is None else (state.decode(stored).home or 0)
+    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
+    effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
+    for bad in effects.rejected:
+        raise BadRecord(bad.reason, "it would be refused again, for what the stream holds now")
+    return Replay(letter, record, effects.streams[0])
+
+
+def _edges(
+    record: records.Rdata | records.Void | records.Position | FactRun,
+) -> tuple[int, list[int], list[Kind]]:
+    """The first `prev`, and of each edge the ID and kind."""
+    if isinstance(record, FactRun):
+        return record.prev, record.ids, [Kind.RDATA if rows else Kind.VOID for rows in record.rows]
+    assert isinstance(record.id, int)
+    if isinstance(record, records.Rdata) and not isinstance(record.prev, int):
+        return record.id - 1 if record.id > 0 else record.id + 1, [record.id], [Kind.RDATA]
+    assert isinstance(record.prev, int)
+    return record.prev, [record.id], [records.kind_of(record)]
+
+
+def _packed(record: records.Rdata | records.Void | records.Position | FactRun, now: int) -> PackedRun:
+    prev, ids, kinds = _edges(record)
+    return PackedRun(
+        record.stream,
+        record.writer,
+        record.epoch,
+        Direction.of(ids[-1]),
+        abs(prev),
+        np.abs(np.array(ids, np.int64)).tobytes(),
+        np.array(kinds, np.uint8).tobytes(),
+        np.zeros(len(ids), np.uint32).tobytes(),
+        0,
+        0,
+        now,
+        now,
+    )
+
+
+def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
+    """Applied, where the state that a record was tried on knows all of it by now."""
+    try:
+        return "applied" if tried().is_settled() else "refused"
+    except BadRecord:
+        return "refused"
+
+
+def send_again(acts: Acts, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
+    """Note that a dead letter is replayed, and send its record as it was. Raises `BadRecord` where one did before."""
+    assert trial.letter.value is not None
+    require_topic(connection, topic)
+    noted = acts.note_replay(trial.record.stream, trial.act(by, why), trial.letter.origin)
+    return send_noted(acts, noted, connection, topic, Topic.FACTS, trial.letter.value)
+
+
+def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
+    return "\n".join(as_lines(HEADINGS, [_row(it, replayed, now) for it in letters]))
+
+
+def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
+    topic, partition, offset = it.origin
+    act = replayed.get(it.origin)
+    done = "" if act is None else f"act {act}"
+    return (
+        it.place, f"{aged(now - it.time / 1000)}", it.reason, it.stream, f"{topic}[{partition}] {offset}", done,
+        it.gone or it.detail,
+    )  # fmt: skip
+
+
+def plain(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
+    """For programs. `value` is text, or null where it is none; `value_base64` has its bytes then."""
+    told: dict[str, Any] = {
+        "partition": it.partition,
+        "offset": it.offset,
+        "time": it.time / 1000,
+        "reason": it.reason,
+        "detail": it.detail or None,
+        "gone": it.gone or None,
+        "stream": it.stream,
+        "record": dict(zip(("topic", "partition", "offset"), it.origin, strict=True)),
+        "replayed_by_act": replayed.get(it.origin),
+    }
+    for name, data in (("key", it.key), ("value", it.value)):
+        try:
+            told[name] = None if data is None else data.decode()
+        except UnicodeDecodeError:
+            told |= {name: None, f"{name}_base64": data}
+    return told | {"headers": [[name, value.decode(errors="replace")] for name, value in it.headers]}
+
+
+def to_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
+    """All of a letter; what is the record's own in JSON, so that no terminal obeys it."""
+    told = plain(it, replayed)
+    shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
+    lines = [f"{name}: {told[name]}" for name in shown if told[name] is not None]
+    lines.append("record: {}[{}] {}".format(*it.origin) + f", {aged(now - it.time / 1000)} ago")
+    for name, value in ((it, told.get(f"{it}_base64", told[it])) for it in ("key", "value")):
+        lines += [f"{name}: {msgspec.json.encode(value).decode()}"]
+    lines += [f"header {msgspec.json.encode(header).decode()}" for header in told["headers"]]
+    return "\n".join(lines)
+
+
+LOOKED: Final = 10_000  # letters of each partition that a filter looks at, the newest
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+
+
+class LetterPlace(click.ParamType[tuple[int, int]]):
+    """`OFFSET`, of partition 0, or `PARTITION/OFFSET`, as the list shows it."""
+
+    name = "OFFSET"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        found = re.fullmatch(r"(?:(\d{1,9})/)?(\d{1,18})", str(value))
+        if found is None:
+            self.fail(f"{value!r} is no offset such as 17, or 1/17 of partition 1", param, ctx)
+        return int(found[1] or 0), int(found[2])
+
+
+@click.group("dead-letters", cls=CommandGroup)
+def dead_letters() -> None:
+    """What the pipeline refused, byte for byte: list it, show it, and send it again once after its cause is mended."""
+
+
+@dead_letters.command("list")
+@click.argument("stream", required=False)
+@click.option("--reason", help="Only these.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
+@_as_json
+def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
+    """List the newest dead letters of all streams, or STREAM."""
+    settings = loaded()
+    topic = settings.kafka_dead_letters_topic
+    partitions = Topics(settings.kafka).describe([topic])[topic].partitions
+    most = limit if stream is None and reason is None else LOOKED
+    with _servers(settings) as (kafka, acts):
+        replayed = acts.replays()
+        wanted = [
+            it
+            for it in kafka.newest(range(len(partitions)), most)
+            if stream in (None, it.stream) and reason in (None, it.reason)
+        ][:limit]
+    if as_json:
+        click.echo(as_object({"dead_letters": [plain(it, replayed) for it in wanted]}))
+    else:
+        click.echo(to_table(wanted, replayed, time.time()) if wanted else "no dead letters")
+
+
+@dead_letters.command("show")
+@click.argument("place", type=LetterPlace(), metavar="OFFSET")
+@_as_json
+def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
+    """Show all of the dead letter at OFFSET: why, where the record stood, its key, value and headers."""
+    settings = loaded()
+    with _servers(settings) as (kafka, acts):
+        found, replayed = _letter(kafka, place), acts.replays()
+    click.echo(as_object(plain(found, replayed)) if as_json else to_text(found, replayed, time.time()))
+
+
+@dead_letters.command("replay")
+@click.argument("place", type=LetterPlace(), metavar="OFFSET")
+@answering
+@until_seen
+def letters_replay(
+    place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
+) -> None:
+    """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is mended.
+
+    It is tried on the state first, and not sent where it would be refused again. A JOIN or RETIRE is never sent again.
+    """
+    settings = loaded()
+    topic = settings.kafka_facts_topic
+    with Postgres(PostgresConfig(settings.postgres)) as postgres, _servers(settings) as (kafka, noted):
+        postgres.check_readable()
+        letter = _letter(kafka, place)
+
+        def tried() -> Replay:
+            return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time())
+
+        trial = tried()
+        for line in trial.told():
+            click.echo(line, err=as_json)
+        if trial.is_settled():
+            raise CommandFailed("the stream knows all that it says: there is nothing to replay")
+        if (act := noted.replays().get(letter.origin)) is not None:
+            raise CommandFailed(f"act {act} has sent this record again before")
+        if dry_run:
+            if as_json:
+                click.echo(as_object({"would": [*trial.told()], "outcome": None}))
+            return
+        confirmed(letter.place, "the offset", yes=yes)
+        sent = send_again(noted, settings.kafka, topic, trial, by, why)
+        click.echo(sent.told(), err=as_json)
+        found = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
+        stored = postgres.states([letter.stream]).get(letter.stream)
+    now = {
+        "not seen": f"no batch has read it within {wait:g} s; it will be counted when the pipeline reads it",
+        "refused": "the pipeline refused it again: look at the newest dead letters",
+        "applied": "applied: " + ("" if stored is None else standing(stored, trial.record.writer)),
+    }[found]
+    if as_json:
+        click.echo(as_object({"would": [*trial.told()], **sent.plain(), "outcome": found, "result": now}))
+    else:
+        click.echo(now)
+    if found != "applied":
+        raise SystemExit(NOT_SEEN if found == "not seen" else 1)
+
+
+@contextmanager
+def _servers(settings: "Settings") -> Iterator[tuple[Letters, Acts]]:
+    kafka = settings.kafka
+    config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer())
+    with session_of(settings.postgres, "tidemark act") as session, Letters(config) as letters:
+        yield letters, Acts(session)
+
+
+def _letter(kafka: Letters, place: tuple[int, int]) -> DeadLetter:
+    found = kafka.at(*place)
+    if found is None:
+        raise CommandFailed(f"there is no dead letter at offset {place[1]} of partition {place[0]}")
+    return found

@@ -1,0 +1,70 @@
+"""`tidemark wait` and `tidemark listen`: positions as a reader gets them."""
+
+import json
+import math
+import re
+import shlex
+from functools import partial
+
+import click
+
+from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
+from tidemark.app.connections import host_port
+from tidemark.app.lines import client
+from tidemark.app.tls_listener import trusting
+from tidemark.common.errors import NotReached, Reject, StreamNotKnown
+
+
+@click.command("wait", cls=OurCommand)
+@click.argument("stream")
+@click.argument("token")
+@click.option("--writer", help="TOKEN is an ID of this writer; without it one ID stands for all up to it.")
+@click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
+    """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID): exit code 1 where it is not in time.
+
+    2 where there is no such stream, or TOKEN is none of it.
+    """
+    settings = loaded()
+    from tidemark.sinks.reader.positions import Positions
+
+    until = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
+    if writer is not None and isinstance(until, str):
+        raise click.UsageError("with --writer, TOKEN is an ID")
+    with Positions(settings.redis, settings.postgres()) as positions:
+        try:
+            stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
+        except (Reject, NotReached) as problem:
+            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.stands is None):
+                raise CommandStopped(no_stream(stream)) from None
+            if isinstance(problem, Reject):
+                raise CommandStopped(str(problem)) from None
+            raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` tells who holds it") from None
+    if as_json:
+        found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}
+        click.echo(json.dumps(found))
+    else:
+        click.echo(f"{stream} stands at {stands.token}")
+
+
+@click.command("listen", cls=OurCommand)
+@click.argument("address", required=False)
+@click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line.")
+@click.option("--server", help="End with exit code 2 where the server has another name.")
+@click.option(
+    "--tls", is_flag=True, help="Over TLS, also without TIDEMARK_SIDECAR_CA_FILE: by the system's authorities."
+)
+def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
+    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_LINES_LISTEN)."""
+    settings = loaded()
+    try:
+        where = host_port(address or settings.lines_listen)
+    except ValueError as problem:
+        raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
+    show = client.as_json if as_json else str if settings.no_color else client.coloured
+    trust = partial(trusting, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
+    for command in client.Listening(where, server, trust).commands():
+        if client.wanted(command, streams):
+            click.echo(show(command))

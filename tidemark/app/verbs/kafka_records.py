@@ -1,0 +1,216 @@
+"""`tidemark produce`: JSON lines to Kafka under the right key, for trying things by hand.
+
+Every line is checked as the pipeline will check it, so that a mistake shows here and not among the dead letters.
+"""
+
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, BinaryIO, Final
+
+import click
+import msgspec
+from msgspec import Meta
+
+from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.output import clock, printable
+from tidemark.app.settings import Settings
+from tidemark.common.errors import BadRecord
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
+from tidemark.sources.producer import topic_producer
+from tidemark.sources.topics import Topics
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Topic
+
+DELIVERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """What became of the lines; `last` is partition and offset of the record that was acknowledged last."""
+
+    sent: int
+    refused: int
+    last: tuple[int, int] | None
+
+    def summary(self, topic: str) -> str:
+        text = f"{self.sent} record{'' if self.sent == 1 else 's'} sent to {topic}"
+        if self.last is not None:
+            text += f", the last to partition {self.last[0]} at offset {self.last[1]}"
+        return text
+
+
+def produce_lines(
+    connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
+) -> Produced:
+    """Send the good lines and `refuse` the bad ones, each with its number and reason; blank lines count for nothing.
+
+    Raises `TopicMissing` and, where Kafka does not take the records within half a minute, `Unavailable`: some of the
+    lines may have arrived then, and sending all again makes duplicates, which Tidemark counts and passes over.
+    """
+    Topics(connection).describe([topic])
+    producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
+    refused = 0
+    for number, line in enumerate(lines, start=1):
+        value = line.strip()
+        if not value:
+            continue
+        try:
+            stream = records.decode(value).stream
+            records.read(value, stream.encode(), role)
+        except BadRecord as error:
+            refused += 1
+            refuse(f"line {number}: {error}")
+            continue
+        producer.send(stream, value)
+    producer.deliver(DELIVERY_SECONDS)
+    return Produced(producer.delivered, refused, producer.last)
+
+
+LINE: Final = 200  # characters of a record
+
+
+class RecordedLine(msgspec.Struct, omit_defaults=True):
+    topic: str
+    partition: Annotated[int, Meta(ge=0, lt=2**31)]
+    offset: Annotated[int, Meta(ge=0, lt=2**63 - 1)]
+    time: Annotated[int, Meta(ge=-1, lt=2**53)]
+    key: str | None = None
+    value: str | None = None
+    key_base64: str | None = None
+    value_base64: str | None = None
+
+
+_decoder: Final = msgspec.json.Decoder(RecordedLine)
+
+
+def to_line(it: RecordedMessage) -> str:
+    told: dict[str, Any] = {"topic": it.topic, "partition": it.partition, "offset": it.offset, "time": it.time}
+    for name, data in (("key", it.key), ("value", it.value)):
+        if data is None:
+            continue
+        try:
+            told[name] = data.decode()
+        except UnicodeDecodeError:
+            told[f"{name}_base64"] = data
+    return msgspec.json.encode(told).decode()
+
+
+def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
+    """Raises what `refuse` makes of a line that is none of these; empty ones are passed over."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            it = _decoder.decode(line)
+            key, value = (
+                None
+                if text is None and coded is None
+                else (text.encode() if text is not None else b64decode(coded or ""))
+                for text, coded in ((it.key, it.key_base64), (it.value, it.value_base64))
+            )
+        except (ValueError, RecursionError) as problem:
+            raise refuse(f"line {number} is no record as `tidemark tail --json` writes them: {problem}") from None
+        yield RecordedMessage(it.topic, it.partition, it.offset, it.time, key, value)
+
+
+def to_text(it: RecordedMessage) -> str:
+    """In a line for people."""
+    what = "no record"
+    with suppress(BadRecord):
+        record = records.decode(it.value)
+        what = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
+    value = (it.value or b"").decode(errors="replace")
+    cut = "..." if len(value) > LINE else ""
+    when = clock(datetime.fromtimestamp(max(it.time, 0) / 1000, UTC))
+    return f"{when} {it.topic}/{it.partition} {it.offset} {printable(what)}: {printable(value[:LINE])}{cut}"
+
+
+@click.command("produce", cls=OurCommand)
+@click.argument("file", type=click.File("rb"), default="-")
+@click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")
+def produce(file: BinaryIO, *, control: bool) -> None:
+    """Send JSON lines from FILE (or standard input) to Kafka, each under the key that it must have.
+
+    Bad lines are named and left out; then the exit code is 1.
+    """
+    settings = loaded()
+    topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
+    role = Topic.CONTROL if control else Topic.FACTS
+    produced = produce_lines(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
+    click.echo(produced.summary(topic))
+    if produced.refused:
+        raise SystemExit(1)
+
+
+@click.command("tail", cls=OurCommand)
+@click.argument("stream", required=False)
+@click.option("--last", type=click.IntRange(0), default=10, show_default=True, help="So many of each partition first.")
+@click.option("--all", "everything", is_flag=True, help="All that retention kept, in place of the last.")
+@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object per line, as `tidemark replay` reads them.")
+def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_json: bool) -> None:
+    """Show the records of all streams (or STREAM) on the facts and the control topic as they lie in Kafka.
+
+    `tidemark tail --all --json > FILE` records them.
+    """
+    settings = loaded()
+    show = to_line if as_json else to_text
+    key = None if stream is None else stream.encode()
+    with Recorded(settings.kafka) as kafka:
+        places = topic_bounds(settings, kafka)
+        nexts = {place: low if everything else max(low, high - last) for place, (low, high) in places.items()}
+        shown = 0
+        while True:
+            for place, first in nexts.items():
+                _, end = kafka.bounds(*place)
+                for it in kafka.between(*place, first, end):
+                    if key in (None, it.key):
+                        click.echo(show(it))
+                        shown += 1
+                nexts[place] = max(first, end)
+            if not follow:
+                if stream is not None and not shown:
+                    looked = (
+                        "no record that retention kept" if everything else f"none of the last {last} of each partition"
+                    )
+                    more = (
+                        "`tidemark status` shows all streams"
+                        if everything
+                        else "look farther back with --last or --all"
+                    )
+                    click.echo(f"{looked} is of {stream}; {more}", err=True)
+                return
+            time.sleep(0.5)
+
+
+def topic_bounds(settings: Settings, kafka: Recorded) -> dict[tuple[str, int], tuple[int, int]]:
+    """Topic and partition -> its bounds."""
+    topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
+    return {
+        (topic, partition): kafka.bounds(topic, partition)
+        for topic in (settings.kafka_facts_topic, settings.kafka_control_topic)
+        for partition in range(len(topics[topic].partitions))
+    }
+
+
+def read_file(name: str) -> Iterator[RecordedMessage]:
+    with click.open_file(name, "rb") as lines:
+        yield from from_lines(lines, CommandFailed)
+
+
+def read_topics(settings: Settings, facts: str, most: int) -> Iterator[RecordedMessage]:
+    with Recorded(settings.kafka) as kafka:
+        changed = settings.model_copy(update={"kafka_facts_topic": facts})
+        places = topic_bounds(changed, kafka)
+        count = sum(high - low for low, high in places.values())
+        if count > most:
+            raise CommandFailed(
+                f"there are about {count} records, and --records allows {most}: they are held in memory"
+            )
+        for place, bounds in places.items():
+            yield from kafka.between(*place, *bounds)
