@@ -90,7 +90,8 @@ lint: setup ## Check style, types and the direction of imports
 	$(BIN)/lint-imports
 
 .PHONY: format
-format: setup ## Put the code into its one format
+format: setup ## Put the code into its one format, and write the forms for threads of modules for asyncio
+	$(BIN)/python -m tests.async_to_sync
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

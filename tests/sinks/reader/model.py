@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.sinks.reader.events import Advance, Late, Place
-from tidemark.sinks.reader.redis import parse
+from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
     Answer,
     HistoryFound,
@@ -332,12 +332,12 @@ class StreamModel:
                 found = [it for it in self._advances(name) if beyond(it.id, here)][:left]
                 left -= len(found)
                 chains[name] = (position if left else found[-1].id, found)
-        late = [parse(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
+        late = [parse_entry(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
         lates = [it for it in late if isinstance(it, Late) and it.number > place.late][:most]
         return HistoryFound(chains, lates, more=not left or len(lates) == most)
 
     def _advances(self, name: str) -> list[Advance]:
-        items = [parse(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
+        items = [parse_entry(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
         return [it for it in items if isinstance(it, Advance)]
 
     def _seen(self, entries: list[ListEntry], *, joined: bool, more: bool) -> KeysFound:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Generator
 from contextlib import suppress
 
-from tidemark.sinks.reader.async_positions import until_handed
+from tidemark.sinks.reader.async_positions import run_to_next_value
 from tidemark.sinks.reader.requests import Answer, Driver, Pause, Request
 
 
@@ -24,7 +24,7 @@ def test_a_cancellation_that_a_client_swallows_ends_the_task_all_the_same() -> N
         return None
 
     async def main() -> bool:
-        reading = until_handed(Driver[str](program()), swallow)
+        reading = run_to_next_value(Driver[str](program()), swallow, lambda: False)
         task = asyncio.create_task(reading)
         while answered < 2:
             await asyncio.sleep(0.01)

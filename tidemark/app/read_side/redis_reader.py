@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from tidemark.app.read_side.single_flight import CircuitBreaker, Coalescer
 from tidemark.common.errors import Refused
-from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
+from tidemark.sinks.reader.redis import REMEDIES, queue_commands, read_reply, send_request, translated
 from tidemark.sinks.reader.requests import KeysFound, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import STREAMS, RedisAddress, StreamFault, aclose, sound
 
@@ -72,17 +72,19 @@ class Live:
         except StreamFault as fault:
             return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
         try:
-            return seen(request, answers)
+            return read_reply(request, answers)
         except ResponseError as fault:
             return Refused("Redis", self._where, str(fault), REMEDIES.rights)
 
     async def _at_once(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)
         for request in requests:
-            queue(pipe, request)
+            queue_commands(pipe, request)
         found = await pipe.execute(raise_on_error=False)
         return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(requests))]
 
     async def _each(self, requests: Sequence[RedisRequest]) -> list[Any]:
-        found = await asyncio.gather(*(reply(self.client, request) for request in requests), return_exceptions=True)
+        found = await asyncio.gather(
+            *(send_request(self.client, request) for request in requests), return_exceptions=True
+        )
         return [[each] if isinstance(each, BaseException) else each for each in found]

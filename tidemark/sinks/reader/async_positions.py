@@ -1,8 +1,13 @@
-"""What is published of streams, for asyncio: `AsyncPositions`, of one event loop; otherwise as `sync`."""
+"""Published positions of streams: read them, wait for them, follow what moves them.
+
+The decisions are in `wait` and `follow`.
+
+`positions` is the form for threads. It is generated from this module (`make format`).
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import redis.asyncio
 
@@ -11,7 +16,14 @@ from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
-from tidemark.sinks.reader.redis import TIMEOUT, await_entry, is_filled, is_named, reply, seen, translated
+from tidemark.sinks.reader.redis import (
+    await_entry,
+    is_filled,
+    is_named,
+    open_async_session,
+    read_reply,
+    send_request,
+)
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
@@ -24,25 +36,38 @@ from tidemark.sinks.reader.requests import (
     ReadName,
     ReadNewest,
     Request,
+    async_pause,
 )
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
-from tidemark.sinks.redis.client import RedisAddress, aclose, redis_address
+from tidemark.sinks.reader.wait import (
+    GRACE,
+    MonotonicPositions,
+    Recovering,
+    Standing,
+    WaitConfig,
+    read_positions,
+    target,
+    wait_for_token,
+)
+from tidemark.sinks.redis.client import RedisAddress
 
 R = TypeVar("R")
 
 
 class AsyncPositions:
-    """An async context manager; arguments as of `Positions`. Its methods raise what those of `Positions` raise."""
+    """Published positions, as an async context manager. Any asyncio task of one event loop may call.
+
+    Args:
+        redis: an address (a URL, or `RedisAddress`), or a client of your own, which stays open.
+        dsn: the address of Tidemark's Postgres (role tidemark_reader). With it a follower learns the evidence of
+            advances that Redis no longer lists, and everything works while Redis is down or has lost its data.
+    """
 
     def __init__(self, redis: "str | RedisAddress | redis.asyncio.Redis", dsn: str | None = None) -> None:
-        self._owned = isinstance(redis, str | RedisAddress)
-        self._client: Any = (
-            redis_address(redis).async_client(TIMEOUT) if isinstance(redis, str | RedisAddress) else redis
-        )
+        self._session = open_async_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._seen = LastTold()
-        self._patience = WaitLog()
+        self._monotonic = MonotonicPositions()
+        self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,14 +76,18 @@ class AsyncPositions:
         await self.aclose()
 
     async def aclose(self) -> None:
-        if self._owned:
-            await aclose(self._client)
+        await self._session.aclose()
         if self._history is not None:
             await asyncio.to_thread(self._history.close)
 
     async def get(self, stream: str) -> Standing | Recovering:
-        """The published positions of `stream` now."""
-        return await self._result(Driver[Standing | Recovering](getting(stream)))
+        """The published positions of `stream` now.
+
+        Raises:
+            Unavailable: neither server answers; call again.
+            Refused: a server answers, but not to this user.
+        """
+        return await self._result(Driver[Standing | Recovering](read_positions(stream)))
 
     async def wait(
         self,
@@ -68,99 +97,144 @@ class AsyncPositions:
         timeout: float | None = None,
         grace: float = GRACE,
     ) -> Standing:
-        """Wait until `stream` is complete up to `until`: a token, or an ID (of `writer`, or of all)."""
-        return await self._result(Driver[Standing](waiting(stream, target(until, writer), WaitConfig(timeout, grace))))
+        """Wait until `stream` is complete up to `until`.
 
-    def follow(self, stream: str, mode: Mode = "vector", since: Place | Token | str | None = None) -> "AsyncFollow":
-        """Every advance after `since` (None: after what is published now), each once, joined, in order per writer.
+        Args:
+            stream: the name of the stream.
+            until: a token, or an ID (of `writer`, or of all writers).
+            writer: whose ID `until` is.
+            timeout: seconds; None: no limit.
+            grace: seconds for which a token may be ahead of every ID that Tidemark has read of.
 
-        For one task at a time. A cancelled `anext` loses nothing.
+        Raises:
+            NotReached: after `timeout`.
+            StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
+            TokenFromTheFuture: after `grace`, if `until` is beyond every ID that Tidemark has read of.
+            BadToken: `until` is not a token of this stream.
+            Unavailable: Redis is down at the end of `timeout`.
+            Refused: a server answers, but not to this user.
+        """
+        program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
+        return await self._result(Driver[Standing](program))
+
+    def follow(
+        self,
+        stream: str,
+        mode: Mode = "vector",
+        since: Place | Token | str | None = None,
+        stopping: asyncio.Event | None = None,
+    ) -> "AsyncFollow":
+        """Every advance after `since`, each once, joined, in order per writer. For one asyncio task at a time.
+
+        Waits for servers that are down, and logs that. Raises `Refused`.
+
+        Cancellation: a cancelled `anext` loses nothing.
+
+        Args:
+            stream: the name of the stream.
+            mode: "vector" for advances of writers, "linear" for moves of the linear position.
+            since: where to begin; None: at what is published now.
+            stopping: once set, the iteration ends within about a second.
         """
         since = Token.parse(since) if isinstance(since, str) else since
-        return AsyncFollow(self, Following(stream, mode, since))
+        return AsyncFollow(self, Following(stream, mode, since), stopping or asyncio.Event())
 
-    async def carry_out(self, request: Request) -> Answer:
+    async def carry_out(self, request: Request, stopping: asyncio.Event) -> Answer:
+        """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
         match request:
-            case ReadList() | ReadNewest() | ReadKeys():
-                return self._seen.never_less(request, await self._keys(request))
+            case ReadKeys():
+                return self._monotonic.raise_keys(request.stream, await self._keys(request))
+            case ReadList() | ReadNewest():
+                return await self._keys(request)
             case ReadName(stream):
-                with translated(self._client):
-                    if await is_named(self._client, stream):
+                with self._session.use() as client:
+                    if await is_named(client, stream):
                         return True
-                    filled = bool(await is_filled(self._client))
+                    filled = bool(await is_filled(client))
                 if self._history is None:
                     return not filled
-                return (await asyncio.to_thread(self._history.keys, stream)).linear is not None
+                stored = await asyncio.to_thread(self._history.keys, stream)
+                return stored.linear is not None
             case AwaitEntry():
                 try:
-                    with translated(self._client):
-                        await await_entry(self._client, request)
+                    with self._session.use() as client:
+                        await await_entry(client, request)
                 except Unavailable:
                     if self._history is None:
                         raise
-                    await asyncio.sleep(request.seconds)
+                    await async_pause(stopping, request.seconds)
             case ReadHistory():
                 return None if self._history is None else await asyncio.to_thread(self._history.past, request)
             case Pause(seconds):
-                await asyncio.sleep(seconds)
+                await async_pause(stopping, seconds)
         return None
 
     async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
         try:
-            with translated(self._client):
-                found = seen(request, await reply(self._client, request))
+            with self._session.use() as client:
+                keys = read_reply(request, await send_request(client, request))
         except Unavailable as problem:
             if self._history is None:
                 raise
-            self._patience.pause_after(problem)
+            self._redis_log.pause_after(problem)
         else:
-            self._patience.succeeded()
-            if found.linear is not None or self._history is None:
-                return found
+            self._redis_log.succeeded()
+            if keys.linear is not None or self._history is None:
+                return keys
         return await asyncio.to_thread(self._history.keys, request.stream)
 
     async def _result(self, driver: Driver[R]) -> R:
-        result = await until_handed(driver, self.carry_out)
+        never = asyncio.Event()
+        result = await run_to_next_value(driver, lambda request: self.carry_out(request, never), never.is_set)
         assert result is not None
         return result
 
 
 class AsyncFollow(AsyncIterator[Event]):
-    """An async iterator of events; `place` is what was handed over so far, to go on from in another `follow`."""
+    """An async iterator of events.
 
-    def __init__(self, positions: AsyncPositions, following: Following) -> None:
+    `place` is after the events that were handed over so far: another `follow` can go on from there.
+    """
+
+    def __init__(self, positions: AsyncPositions, following: Following, stopping: asyncio.Event) -> None:
         self._positions = positions
         self._following = following
+        self._stopping = stopping
         self._driver: Driver[Event | CaughtUp] = Driver(following.steps())
 
     @property
     def place(self) -> Place | None:
-        """None while nothing is known of the stream and we began nowhere."""
+        """None while nothing is known of the stream and no `since` was given."""
         return self._following.place
 
     async def __anext__(self) -> Event:
         while True:
-            event = await until_handed(self._driver, self._positions.carry_out)
+            event = await run_to_next_value(
+                self._driver, lambda request: self._positions.carry_out(request, self._stopping), self._stopping.is_set
+            )
             if event is None:
                 raise StopAsyncIteration
             if not isinstance(event, CaughtUp):
                 return event
 
 
-async def until_handed(driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]]) -> R | None:
-    """Carry out requests of the program until it hands a value over; None: the program is over."""
-    task = asyncio.current_task()
-    cancelled = task.cancelling() if task is not None else 0
-    while True:
+async def run_to_next_value(
+    driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]], stopped: Callable[[], bool]
+) -> R | None:
+    """Carry out requests of the program until it hands over a value. None: the program is over, or `stopped()`."""
+    task = asyncio.current_task()  # async only
+    cancelled = task.cancelling() if task is not None else 0  # async only
+    while not stopped():
         step = driver.step()
         if not isinstance(step, Request):
             driver.handed_over()
             return step
-        if task is not None and task.cancelling() > cancelled:
-            raise asyncio.CancelledError  # redis-py swallows one that comes while it gives up a connection
+        if task is not None and task.cancelling() > cancelled:  # async only
+            raise asyncio.CancelledError  # redis-py swallows a cancellation while it gives up a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:
             driver.failed(problem)
         else:
             driver.answered(answer)
+    return None

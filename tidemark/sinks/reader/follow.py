@@ -14,7 +14,7 @@ import structlog
 
 from tidemark.sinks.reader.events import Advance, Event, Late, Place, Reread
 from tidemark.sinks.reader.merge import Joining, LinearEvidence
-from tidemark.sinks.reader.redis import parse
+from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
@@ -179,7 +179,7 @@ class Following:
         if seen.linear is None:
             return
         while True:
-            items = [*map(parse, seen.entries)]
+            items = [*map(parse_entry, seen.entries)]
             if listing.misses(seen, items):
                 yield from self._recall(listing, self._joining)
             yield from self._handed(listing.take(items))

@@ -1,9 +1,15 @@
-"""What is published of streams, for threads; `aio` is for asyncio. The logic of both is in `wait` and `follow`."""
+"""Published positions of streams: read them, wait for them, follow what moves them.
+
+The decisions are in `wait` and `follow`.
+
+This is the form for threads of `async_positions`.
+"""
+
+# Generated from tidemark/sinks/reader/async_positions.py by `make format`: change that module and not this one.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import redis
 
@@ -12,7 +18,14 @@ from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
-from tidemark.sinks.reader.redis import REMEDIES, TIMEOUT, await_entry, is_filled, is_named, reply, seen, translated
+from tidemark.sinks.reader.redis import (
+    await_entry,
+    is_filled,
+    is_named,
+    open_session,
+    read_reply,
+    send_request,
+)
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
@@ -25,31 +38,38 @@ from tidemark.sinks.reader.requests import (
     ReadName,
     ReadNewest,
     Request,
+    pause,
 )
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
-from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
+from tidemark.sinks.reader.wait import (
+    GRACE,
+    MonotonicPositions,
+    Recovering,
+    Standing,
+    WaitConfig,
+    read_positions,
+    target,
+    wait_for_token,
+)
+from tidemark.sinks.redis.client import RedisAddress
 
 R = TypeVar("R")
 
 
 class Positions:
-    """A context manager; any thread may call.
+    """Published positions, as a context manager. Any thread may call.
 
-    `redis` is an address (a URL, or `RedisAddress`) or a client of your own, which stays open; `dsn` is that of
-    Tidemark's Postgres (role tidemark_reader): with it a follower learns the evidence of what Redis no longer lists,
-    and a Redis that is away, or lost its data, is done without.
+    Args:
+        redis: an address (a URL, or `RedisAddress`), or a client of your own, which stays open.
+        dsn: the address of Tidemark's Postgres (role tidemark_reader). With it a follower learns the evidence of
+            advances that Redis no longer lists, and everything works while Redis is down or has lost its data.
     """
 
     def __init__(self, redis: "str | RedisAddress | redis.Redis", dsn: str | None = None) -> None:
-        self._session: RedisSession | _Given = (
-            RedisSession(redis_address(redis), REMEDIES, TIMEOUT)
-            if isinstance(redis, str | RedisAddress)
-            else _Given(redis)
-        )
+        self._session = open_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._seen = LastTold()
-        self._patience = WaitLog()  # only says that Redis is away: Postgres is asked meanwhile
+        self._monotonic = MonotonicPositions()
+        self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     def __enter__(self) -> Self:
         return self
@@ -63,8 +83,13 @@ class Positions:
             self._history.close()
 
     def get(self, stream: str) -> Standing | Recovering:
-        """The published positions of `stream` now. Raises `Unavailable` (call again) and `Refused`."""
-        return self._result(Driver[Standing | Recovering](getting(stream)))
+        """The published positions of `stream` now.
+
+        Raises:
+            Unavailable: neither server answers; call again.
+            Refused: a server answers, but not to this user.
+        """
+        return self._result(Driver[Standing | Recovering](read_positions(stream)))
 
     def wait(
         self,
@@ -74,13 +99,25 @@ class Positions:
         timeout: float | None = None,
         grace: float = GRACE,
     ) -> Standing:
-        """Wait until `stream` is complete up to `until`: a token, or an ID (of `writer`, or of all).
+        """Wait until `stream` is complete up to `until`.
 
-        Raises `NotReached` after `timeout` seconds; after `grace` seconds `StreamNotKnown` where Tidemark has not heard
-        of the stream, and `TokenFromTheFuture` where `until` is beyond every ID that it has heard of; `BadToken`,
-        `Refused`, and `Unavailable` where Redis is away as the time is over.
+        Args:
+            stream: the name of the stream.
+            until: a token, or an ID (of `writer`, or of all writers).
+            writer: whose ID `until` is.
+            timeout: seconds; None: no limit.
+            grace: seconds for which a token may be ahead of every ID that Tidemark has read of.
+
+        Raises:
+            NotReached: after `timeout`.
+            StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
+            TokenFromTheFuture: after `grace`, if `until` is beyond every ID that Tidemark has read of.
+            BadToken: `until` is not a token of this stream.
+            Unavailable: Redis is down at the end of `timeout`.
+            Refused: a server answers, but not to this user.
         """
-        return self._result(Driver[Standing](waiting(stream, target(until, writer), WaitConfig(timeout, grace))))
+        program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
+        return self._result(Driver[Standing](program))
 
     def follow(
         self,
@@ -89,10 +126,15 @@ class Positions:
         since: Place | Token | str | None = None,
         stopping: threading.Event | None = None,
     ) -> "Follow":
-        """Every advance after `since` (None: after what is published now), each once, joined, in order per writer.
+        """Every advance after `since`, each once, joined, in order per writer. For one thread at a time.
 
-        Waits for servers that are away and says so in the log. Ends soon after `stopping` is set. Raises `Refused`.
-        For one thread.
+        Waits for servers that are down, and logs that. Raises `Refused`.
+
+        Args:
+            stream: the name of the stream.
+            mode: "vector" for advances of writers, "linear" for moves of the linear position.
+            since: where to begin; None: at what is published now.
+            stopping: once set, the iteration ends within about a second.
         """
         since = Token.parse(since) if isinstance(since, str) else since
         return Follow(self, Following(stream, mode, since), stopping or threading.Event())
@@ -100,14 +142,19 @@ class Positions:
     def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
         match request:
-            case ReadList() | ReadNewest() | ReadKeys():
-                return self._seen.never_less(request, self._keys(request))
+            case ReadKeys():
+                return self._monotonic.raise_keys(request.stream, self._keys(request))
+            case ReadList() | ReadNewest():
+                return self._keys(request)
             case ReadName(stream):
                 with self._session.use() as client:
                     if is_named(client, stream):
                         return True
                     filled = bool(is_filled(client))
-                return not filled if self._history is None else self._history.keys(stream).linear is not None
+                if self._history is None:
+                    return not filled
+                stored = self._history.keys(stream)
+                return stored.linear is not None
             case AwaitEntry():
                 try:
                     with self._session.use() as client:
@@ -115,36 +162,39 @@ class Positions:
                 except Unavailable:
                     if self._history is None:
                         raise
-                    stopping.wait(request.seconds)
+                    pause(stopping, request.seconds)
             case ReadHistory():
                 return None if self._history is None else self._history.past(request)
             case Pause(seconds):
-                stopping.wait(seconds)
+                pause(stopping, seconds)
         return None
 
     def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
         try:
             with self._session.use() as client:
-                found = seen(request, reply(client, request))
+                keys = read_reply(request, send_request(client, request))
         except Unavailable as problem:
             if self._history is None:
                 raise
-            self._patience.pause_after(problem)
+            self._redis_log.pause_after(problem)
         else:
-            self._patience.succeeded()
-            if found.linear is not None or self._history is None:
-                return found
+            self._redis_log.succeeded()
+            if keys.linear is not None or self._history is None:
+                return keys
         return self._history.keys(request.stream)
 
     def _result(self, driver: Driver[R]) -> R:
         never = threading.Event()
-        result = until_handed(driver, lambda request: self.carry_out(request, never), never.is_set)
+        result = run_to_next_value(driver, lambda request: self.carry_out(request, never), never.is_set)
         assert result is not None
         return result
 
 
 class Follow(Iterator[Event]):
-    """An iterator of events; `place` is what was handed over so far, to go on from in another `follow`."""
+    """An iterator of events.
+
+    `place` is after the events that were handed over so far: another `follow` can go on from there.
+    """
 
     def __init__(self, positions: Positions, following: Following, stopping: threading.Event) -> None:
         self._positions = positions
@@ -154,12 +204,12 @@ class Follow(Iterator[Event]):
 
     @property
     def place(self) -> Place | None:
-        """None while nothing is known of the stream and we began nowhere."""
+        """None while nothing is known of the stream and no `since` was given."""
         return self._following.place
 
     def __next__(self) -> Event:
         while True:
-            event = until_handed(
+            event = run_to_next_value(
                 self._driver, lambda request: self._positions.carry_out(request, self._stopping), self._stopping.is_set
             )
             if event is None:
@@ -168,8 +218,10 @@ class Follow(Iterator[Event]):
                 return event
 
 
-def until_handed(driver: Driver[R], carry_out: Callable[[Request], Answer], stopped: Callable[[], bool]) -> R | None:
-    """Carry out requests of the program until it hands a value over; None: it is over, or we are to stop."""
+def run_to_next_value(
+    driver: Driver[R], carry_out: Callable[[Request], Answer], stopped: Callable[[], bool]
+) -> R | None:
+    """Carry out requests of the program until it hands over a value. None: the program is over, or `stopped()`."""
     while not stopped():
         step = driver.step()
         if not isinstance(step, Request):
@@ -182,18 +234,3 @@ def until_handed(driver: Driver[R], carry_out: Callable[[Request], Answer], stop
         else:
             driver.answered(answer)
     return None
-
-
-class _Given:
-    """A client that is not ours, in the place of a `RedisSession`."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    @contextmanager
-    def use(self) -> Iterator[Any]:
-        with translated(self._client):
-            yield self._client
-
-    def close(self) -> None:
-        """It stays open."""

@@ -1,7 +1,9 @@
-"""The loop of a service that reads a table along with its stream, for threads; `aio_loop` has the asyncio form.
+"""The loop of a service that reads a table along with its stream. The decisions are in `read_loop`.
 
-The logic of both is in `read`.
+This is the form for threads of `async_reader`.
 """
+
+# Generated from tidemark/sinks/reader/async_reader.py by `make format`: change that module and not this one.
 
 import os
 import threading
@@ -15,7 +17,7 @@ from tidemark.common.session_settings import BACKEND, SessionConnection, unprepa
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.positions import Positions, until_handed
+from tidemark.sinks.reader.positions import Positions, run_to_next_value
 from tidemark.sinks.reader.read_loop import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -36,10 +38,12 @@ Connection = psycopg.Connection[TupleRow]
 class Reader(Iterator[ReadBatch[Connection]]):
     """A context manager and an iterator of batches, for one thread.
 
-    What is done with a batch is committed when the next one is asked for, and only then: a loop that is left by
-    `break` or by an error gives the batch in hand back, effects and all. Ends between two batches once `stopping` is
-    set. Waits for servers that are away and says so in the log. Raises `Refused`, `ReaderModeChanged`, `LateUnknown`,
-    `LateNeedsWriter`, and whatever psycopg raises of a statement that the database does not understand.
+    The effects of a batch are committed when the next batch is asked for, and only then. A loop that is left by `break`
+    or by an error rolls back the batch in hand, with its effects. The loop ends between two batches once `stopping` is
+    set. The reader waits for servers that are down, and logs that.
+
+    Raises `Refused`, `ReaderModeChanged`, `LateUnknown`, `LateNeedsWriter`, and whatever psycopg raises of a statement
+    that the database does not understand.
     """
 
     def __init__(
@@ -57,11 +61,20 @@ class Reader(Iterator[ReadBatch[Connection]]):
         primary: str | None = None,
         stopping: threading.Event | None = None,
     ) -> None:
-        """`name` is that of the place; every copy of a service uses the same, and they take turns.
+        """Raises `BadSetting`.
 
-        `source` is the address of the database with the backing `table`, `effects` that of the reader's own; where
-        `source` is a replica, `primary` is that of its primary. `since` is where a new reader begins. A batch has at
-        most `rows` rows, unless one fact has more. Raises `BadSetting`.
+        Args:
+            positions: where positions are read.
+            stream: the name of the stream.
+            table: the backing table of the stream.
+            name: the name of the stored place. Every copy of a service uses the same name, and they take turns.
+            source: the address of the database with the backing table.
+            effects: the address of the reader's own database.
+            mode: "linear", or "vector" to read the rows of each writer as soon as its position passes them.
+            since: where a new reader begins.
+            rows: how many rows a batch has at most, unless one fact has more.
+            primary: the address of the primary, if `source` is a replica.
+            stopping: once set, the loop ends between two batches.
         """
         self._positions = positions
         self._databases = Databases(source, effects, primary)
@@ -76,6 +89,7 @@ class Reader(Iterator[ReadBatch[Connection]]):
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, Connection] = {}
         self._transaction: psycopg.Transaction | None = None
+        self._is_restarted = False
 
     def __enter__(self) -> Self:
         return self
@@ -84,22 +98,21 @@ class Reader(Iterator[ReadBatch[Connection]]):
         self.close()
 
     def close(self) -> None:
-        """Give back what was not committed. Who goes on with the reader begins at the place that is kept."""
+        """Roll back what was not committed. Whoever continues with the reader begins at the stored place."""
         self._drop()
         self._begin()
 
     def _drop(self) -> None:
-        # Those of the process that we are a fork of stay open: closing them would end its own.
+        self._transaction = None
+        # The sessions of the parent process stay open after a fork: closing them here would end the parent's.
         if self._process == os.getpid():
             for session in self._sessions.values():
                 session.close()
-        self._transaction = None
         self._sessions.clear()
 
     def __iter__(self) -> Self:
-        """A loop that was left by an error, and is begun again, does not commit what it had half done."""
-        if self._transaction is not None:
-            self.close()
+        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done."""
+        self._is_restarted = self._transaction is not None
         return self
 
     @property
@@ -115,7 +128,9 @@ class Reader(Iterator[ReadBatch[Connection]]):
     def __next__(self) -> ReadBatch[Connection]:
         if self._process != os.getpid():
             self._begin()
-        portion = until_handed(self._driver, self._carry_out, self._stopped)
+        if self._is_restarted:
+            self.close()
+        portion = run_to_next_value(self._driver, self._carry_out, self._stopped)
         if portion is None:
             raise StopIteration
         table, ledger = self._config.table, self._reading.ledger
@@ -126,16 +141,25 @@ class Reader(Iterator[ReadBatch[Connection]]):
 
     def _carry_out(self, request: Request) -> Answer:
         match request:
+            case RunSql() | BeginTransaction() | CommitTransaction():
+                return self._on_databases(request)
+            case CloseSessions():
+                self._drop()
+                return None
+            case _:
+                return self._positions.carry_out(request, self._stopping)
+
+    def _on_databases(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
+        match request:
             case RunSql(role, statement):
-                with (
-                    self._databases.translated(role, self._sessions),
-                    self._session(role).cursor(row_factory=dict_row) as cursor,
-                ):
-                    cursor.execute(statement)
-                    try:
-                        return cursor.fetchall() if cursor.description else []
-                    except Exception as error:
-                        raise unreadable(cursor, request, error) from error
+                with self._databases.translated(role, self._sessions):
+                    session = self._session(role)
+                    with session.cursor(row_factory=dict_row) as cursor:
+                        cursor.execute(statement)
+                        try:
+                            return cursor.fetchall() if cursor.description else []
+                        except Exception as error:
+                            raise unreadable(cursor, request, error) from error
             case BeginTransaction():
                 with self._databases.translated("place", self._sessions):
                     transaction = psycopg.Transaction(self._session("place"))
@@ -146,25 +170,22 @@ class Reader(Iterator[ReadBatch[Connection]]):
                 transaction, self._transaction = self._transaction, None
                 with self._databases.translated("place", self._sessions):
                     transaction.__exit__(None, None, None)
-            case CloseSessions():
-                self._drop()
-            case _:
-                return self._positions.carry_out(request, self._stopping)
         return None
 
     def _session(self, role: Role) -> Connection:
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)
-                if role == "place":  # the batch's connection: its settings are those of the database
-                    made = psycopg.connect(conninfo, autocommit=True)
-                    unprepared_where_pooled(made, made.execute(BACKEND).fetchone())
+                if role == "place":  # the connection of the batch: its settings are those of the database
+                    connection = psycopg.Connection.connect(conninfo, autocommit=True)
+                    backend = connection.execute(BACKEND)
+                    unprepared_where_pooled(connection, backend.fetchone())
                 else:
-                    made = SessionConnection.open(conninfo)
+                    connection = SessionConnection.open(conninfo)
             except psycopg.OperationalError as error:
                 if role not in self._trusted:
                     self._databases.refuse(role, error)
                 raise
-            self._sessions[role] = made
+            self._sessions[role] = connection
             self._trusted.add(role)
         return self._sessions[role]

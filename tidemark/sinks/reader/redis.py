@@ -17,7 +17,19 @@ from redis.commands import CoreCommands
 
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
-from tidemark.sinks.redis.client import FOREIGN, SENTINEL, STREAMS, Remedies, key, redis_error, whereabouts
+from tidemark.sinks.redis.client import (
+    FOREIGN,
+    SENTINEL,
+    STREAMS,
+    RedisAddress,
+    RedisSession,
+    Remedies,
+    aclose,
+    key,
+    redis_address,
+    redis_error,
+    whereabouts,
+)
 from tidemark.streaming.values.limits import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
@@ -27,6 +39,51 @@ REMEDIES = Remedies(
     transport="check that the Redis address begins with rediss, its host name, and the CA file",
     rights="allow the user to read the keys tidemark:* (+@read +multi +exec)",
 )
+
+
+class AsyncSession:
+    """A client for asyncio. `aclose` closes it if it was made here."""
+
+    def __init__(self, client: Any, *, is_owned: bool) -> None:
+        self._client = client
+        self._is_owned = is_owned
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        """The client. Turns what redis-py raises into `Unavailable` (call again) and `Refused`."""
+        with translated(self._client):
+            yield self._client
+
+    async def aclose(self) -> None:
+        if self._is_owned:
+            await aclose(self._client)
+
+
+class CallersSession:
+    """A client for threads that belongs to the caller, in the form of a `RedisSession`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        with translated(self._client):
+            yield self._client
+
+    def close(self) -> None:
+        """The client stays open."""
+
+
+def open_async_session(redis: "str | RedisAddress | redis.asyncio.Redis") -> AsyncSession:
+    if isinstance(redis, str | RedisAddress):
+        return AsyncSession(redis_address(redis).async_client(TIMEOUT), is_owned=True)
+    return AsyncSession(redis, is_owned=False)
+
+
+def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | CallersSession:
+    if isinstance(redis, str | RedisAddress):
+        return RedisSession(redis_address(redis), REMEDIES, TIMEOUT)
+    return CallersSession(redis)
 
 
 @contextmanager
@@ -47,7 +104,7 @@ def _evidence(*counts: str) -> Evidence:
     return Evidence(*map(int, counts))
 
 
-def parse(entry: ListEntry) -> Advance | Late | None:
+def parse_entry(entry: ListEntry) -> Advance | Late | None:
     """None for a kind that this version does not know."""
     fields = entry.fields
 
@@ -94,7 +151,7 @@ return replies
 PAGE = 1000  # entries of a list in one reading: an event loop decodes them in about 15 ms
 
 
-def queue(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
+def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
     """Put the commands on a transaction of either form of redis-py's client."""
     pipe.get(key(request.stream, "linear"))
     pipe.hgetall(key(request.stream, "positions"))
@@ -109,15 +166,15 @@ def queue(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
             pipe.xrevrange(key(stream, "advances"), count=1)
 
 
-def reply(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
+def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
     """The replies to the commands of `request`, all of one moment; for an asyncio client, the coroutine."""
     if not isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         pipe = client.pipeline(transaction=True)
-        queue(pipe, request)
+        queue_commands(pipe, request)
         return pipe.execute()
     # Its transactions for asyncio run on a loop of their own. A script is as much one moment, on the stream's node.
     noted = _Noted()
-    queue(noted, request)
+    queue_commands(noted, request)
     names = dict.fromkeys(command[1] for command in noted.commands)
     return client.eval(_AT_ONCE, len(names), *names, msgspec.msgpack.encode(noted.commands))
 
@@ -150,15 +207,15 @@ def await_entry(client: Any, request: AwaitEntry) -> Any:
     return client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
-def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
     """Raises redis-py's `ResponseError` where the keys hold what is not ours."""
     try:
-        return _seen(request, reply)
+        return _read_reply(request, reply)
     except ValueError as error:
         raise redis.ResponseError(f"stream {request.stream}: its keys hold what is no number: {error}") from None
 
 
-def _seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
     linear, positions, late, allocated, listed = reply
     entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"

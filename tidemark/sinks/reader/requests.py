@@ -1,10 +1,14 @@
-"""Requests of a program to its shell, the answers, and the driver between the two. Values only, no sockets.
+"""Requests of a program, their answers, and the driver of a program. No sockets.
 
-A program (a generator) decides, and touches neither a socket nor a clock's wait; a shell (`sync` for threads, `aio` for
-asyncio) carries out its requests. So both forms of the library share one piece of logic.
+A program is a generator that decides what to do and yields requests. `async_positions` and `async_reader` carry the
+requests out, for asyncio; `positions` and `reader`, which are generated from them, do so for threads. So both forms
+share every decision.
 """
 
+import asyncio
+import threading
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,7 +31,7 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step of I/O that a shell can carry out, as often as it likes."""
+    """One step of I/O, which may be carried out any number of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class KeysFound:
     """
 
     linear: int | None
-    positions: dict[str, int]
+    positions: Mapping[str, int]
     late: int = 0
     allocated: int | None = None
     entries: Sequence[ListEntry] = ()
@@ -152,7 +156,7 @@ Answer = KeysFound | HistoryFound | list[Row] | bool | None
 
 
 def patiently(request: Request) -> Generator[Request, Answer, Answer]:
-    """Repeat the request until it does not fail with `Unavailable`, which the shell throws into the program."""
+    """Repeat the request until it does not fail with `Unavailable`."""
     patience = WaitLog()
     while True:
         try:
@@ -175,9 +179,9 @@ R = TypeVar("R")
 
 
 class Driver(Generic[R]):
-    """`step` is the program's current request or value; it stays until the shell reports what came of it.
+    """`step` is the program's current request or value. It stays until `answered`, `failed` or `handed_over` is called.
 
-    So a shell that was interrupted in the middle of a request carries it out again.
+    So a request that was interrupted is carried out again.
     """
 
     def __init__(self, program: Generator[Request | R, Answer, None]) -> None:
@@ -200,3 +204,14 @@ class Driver(Generic[R]):
     def failed(self, problem: Unavailable) -> None:
         self._step = None
         self._step = self._program.throw(problem)
+
+
+async def async_pause(stopping: asyncio.Event, seconds: float) -> None:
+    """Return after `seconds`, or once `stopping` is set."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stopping.wait(), seconds)
+
+
+def pause(stopping: threading.Event, seconds: float) -> None:
+    """`async_pause` for threads."""
+    stopping.wait(seconds)

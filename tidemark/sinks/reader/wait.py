@@ -13,9 +13,7 @@ from tidemark.sinks.reader.requests import (
     KeysFound,
     Pause,
     ReadKeys,
-    ReadList,
     ReadName,
-    ReadNewest,
     Request,
 )
 from tidemark.sinks.reader.token import Token
@@ -71,29 +69,57 @@ def standing(stream: str, seen: KeysFound) -> Standing | Recovering:
     return Standing(stream, seen.linear, seen.positions, seen.allocated)
 
 
-class LastTold:
-    """The positions that were told last: a Redis that lost its last writes tells less, and Postgres more than Redis."""
+class MonotonicPositions:
+    """The farthest positions that were given out for each stream: what is given out never goes back (Rule 2).
+
+    Redis may lose its last writes or be restored from an older copy. Postgres may be ahead of Redis. For one thread.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[str, KeysFound] = {}
+        self._farthest: dict[str, Published] = {}
 
-    def never_less(self, request: ReadList | ReadNewest | ReadKeys, found: KeysFound) -> KeysFound:
-        """What was found, with no position below what was told before (docs/design.md, rule 2). Of a list the positions
-        belong together with its entries, and who follows it looks for himself."""
-        before = self._last.get(request.stream)
-        if not isinstance(request, ReadKeys) or found.linear is None:
-            return found
-        if before is not None and before.linear is not None:
-            found = replace(
-                found,
-                linear=farther(found.linear, before.linear),
-                positions={name: farther(at, before.positions.get(name, at)) for name, at in found.positions.items()},
+    def raise_published(self, stream: str, found: "Published") -> "Published":
+        """`found`, with no position below what was given out before.
+
+        A writer that `found` does not list is left out once the linear position has passed it: that changes no token.
+        """
+        before = self._farthest.get(stream)
+        if before is not None:
+            linear = farther(found.linear, before.linear)
+            vector = {name: farther(id, before.vector.get(name, id)) for name, id in found.vector.items()} | {
+                name: id for name, id in before.vector.items() if name not in found.vector and beyond(id, linear)
+            }
+            found = Published(
+                linear,
+                before.vector if vector == before.vector else vector,  # one object: it may have many thousand writers
+                max(found.late, before.late),
+                before.allocated
+                if found.allocated is None or beyond(before.allocated or 0, found.allocated)
+                else found.allocated,
             )
-        self._last[request.stream] = found
+        self._farthest[stream] = found
         return found
 
+    def raise_keys(self, stream: str, keys: KeysFound) -> KeysFound:
+        """`raise_published` for the keys of a stream in Redis. Unknown positions stay unknown."""
+        if keys.linear is None:
+            return keys
+        farthest = self.raise_published(stream, Published(keys.linear, keys.positions, keys.late, keys.allocated))
+        return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
-def getting(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The published positions of a stream. `late` is the number of the newest late completion; `allocated` is the
+    highest ID that any record of the stream named, None if that is not known."""
+
+    linear: int
+    vector: Mapping[str, int]
+    late: int
+    allocated: int | None
+
+
+def read_positions(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
     """Gives one `Standing` or `Recovering`."""
     seen = yield ReadKeys(stream)
     assert isinstance(seen, KeysFound)
@@ -110,7 +136,7 @@ class WaitConfig:
     grace: float
 
 
-def waiting(
+def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | Standing, Answer, None]:
     """Gives a `Standing` that has reached `token`. Raises `NotReached`, `TokenFromTheFuture` and, where Redis is away
