@@ -26,14 +26,6 @@ from tidemark.streaming.wire.records import LIVING, Kind, Timeline, Topic
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, PackedRuns, Packet
 
 STREAM = "events"
-STATE_OF_FORMAT_5 = bytes.fromhex(
-    "dc001205010007c40c010900000000000000010101909001c00792c43a12000000000700000000000000070000000000000000000000"
-    "0000000015000000000c000000000000000c000000000000000000000000000000c4279aa2773101950700909090c09000c0c201c09a"
-    "a2773201950c00909192000790c09000c0c201c0c000000380919ba2773301070a01010709cd07d0c4209aa27733019507009198090a"
-    "0100000001cd07d09192000790c09000c0c201c0c292c41d160000000007000000000000000700000000000000e803000000000000c4"
-    "169aa17201950700909192000790cd03e89000c0c201c0"
-)
-"""Of a stream where w1 is silent at 7 and w3 waits above a gap."""
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 Taken = tuple[int, int, tuple[Topic, int], bytes | None, bytes | None]
 """Offset, time (ms), topic and partition, key and value of a record."""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.builders import (
-    STATE_OF_FORMAT_5,
     STREAM,
     Record,
     Sent,
@@ -355,14 +354,6 @@ def test_writers_that_are_to_be_packed_are_left_to_the_state_machine() -> None:
     twins = two_writers()
     with packing(1):
         assert [twins.send(rdata("a", id, id - (2 if id == 5 else 1), 1)) for id in (5, 6)] == [0, 0]
-
-
-def test_a_state_of_an_older_format_is_left_to_the_state_machine() -> None:
-    """It becomes one of today's by that."""
-    twins = Twins()
-    for shard in (twins.shard, twins.slow):
-        shard.states = {STREAM: STATE_OF_FORMAT_5}
-    assert twins.send(rdata("w1", 8, 7, 1)) == 0
 
 
 def test_retired_writers_are_passed_by_until_one_is_to_be_forgotten() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.streaming.builders import (
     FACTS,
-    STATE_OF_FORMAT_5,
     STREAM,
     Shard,
     forced,
@@ -103,57 +102,8 @@ def test_a_stream_without_gaps_has_a_small_state_whatever_it_has_seen() -> None:
     assert len(shard.states[STREAM]) <= 100  # of which 10 are what the JOINs said
 
 
-def test_a_state_of_format_1_is_read() -> None:
-    """Written by the version before: writer a was set back from 3 to 1, and (2, 3] and (6, 7] came again."""
-    old = bytes.fromhex(
-        "9701010003919206079298a16102930300919806070100000001cd07d0c09192010303930100929802030100000001cd07d0980607010000"
-        "0001cd07d0c298a1620193030090c09000c0c290"
-    )
-    stream = state.decode(old)
-    a, b = stream.writers["a"], stream.writers["b"]
-    assert (a.position, a.chain.position, [*a.chain.gaps()]) == (3, 1, [(1, 2, 2000), (3, 6, 2000)])
-    assert (b.position, stream.line.position, stream.timeline) == (3, 3, 1)
-    shard = Shard({STREAM: old}, next_offset=20, now=3000)
-    shard.feed(rdata("a", 2, 1, epoch=2), rdata("a", 6, 3, epoch=2))
-    assert (shard.positions, shard.linear) == ({"a": 7, "b": 3}, 3)
-
-
-def test_a_state_of_format_2_is_read() -> None:
-    """Written by the version before: a waits, b has retired at 4, and c is unknown."""
-    old = bytes.fromhex(
-        "990201000092920103920809929aa16101940000919801020100000001cd03e890c09000c0c201c09aa162019404009092920002920304cd"
-        "03e89000c0c201c09196a1630194ff00919808090100000001cd03e890cd03e8c0c201c0"
-    )
-    shard = Shard({STREAM: old}, next_offset=20, now=2000)
-    assert state.decode(state.encode(shard.stream())).writers["b"].retired == 1000
-    shard.feed(forced(retire("c", 9)), retire("a", 2))
-    assert (shard.positions, shard.linear) == ({"a": 2, "b": 4, "c": 9}, 9)
-
-
-def test_a_state_of_format_6_is_read() -> None:
-    """Written by the version before: w1 waits at 11, w2 has retired at 9, and what writers declared to be without facts
-    and what completed beyond the line were packed otherwise."""
-    old = bytes.fromhex(
-        "dc001306010002c40c010400000000000000020402929ba2773101950b00909192010290c09000c0c201c00a9ba277330195000091980a0c"
-        "0100000001cd07d09090c09000c0c201c0089001c009c0c00000028090919202cd07d092c41d180000000009000000000000000900000000"
-        "000000d007000000000000c4189ba2773201950900909192050990cd07d09000c0c201c009"
-    )
-    stream = state.decode(old)
-    assert [*stream.line.completed] == [(4, 6), (10, 12)]
-    assert {name: [*it.chain.empty] for name, it in stream.writers.items()} == {
-        "w1": [(1, 2)],
-        "w2": [(5, 9)],
-        "w3": [],
-    }
-    assert state.encode(state.decode(state.encode(stream))) == state.encode(stream)
-    shard = Shard({STREAM: old}, next_offset=20, now=3000)
-    assert shard.feed(rdata("w1", 2, 1, epoch=1)).late
-    shard.feed(rdata("w3", 10, 0, epoch=1))
-    assert (shard.positions, shard.linear) == ({"w1": 11, "w2": 9, "w3": 12}, 12)
-
-
 def test_retired_writers_are_given_apart_when_they_change() -> None:
-    """Rule 8: it goes along where it changed, and where it is not kept apart yet, as with a state of format 3."""
+    """Rule 8: a batch gives the table of retired writers only if it has changed."""
     shard = Shard()
     assert shard.feed(join("a", 0), join("b", 0)).retired is None
     done = shard.feed(retire("b", 0))
@@ -163,43 +113,7 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     assert shard.feed(rdata("a", 1, epoch=1)).retired is None
     for parts in (state.homeless(shard.states[STREAM]), state.doubtful(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
-    *fields, table = msgspec.msgpack.decode(shard.states[STREAM])
-    older = Shard({STREAM: msgspec.msgpack.encode([3, *fields[1:11], table, *fields[12:17]])}, next_offset=9, now=9000)
-    assert older.feed(rdata("a", 2, epoch=1)).retired == done.retired
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
-
-
-def test_a_state_of_format_4_is_read() -> None:
-    """Written by the version before: a waits, and its 7 was refused for want of room; b has retired, c is unknown."""
-    old = bytes.fromhex(
-        "dc00120401000093920203920405920809909196a1630194ff00919808090100000001cd03e890cd03e8c0c201c004c0c000000180919aa1"
-        "6101000502020002cd03e8c4269aa16101940007929802030100000001cd03e89804050100000001cd03e890c09000c0c201c092c41d1500"
-        "00000004000000000000000400000000000000e803000000000000c4159aa162019404009091920004cd03e89000c0c201c0"
-    )
-    shard = Shard({STREAM: old}, next_offset=20, now=2000)
-    assert summarize(shard.stream()).put_off == []
-    shard.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4)), forced(retire("c", 9)))
-    assert (shard.positions, shard.linear) == ({"a": 5, "b": 4, "c": 9}, 5)
-    (move,) = shard.feed(join("a", 9, epoch=2)).advances
-    assert (move.unseen, move.empty) == (2, 2)
-
-
-def test_a_state_of_format_5_is_read() -> None:
-    """Written by the version before: w1 is silent at 7, w3 waits above a gap. Nobody noted since when the line waits,
-    nor when anybody was last seen; the next batch does.
-    """
-    shard = Shard({STREAM: STATE_OF_FORMAT_5}, next_offset=20, now=2000)
-    before = summarize(shard.stream()).behind
-    assert before is not None
-    assert [(it.writer, it.reason, it.since, it.seen) for it in before.holders] == [
-        ("w1", "silent", 2000, 0),
-        ("w3", "gap", 2000, 0),
-    ]
-    after = shard.feed(position("w2", 12, 14, epoch=1)).summary.behind
-    assert after is not None
-    assert (before.ids, after.ids, after.since) == (5, 7, 3000)
-    shard.feed(position("w1", 7, 14, epoch=1), rdata("w3", 9, 7, epoch=1), retire("w3", 14))
-    assert (shard.linear, shard.stream().writers["r"].retired) == (14, 1000)
 
 
 def test_what_was_put_off_comes_back_as_it_went() -> None:

@@ -1,4 +1,4 @@
-"""`tidemark reseed`: the pipeline's next start finds another number of shards, and states in today's format."""
+"""`tidemark reseed`: the pipeline's next start uses another number of shards."""
 
 import json
 import threading
@@ -16,7 +16,6 @@ from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.operators import EVERY_STREAM, Acts
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
-from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Forced
 
 PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up sooner
@@ -24,18 +23,16 @@ PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up soo
 
 @dataclass(frozen=True, slots=True)
 class Reseed:
-    """`older` counts states of an earlier format; `before` is None where no pipeline has run yet. `act` is its number
-    in `tidemark acts`; None for a dry run."""
+    """`before` is None if no pipeline has run yet. `act` is its number in `tidemark acts`; None for a dry run."""
 
     streams: int
-    older: int
     before: int | None
     shards: int
     act: int | None = None
 
     def to_text(self) -> str:
         """What it does, or did."""
-        lines = [f"streams that are seeded from Postgres: {self.streams}, of them {self.older} in an older format"]
+        lines = [f"streams that are seeded from Postgres: {self.streams}"]
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} in place of {self.before}")
         if self.act is not None:
@@ -44,18 +41,19 @@ class Reseed:
 
 
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
-    """Under the lease; noted before it is done. Raises `OthersFirst` where a pipeline runs, `StateTooNew` where a later
-    Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed."""
+    """Under the lease; noted before it is done.
+
+    Raises `OthersFirst` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed.
+    """
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
         require_successor(postgres.pipeline_version())
         if dry_run:
-            return _found(settings, postgres)[0]
+            return _found(settings, postgres)
         with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
-            found, older = _found(settings, postgres)
+            found = _found(settings, postgres)
             acts = Acts(session)
             noted = acts.note(EVERY_STREAM, Forced("", 0, "RESEED", 0, 0, by, why))
-            postgres.replace_states({stream: state.rewritten(stored) for stream, stored in older.items()})
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
             acts.close(noted, "applied")
@@ -78,11 +76,8 @@ def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
         yield
 
 
-def _found(settings: Settings, postgres: Postgres) -> tuple[Reseed, dict[str, bytes]]:
-    """And the states of an earlier format."""
-    states = postgres.states()
-    older = {stream: stored for stream, stored in states.items() if state.is_older(stored)}
-    return Reseed(len(states), len(older), postgres.remembered().shards, settings.shards), older
+def _found(settings: Settings, postgres: Postgres) -> Reseed:
+    return Reseed(len(postgres.states()), postgres.remembered().shards, settings.shards)
 
 
 @click.command("reseed", cls=OurCommand)
@@ -93,8 +88,7 @@ def _found(settings: Settings, postgres: Postgres) -> tuple[Reseed, dict[str, by
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
-    """Have the pipeline, which is stopped, begin with as many shards as TIDEMARK_SHARDS says, and with states in
-    today's format."""
+    """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS."""
     settings = loaded()
     done = run(settings, by, why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.to_text())

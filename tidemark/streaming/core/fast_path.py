@@ -269,7 +269,7 @@ def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Id
 
 def beside(stored: StoredStream) -> int:
     """The highest that anything but an active writer shows to be given out."""
-    retired = 0 if stored.apart is None else int(columns_of(stored.apart)["chain"].max())
+    retired = 0 if stored.retired is None else int(columns_of(stored.retired)["chain"].max())
     return max(stored.line, retired)
 
 
@@ -333,13 +333,14 @@ def _advanced(plain: Plain, now: int) -> Advanced:
             stored.database,
             stored.ended,
             None,
-            None,
             stored.refused,
             stored.began,
             stored.here,
             transactions,
+            [],
+            [],
         ),
-        stored.apart,
+        stored.retired,
     )
     effects = StreamEffects(
         name,
@@ -369,21 +370,17 @@ def _advance(link: Link, it: StoredWriter, sign: int) -> WriterAdvance:
 
 
 def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
-    empty = it.chain.empty
-    assert isinstance(empty, bytes)  # as all are in a state of today's format
     return StoredWriter(
         it.name,
         it.epoch,
-        StoredChain(link.end, it.chain.refused, [], extended(empty, link.declared, ANNOUNCED_KEPT)),
+        StoredChain(link.end, it.chain.refused, [], extended(it.chain.empty, link.declared, ANNOUNCED_KEPT), []),
         None,
         [],
         it.published,
-        None,
-        doubt=False,
-        timeline=it.timeline,
-        start=it.start,
-        seen=max(it.seen, now),
-        joined=it.joined,
+        it.timeline,
+        it.start,
+        max(it.seen, now),
+        it.joined,
     )
 
 
@@ -395,9 +392,9 @@ class AtRest(NamedTuple):
 
 
 def at_rest(data: bytes) -> AtRest | None:
-    """None for a state of which anything else is to be told, or that is none of today's format."""
+    """None for a state of which anything else is to be told."""
     stored = decode_stored(data)
-    if stored is None or stored.transactions or not _is_plain(stored) or _head(stored) != stored.line:
+    if stored.transactions or not _is_plain(stored) or _head(stored) != stored.line:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
     return AtRest(sign * stored.line, {it.name: sign * it.position for it in stored.writers})
@@ -408,10 +405,10 @@ def _stored(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bound
     if data is None or inbox.facts or inbox.refused or inbox.apart or inbox.control or len(inbox.runs) != 1:
         return None
     stored = decode_stored(data)
-    if stored is None or not _is_plain(stored):
+    if not _is_plain(stored):
         return None
-    if stored.apart is not None:
-        own, retired = bounds.of(name), columns_of(stored.apart)["retired"]
+    if stored.retired is not None:
+        own, retired = bounds.of(name), columns_of(stored.retired)["retired"]
         if len(retired) > own.retired or int(retired.min()) <= now - own.retirement:
             return None
     ((_, partition),) = inbox.runs
@@ -430,7 +427,7 @@ def _slots(stored: StoredStream, names: list[str], first: int) -> list[int]:
 
 def _is_plain(stored: StoredStream) -> bool:
     """Whether all of it is positions of active writers, and what no run changes."""
-    if stored.completed or stored.held or stored.active or stored.retired or stored.waiting or stored.ended is None:
+    if stored.completed or stored.held or stored.active or stored.waiting:
         return False
     for it in stored.writers:  # no generator: a start asks this of each stream, of which there may be a million
         if it.chain.pending or it.chain.put_off or it.retired is not None:
@@ -449,6 +446,5 @@ def _may_go_on(writer: StoredWriter, timeline: int) -> bool:
         not writer.late
         and writer.published <= position
         and writer.timeline == timeline
-        and isinstance(writer.chain.empty, bytes)
         and last_of(writer.chain.empty) <= position
     )

@@ -35,16 +35,12 @@ class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
     since: int
 
 
-def unpacked(stored: bytes | Pairs) -> Intervals:
-    return Intervals.unpack(stored) if isinstance(stored, bytes) else Intervals.of(stored)
-
-
 class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     position: int
     refused: int
     pending: list[_Span]
-    empty: bytes | Pairs = b""  # since format 2; pairs up to format 6
-    put_off: list[tuple[int, int, int]] = []  # since format 5
+    empty: bytes
+    put_off: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
@@ -57,7 +53,7 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
             for it in self.pending
         ]
         put_off = [PutOff(*it) for it in self.put_off]
-        return Chain(self.position, spans, self.refused, unpacked(self.empty), put_off)
+        return Chain(self.position, spans, self.refused, Intervals.unpack(self.empty), put_off)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -66,13 +62,11 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     chain: StoredChain
     retired: int | None
     late: Pairs
-    published: int  # in format 1: up to where the database had gone back
-    again: StoredChain | None  # of format 1: the IDs that came again, in place of a chain that begins again
-    doubt: bool  # up to format 2: whether anything may have been refused of it
-    timeline: int = 1  # since format 2, like what follows
-    start: str | None = None
-    seen: int = 0  # since format 6
-    joined: int = 0  # since format 8
+    published: int
+    timeline: int
+    start: str | None
+    seen: int
+    joined: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "StoredWriter":
@@ -83,12 +77,10 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
             writer.retired,
             list(writer.late),
             writer.published,
-            again=None,
-            doubt=False,
-            timeline=writer.timeline,
-            start=writer.start,
-            seen=writer.seen,
-            joined=writer.joined,
+            writer.timeline,
+            writer.start,
+            writer.seen,
+            writer.joined,
         )
 
     @property
@@ -96,16 +88,16 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return max(self.chain.position, self.published)
 
     def writer(self) -> WriterState:
-        chain, published = self.chain.chain(), self.published
-        if self.again is not None:
-            chain, followed = self.again.chain(), chain
-            published = followed.position
-            chain.adopt(followed, published)
-        if self.doubt:
-            chain.refuse(EVERYTHING)
-        late = Intervals.of(self.late)
         return WriterState(
-            self.epoch, chain, self.retired, late, published, self.timeline, self.start, self.seen, self.joined
+            self.epoch,
+            self.chain.chain(),
+            self.retired,
+            Intervals.of(self.late),
+            self.published,
+            self.timeline,
+            self.start,
+            self.seen,
+            self.joined,
         )
 
 
@@ -125,8 +117,8 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     top: int
     since: int
     row: bytes
-    put_off: bool = False  # since format 5
-    seen: int = 0  # since format 6
+    put_off: bool
+    seen: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
