@@ -15,8 +15,11 @@ def cli_outputs_conform() -> Iterator[None]:
 
     def compared(self: CliRunner, cli: Any, args: Any = None, *rest: Any, **options: Any) -> Result:
         result = invoke(self, cli, args, *rest, **options)
-        if not isinstance(args, str) and "--json" in (args or ()) and cli.name == "main":
-            _compare([*args], result.stdout)
+        if not isinstance(args, str) and "--json" in (args or ()):
+            from tidemark.app.cli import main
+
+            if cli is main:
+                _compare([*args], result.stdout)
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 import pytest
-from jsonschema import Draft202012Validator
+from click.testing import CliRunner
+from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.protocols import Validator
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
@@ -113,3 +114,12 @@ def test_lines_of_tail_conform(value: bytes | None) -> None:
     """Text, no value, and bytes that are no text."""
     message = RecordedMessage("tidemark.facts", 0, 17, 1795284817778, b"orders", value)
     strict_validator("tail").validate(json.loads(kafka_records.to_line(message)))
+
+
+def test_output_of_verbs_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture of `tests/fix_cli_output.py` fails a test in which a verb prints what its schema does not have."""
+    command = main.get_command(click.Context(main), "bundle")
+    assert command is not None
+    monkeypatch.setattr(command, "callback", lambda **_: click.echo('{"file": "x", "parts": [], "problems": 1}'))
+    with pytest.raises(ValidationError, match="1 is not of type 'object'"):
+        CliRunner().invoke(main, ["bundle", "--json"])
