@@ -19,56 +19,25 @@ import structlog
 
 from tidemark.app.eviction import Waiting, crowding
 from tidemark.common.errors import BadSetting
+from tidemark.common.file_watcher import FileWatcher
 
 log = structlog.get_logger(__name__)
 
 CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
-LOOK_EVERY = 1.0  # seconds
 
 
 class Certificate:
-    """The server's side of TLS by two PEM files, which are read again when they change.
+    """The server's side of TLS: a certificate and its key in two PEM files, which are loaded again when they change.
 
-    Raises `BadSetting` where they cannot be used at the start; later, the last pair stays.
+    Raises `BadSetting` if the files cannot be used at the start. Later, the last pair stays in use.
     """
 
     def __init__(self, certificate: Path, key: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._files = certificate, key
-        self._now = now
-        self._looked = now()
-        self._complained = False
-        self._version = self._stat()
-        self._context = _loaded(*self._files)
+        self._contexts = FileWatcher("the certificate", (certificate, key), lambda: _loaded(certificate, key), now)
 
     def context(self) -> ssl.SSLContext:
-        """For a connection that is new."""
-        if self._now() - self._looked >= LOOK_EVERY:
-            self._looked = self._now()
-            self._refresh()
-        return self._context
-
-    def _refresh(self) -> None:
-        try:
-            version = self._stat()
-            if version != self._version:
-                self._context, self._version = _loaded(*self._files), version
-                log.info("Read the certificate again", file=str(self._files[0]))
-            self._complained = False
-        except BadSetting as problem:  # also between the change of the one file and that of the other
-            if not self._complained:
-                log.warning("Could not read the certificate again; the last one stays", problem=str(problem))
-            self._complained = True
-
-    def _stat(self) -> list[tuple[int, int, int]]:
-        return [_version(variable, path) for variable, path in zip((CERTIFICATE, KEY), self._files, strict=True)]
-
-
-def _version(variable: str, path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()  # through links: that is how container platforms swap files
-    except OSError as error:
-        raise _unreadable(variable, path, error) from None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        """For a new connection."""
+        return self._contexts.content()
 
 
 def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:

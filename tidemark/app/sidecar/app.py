@@ -44,6 +44,7 @@ from tidemark.app.sidecar.problems import (
 )
 from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.common.errors import BadSetting
+from tidemark.common.file_watcher import FileWatcher
 from tidemark.streaming.wire.records import is_name
 
 _PROBES = (b"/livez", b"/readyz")
@@ -71,58 +72,36 @@ class Hosts:
 
 log = structlog.get_logger(__name__)
 
-LOOK_EVERY = 1.0  # seconds
 PARAMETERS = 256  # of one request
 
 
 class Tokens:
-    """For one thread. Raises `BadSetting` where the file cannot be read at the start; later, the last tokens stay.
+    """Bearer tokens in a file, one a line, which is loaded again when it changes.
 
-    Blank lines and those that begin with # are left out. A file without a token lets nobody in.
+    Blank lines and lines that begin with # are left out. A file without a token lets nobody in.
+
+    Raises `BadSetting` if the file cannot be read at the start. Later, the last tokens stay in use.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._now = now
-        self._looked = now()
-        self._complained = False
-        try:
-            self._version = self._stat()
-            self._tokens = self._read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {path}: {error}") from None
+        self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_tokens(path), now)
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether the value of the header `Authorization` names one of the tokens."""
-        self._refresh()
+        """Whether the value of the header `Authorization` is one of the tokens."""
+        tokens = self._tokens.content()
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]  # all: no timing
-        return any(found)
+        matches = [hmac.compare_digest(given.strip().encode(), token) for token in tokens]  # all: no timing
+        return any(matches)
 
-    def _refresh(self) -> None:
-        if self._now() - self._looked < LOOK_EVERY:
-            return
-        self._looked = self._now()
-        try:
-            version = self._stat()
-            if version != self._version:
-                self._tokens, self._version = self._read(), version
-                log.info("Read the bearer tokens again", tokens=len(self._tokens))
-            self._complained = False
-        except (OSError, UnicodeDecodeError) as error:
-            if not self._complained:
-                log.warning("Could not read the bearer tokens again; the last ones stay", problem=str(error))
-            self._complained = True
 
-    def _stat(self) -> tuple[int, int, int]:
-        found = self._path.stat()  # through links: that is how container platforms swap files
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    def _read(self) -> list[bytes]:
-        lines = (line.strip() for line in self._path.read_text().splitlines())
-        return [line.encode() for line in lines if line and not line.startswith("#")]
+def _read_tokens(path: Path) -> list[bytes]:
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {path}: {error}") from None
+    return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
 # Not for streams of events, which it lets through, but for which it holds 256 KB each as long as they last.
