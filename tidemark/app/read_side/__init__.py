@@ -14,7 +14,7 @@ from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.replay import Resumptions
-from tidemark.app.read_side.snapshots import Highest, Snapshots
+from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -63,7 +63,7 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
     history = History(config.postgres)
     durable = Durable(postgres, history, config.policy_defaults)
     try:
-        snapshots = Snapshots(live, durable, Highest(), time.monotonic)
+        snapshots = Snapshots(live, durable, AnsweredPositions(), time.monotonic)
         notifications = Notifications(live)
         requests = RequestHandler(live, durable)
         feeds = Feeds(requests, notifications, snapshots, durable)

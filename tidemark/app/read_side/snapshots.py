@@ -19,7 +19,8 @@ from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
-from tidemark.streaming.values.direction import beyond, farther
+from tidemark.sinks.reader.wait import MonotonicPositions, Published
+from tidemark.streaming.values.direction import beyond
 
 COPIES: Final = ("redis", "postgres")
 
@@ -68,69 +69,37 @@ Source = Literal["redis", "postgres", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The positions of a stream. `late` is the number of its newest late completion, `allocated` the highest ID that
-    any record of it named (None: unknown); `read_at` is when `source` was read (s, of our own monotonic clock)."""
+class Known(Published):
+    """The positions of a stream, and when `source` was read for them (`read_at`, seconds of a monotonic clock)."""
 
-    linear: int
-    vector: Mapping[str, int]
-    late: int
-    allocated: int | None
     source: Source
     read_at: float
 
     def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether somebody who stands there stands here, or beyond."""
+        """Whether a follower at these positions has everything that is known here."""
         return Moved(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
 
 
-class Highest:
+class AnsweredPositions(MonotonicPositions[Known]):
     """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
 
-    def __init__(self) -> None:
-        self._streams: dict[str, Known] = {}
-
-    def __contains__(self, stream: str) -> bool:
-        return stream in self._streams
+    def merge(self, before: Known, found: Known) -> Known:
+        """`source` stays the one that the farthest positions were read from."""
+        farthest = super().merge(before, found)
+        is_found = (farthest.linear, farthest.vector) == (found.linear, found.vector)
+        return farthest if is_found else replace(farthest, source=before.source)
 
     @property
     def streams(self) -> frozenset[str]:
-        return frozenset(self._streams)
+        return frozenset(stream for stream, _ in self.items())
 
-    def lines(self, since: float) -> dict[str, int]:
-        return {stream: known.linear for stream, known in self._streams.items() if known.read_at >= since}
+    def linear_positions(self, since: float) -> dict[str, int]:
+        """By stream, those that were read after `since`."""
+        return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
-    def raised(self, stream: str, found: Known) -> Known:
-        """What to answer where `found` was read: never less than before. A writer that `found` lacks is left out once
-        the linear position has passed it, which changes no token: it retired long ago."""
-        before = self._streams.get(stream)
-        if before is not None:
-            linear = farther(found.linear, before.linear)
-            vector: Mapping[str, int] = {
-                writer: farther(position, before.vector.get(writer, position))
-                for writer, position in found.vector.items()
-            }
-            vector = {**vector} | {
-                writer: position
-                for writer, position in before.vector.items()
-                if writer not in found.vector and beyond(position, linear)
-            }
-            allocated = (
-                before.allocated
-                if found.allocated is None or beyond(before.allocated or 0, found.allocated)
-                else found.allocated
-            )
-            source = found.source if (linear, vector) == (found.linear, found.vector) else before.source
-            late = max(found.late, before.late)
-            if vector == before.vector:
-                vector = before.vector  # the same object, of which there may be many thousands
-            found = replace(found, linear=linear, vector=vector, late=late, allocated=allocated, source=source)
-        self._streams[stream] = found
-        return found
-
-    def recalled(self, stream: str) -> Known | None:
-        """The last answer, for when nobody can be asked; None: there was none."""
-        before = self._streams.get(stream)
+    def remembered(self, stream: str) -> Known | None:
+        """The last answer, for when no server answers; None: there was none."""
+        before = self.get(stream)
         return before and replace(before, source="memory")
 
 
@@ -151,11 +120,11 @@ class Snapshots:
     """One per process, for one event loop. Never raises for a server that is away: it answers with what there is."""
 
     def __init__(
-        self, live: Live, durable: Durable, highest: Highest, now: Callable[[], float] = time.monotonic
+        self, live: Live, durable: Durable, answered: AnsweredPositions, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._live = live
         self._durable = durable
-        self._highest = highest
+        self._answered = answered
         self._now = now
         self._positions = Coalescer(self._read_positions)
         self._details = Coalescer(self._read_details)
@@ -169,15 +138,15 @@ class Snapshots:
     @property
     def remembers(self) -> bool:
         """Whether it can say something of a stream while neither server answers."""
-        return bool(self._highest.streams)
+        return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
         """Whether the stream was read before: it exists, whatever the servers say now. Asks nobody."""
-        return stream in self._highest
+        return stream in self._answered
 
     def fresh(self, seconds: float) -> dict[str, int]:
         """The linear positions that were read in the last so many seconds, by stream; asks nobody."""
-        return self._highest.lines(self._now() - seconds)
+        return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
         """Every stream that Redis, Postgres or this process knows, or knew."""
@@ -188,7 +157,7 @@ class Snapshots:
             with suppress(Unavailable, Stop):
                 found |= await self._durable.names()
                 self._named_at = self._now()
-        self._names |= found | self._highest.streams
+        self._names |= found | self._answered.streams
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
@@ -226,7 +195,7 @@ class Snapshots:
 
     def _detailed_now(self, found: Snapshot) -> Snapshot:
         # What was answered since we read may be more.
-        known = found.known and self._highest.raised(found.stream, found.known)
+        known = found.known and self._answered.raise_to(found.stream, found.known)
         details, read_at = self._detailed.get(found.stream, (None, None))
         apart = self._divergence.of(found.stream)
         return replace(found, known=known, details=details, details_read_at=read_at, apart=apart)
@@ -242,8 +211,8 @@ class Snapshots:
         answer = {}
         for name in streams:
             if name in found:
-                answer[name] = Snapshot(name, exists=True, known=self._highest.raised(name, found[name]))
-            elif last := self._highest.recalled(name):
+                answer[name] = Snapshot(name, exists=True, known=self._answered.raise_to(name, found[name]))
+            elif last := self._answered.remembered(name):
                 answer[name] = Snapshot(name, exists=True, known=last)
             else:
                 answer[name] = Snapshot(name, exists=True if name in self._names else exists, known=None)
@@ -273,7 +242,7 @@ class Snapshots:
         with suppress(Unavailable, Stop):
             found = await self._from_postgres(streams)
             self._divergence.read("postgres", {name: it.linear for name, it in found.items()})
-            return {name: self._highest.raised(name, known) for name, known in found.items()}
+            return {name: self._answered.raise_to(name, known) for name, known in found.items()}
         return {}
 
     def _is_stale(self, stream: str) -> bool:

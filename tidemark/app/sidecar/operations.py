@@ -41,15 +41,14 @@ from tidemark.app.sidecar.problems import (
     Unauthorized,
     UnknownStream,
 )
+from tidemark.app.sidecar.service import HeldRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
-from tidemark.common.errors import BadToken, Slow, Stop, Unavailable
-from tidemark.sinks.reader.requests import LONGEST_WAIT
-from tidemark.sinks.reader.token import Token
-from tidemark.sinks.reader.wait import GRACE
-from tidemark.streaming.values.direction import beyond
+from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenFromTheFuture, Unavailable
+from tidemark.sinks.reader.requests import AwaitEntry, Driver, KeysFound, ReadKeys, ReadName, Request
+from tidemark.sinks.reader.token import TOKEN_PATTERN, Token
+from tidemark.sinks.reader.wait import GRACE, Standing, WaitConfig, wait_for_token
 
 PLAIN = "text/plain"
-TOKEN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"  # told, and not held to: our own words say better what is wrong
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
 FRESH = 10.0  # seconds for which a line counts as what would be answered; followed ones are read once a second
 SERVERS = 2  # Redis and Postgres, one of which is enough to answer; and what was read of them is still true
@@ -125,7 +124,7 @@ class AdvancesQuery(msgspec.Struct, frozen=True):
         str,
         Meta(
             description="A token, or the `next` of the page before.",
-            extra_json_schema={"pattern": f"^({TOKEN}|p[A-Za-z0-9_-]+)$"},
+            extra_json_schema={"pattern": f"^({TOKEN_PATTERN}|p[A-Za-z0-9_-]+)$"},
         ),
     ] = "m0"
     limit: Limit = 1000
@@ -174,7 +173,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
         str,
         Meta(
             description="How far the stream shall be complete: m7, or m7~web.9.",
-            extra_json_schema={"pattern": f"^{TOKEN}$"},
+            extra_json_schema={"pattern": f"^{TOKEN_PATTERN}$"},
         ),
     ]
     timeout: Annotated[
@@ -185,46 +184,51 @@ class WaitQuery(msgspec.Struct, frozen=True):
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
     token = decode_token(query.token)
-    with call.service.limiter.one("wait", call.address) as held:
-        began = time.monotonic()
-        deadline = began + min(query.timeout, call.service.limits.wait)
-        ahead_since = None
-        while True:
-            notified = call.service.read_side.notifications.next(call.stream)
-            known = await call.service.read_side.snapshots.positions(call.stream)
-            now = time.monotonic()
-            if known is None:
-                await _position(call)  # a stream that nobody knows is not waited for
-            if known is not None and _reached(Token.of(known.linear, known.vector), token):
-                return json(await _position(call))
-            if known is None or known.allocated is None or not beyond(token.farthest(), known.allocated):
-                ahead_since = None
-            elif ahead_since is None:
-                ahead_since = now
-            # A token that was just issued may be ahead for a moment: writers announce once a second.
-            if ahead_since is not None and now >= min(ahead_since + GRACE, deadline):
-                assert known is not None
-                detail = (
-                    f"writers of {call.stream} have come to {known.allocated}: this is a token of another stream or"
-                    " database"
-                )
-                raise Ahead(detail, await _position(call))
-            if call.service.stopping.is_set():
-                raise Stops
-            if held.gave_way:
-                raise Busy("as many requests are held open as may be, and this one gave way to another address")
-            if now >= deadline:
-                raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _position(call))
-            await wait_for_notification(notified, min(LONGEST_WAIT, deadline - now))
-            if await call.request.is_disconnected():
-                raise NotYet("the client went away")
+    began = time.monotonic()
+    timeout = min(query.timeout, call.service.limits.wait)
+    program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE, refuses_at_timeout=True))
+    with call.service.limiter.one("wait", call.address) as place:
+        try:
+            await _carry_out_wait(call, Driver[Standing](program), place)
+        except TokenFromTheFuture as problem:
+            detail = (
+                f"writers of {call.stream} have come to {problem.allocated}: this is a token of another stream or"
+                " database"
+            )
+            raise Ahead(detail, await _position(call)) from None
+        except NotReached:
+            seconds = time.monotonic() - began
+            raise NotYet(f"{call.stream} did not reach {token} in {seconds:.1f} s", await _position(call)) from None
+        except BadToken as problem:
+            raise BadRequest(str(problem)) from None
+        return json(await _position(call))
 
 
-def _reached(published: Token, token: Token) -> bool:
-    try:
-        return published.covers(token)
-    except BadToken as problem:
-        raise BadRequest(str(problem)) from None
+async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: HeldRequest) -> None:
+    """Return when the stream has reached the token. A notification wakes the wait, which reads once a second anyway."""
+    read_side = call.service.read_side
+    notified = read_side.notifications.next(call.stream)
+    while isinstance(request := driver.step(), Request):
+        match request:
+            case ReadKeys():
+                notified = read_side.notifications.next(call.stream)
+                known = await read_side.snapshots.positions(call.stream)
+                if known is None:
+                    await _position(call)  # refuses the request if no server knows the stream
+                    driver.answered(KeysFound(None, {}))
+                else:
+                    driver.answered(KeysFound(known.linear, known.vector, known.late, known.allocated))
+            case ReadName():
+                driver.answered(answer=True)
+            case AwaitEntry(seconds=seconds):
+                if call.service.stopping.is_set():
+                    raise Stops
+                if place.gave_way:
+                    raise Busy("as many requests are held open as may be, and this one gave way to another address")
+                await wait_for_notification(notified, seconds)
+                if await call.request.is_disconnected():
+                    raise NotYet("the client went away")
+                driver.answered(None)
 
 
 async def _position(call: OperationCall) -> StreamAnswer:

@@ -42,9 +42,11 @@ from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
+    Published,
     Recovering,
     Standing,
     WaitConfig,
+    raise_keys,
     read_positions,
     target,
     wait_for_token,
@@ -66,7 +68,7 @@ class AsyncPositions:
     def __init__(self, redis: "str | RedisAddress | redis.asyncio.Redis", dsn: str | None = None) -> None:
         self._session = open_async_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._monotonic = MonotonicPositions()
+        self._monotonic = MonotonicPositions[Published]()
         self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     async def __aenter__(self) -> Self:
@@ -143,7 +145,7 @@ class AsyncPositions:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
         match request:
             case ReadKeys():
-                return self._monotonic.raise_keys(request.stream, await self._keys(request))
+                return raise_keys(self._monotonic, request.stream, await self._keys(request))
             case ReadList() | ReadNewest():
                 return await self._keys(request)
             case ReadName(stream):

@@ -44,9 +44,11 @@ from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
+    Published,
     Recovering,
     Standing,
     WaitConfig,
+    raise_keys,
     read_positions,
     target,
     wait_for_token,
@@ -68,7 +70,7 @@ class Positions:
     def __init__(self, redis: "str | RedisAddress | redis.Redis", dsn: str | None = None) -> None:
         self._session = open_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._monotonic = MonotonicPositions()
+        self._monotonic = MonotonicPositions[Published]()
         self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     def __enter__(self) -> Self:
@@ -143,7 +145,7 @@ class Positions:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
         match request:
             case ReadKeys():
-                return self._monotonic.raise_keys(request.stream, self._keys(request))
+                return raise_keys(self._monotonic, request.stream, self._keys(request))
             case ReadList() | ReadNewest():
                 return self._keys(request)
             case ReadName(stream):

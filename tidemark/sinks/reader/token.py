@@ -20,6 +20,9 @@ from urllib.parse import unquote
 from tidemark.common.errors import BadToken
 from tidemark.streaming.values.direction import Direction, DirectionName, beyond, farther, nearer
 
+TOKEN_PATTERN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"
+"""For descriptions of interfaces. `Token.parse` decides, and its error says better what is wrong."""
+
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")
 _STRAY = re.compile(r"%(?!25|7E)")

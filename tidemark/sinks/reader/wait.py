@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
 from tidemark.sinks.reader.requests import (
@@ -69,54 +70,80 @@ def standing(stream: str, seen: KeysFound) -> Standing | Recovering:
     return Standing(stream, seen.linear, seen.positions, seen.allocated)
 
 
-class MonotonicPositions:
-    """The farthest positions that were given out for each stream: what is given out never goes back (Rule 2).
-
-    Redis may lose its last writes or be restored from an older copy. Postgres may be ahead of Redis. For one thread.
-    """
-
-    def __init__(self) -> None:
-        self._farthest: dict[str, Published] = {}
-
-    def raise_published(self, stream: str, found: "Published") -> "Published":
-        """`found`, with no position below what was given out before.
-
-        A writer that `found` does not list is left out once the linear position has passed it: that changes no token.
-        """
-        before = self._farthest.get(stream)
-        if before is not None:
-            linear = farther(found.linear, before.linear)
-            vector = {name: farther(id, before.vector.get(name, id)) for name, id in found.vector.items()} | {
-                name: id for name, id in before.vector.items() if name not in found.vector and beyond(id, linear)
-            }
-            found = Published(
-                linear,
-                before.vector if vector == before.vector else vector,  # one object: it may have many thousand writers
-                max(found.late, before.late),
-                before.allocated
-                if found.allocated is None or beyond(before.allocated or 0, found.allocated)
-                else found.allocated,
-            )
-        self._farthest[stream] = found
-        return found
-
-    def raise_keys(self, stream: str, keys: KeysFound) -> KeysFound:
-        """`raise_published` for the keys of a stream in Redis. Unknown positions stay unknown."""
-        if keys.linear is None:
-            return keys
-        farthest = self.raise_published(stream, Published(keys.linear, keys.positions, keys.late, keys.allocated))
-        return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The published positions of a stream. `late` is the number of the newest late completion; `allocated` is the
-    highest ID that any record of the stream named, None if that is not known."""
+    """The published positions of a stream.
+
+    Attributes:
+        linear: every ID up to here is complete.
+        vector: by writer, the ID up to which everything of the writer is complete.
+        late: the number of the newest late completion.
+        allocated: the highest ID that any record of the stream named; None: not known.
+    """
 
     linear: int
     vector: Mapping[str, int]
     late: int
     allocated: int | None
+
+
+P = TypeVar("P", bound=Published)
+
+
+class MonotonicPositions(Generic[P]):
+    """The farthest positions that were given out for each stream: what is given out never goes back (Rule 2).
+
+    Redis may lose its last writes or be restored from an older copy, and Postgres may be ahead of Redis.
+
+    For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._farthest: dict[str, P] = {}
+
+    def __contains__(self, stream: str) -> bool:
+        return stream in self._farthest
+
+    def get(self, stream: str) -> P | None:
+        """What was given out last."""
+        return self._farthest.get(stream)
+
+    def items(self) -> Iterable[tuple[str, P]]:
+        return self._farthest.items()
+
+    def raise_to(self, stream: str, found: P) -> P:
+        """`found`, with no position below what was given out before."""
+        before = self._farthest.get(stream)
+        farthest = self._farthest[stream] = found if before is None else self.merge(before, found)
+        return farthest
+
+    def merge(self, before: P, found: P) -> P:
+        """The farther position of both, of each writer.
+
+        A writer that `found` does not list is left out once the linear position has passed it: that changes no token.
+        """
+        linear = farther(found.linear, before.linear)
+        vector = {name: farther(id, before.vector.get(name, id)) for name, id in found.vector.items()} | {
+            name: id for name, id in before.vector.items() if name not in found.vector and beyond(id, linear)
+        }
+        lower = found.allocated is None or beyond(before.allocated or 0, found.allocated)
+        return replace(
+            found,
+            linear=linear,
+            vector=before.vector
+            if vector == before.vector
+            else vector,  # one object: there may be thousands of writers
+            late=max(found.late, before.late),
+            allocated=before.allocated if lower else found.allocated,
+        )
+
+
+def raise_keys(monotonic: MonotonicPositions[Published], stream: str, keys: KeysFound) -> KeysFound:
+    """The keys of a stream, with no position below what was given out before. What is not known stays so."""
+    if keys.linear is None:
+        return keys
+    farthest = monotonic.raise_to(stream, Published(keys.linear, keys.positions, keys.late, keys.allocated))
+    return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
 
 def read_positions(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
@@ -128,12 +155,18 @@ def read_positions(stream: str) -> Generator[Request | Standing | Recovering, An
 
 @dataclass(frozen=True, slots=True)
 class WaitConfig:
-    """Seconds to wait for a token: at most `timeout` (None: for ever), and at most `grace` while it is ahead of all
-    that Tidemark has heard of, be it the stream itself. It may be so for a moment: what a writer reserved, its next
-    heartbeat announces."""
+    """How long to wait for a token, in seconds.
+
+    Attributes:
+        timeout: at most so long; None: no limit.
+        grace: at most so long while the token is ahead of every ID that Tidemark has read of, or the stream is unknown.
+            It may be ahead for a moment: the next heartbeat of its writer announces the ID.
+        refuses_at_timeout: a token that is ahead at the timeout raises `TokenFromTheFuture` and not `NotReached`.
+    """
 
     timeout: float | None
     grace: float
+    refuses_at_timeout: bool = False
 
 
 def wait_for_token(
@@ -164,7 +197,7 @@ def wait_for_token(
             ahead_since = None
         else:
             ahead_since = now if ahead_since is None else ahead_since
-            if now - ahead_since >= config.grace:
+            if now - ahead_since >= config.grace or (config.refuses_at_timeout and now >= deadline):
                 raise _ahead(stream, token, seen.allocated)
         if now >= deadline:
             text = str(stands.token) if isinstance(stands, Standing) else None
