@@ -43,8 +43,12 @@ test-unit: setup ## Run the tests that need no server
 	$(BIN)/pytest -m "not server and not registry and not compiles" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
 
 .PHONY: test
-test: setup ## Run every test, in four processes with servers of their own
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+test: setup ## Run the tests, with real servers, in four processes with servers of their own
+	$(BIN)/pytest -m "not slow" -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+
+.PHONY: test-slow
+test-slow: setup ## Run the tests that take half a minute or more each: kills at every step, simulations, installations
+	$(BIN)/pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
@@ -79,8 +83,8 @@ synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while 
 	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/sources/synapse/check_long.py
 
 .PHONY: worlds
-worlds: setup ## Go through every order of events in a world of two writers (two minutes on a core, 1 GB)
-	$(BIN)/pytest tests/worlds
+worlds: setup ## Go through every order of events in worlds of two writers (some minutes on two cores, 1 GB)
+	$(BIN)/pytest -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports

@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all in `make test`, a quarter in `make test-unit`, more in a torture.
+"""How many examples a property is tried with: all in `make test`, a quarter in `make test-unit`, more in other targets.
 
 No example has a deadline, and nobody minds how long it takes to draw one: on a busy machine that would say nothing of
 the code.
@@ -12,11 +12,15 @@ QUICK = "quick"
 LONG = "long"
 """The profile of `make append-torture`."""
 
+WORLDS = "worlds"
+"""The profile of `make worlds`, in which the small worlds are whole."""
+
 UNHURRIED = (HealthCheck.too_slow,)
 SHARING = (*UNHURRIED, HealthCheck.function_scoped_fixture)
 """What is not looked for in a property whose examples share a fixture: `suppress_health_check`."""
 
 settings.register_profile(LONG, deadline=None, suppress_health_check=UNHURRIED)
+settings.register_profile(WORLDS, deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile("whole", deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile(QUICK, max_examples=25, deadline=None, suppress_health_check=UNHURRIED)
 if settings.get_current_profile_name() == "default":  # Hypothesis has one of its own for CI

@@ -10,7 +10,7 @@ import pytest
 from tests.app.environments import Case, can_mount, variables
 from tests.app.fix_environments import shell
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
 def test_a_stack_in_the_worst_of_shells_is_ready_twice_and_outlives_its_terminal(jars: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import psutil
 import psycopg
+import pytest
 
 from tests.app.proofs import as_undisturbed
 from tests.app.running import PATIENCE, Running
@@ -12,6 +13,8 @@ from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
 from tidemark.streaming.wire.records import Join, Rdata, row
+
+pytestmark = pytest.mark.slow
 
 
 def overfull(site: Site) -> None:

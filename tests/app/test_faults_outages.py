@@ -11,6 +11,8 @@ from tests.play.cast import Cast
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 CAST = Cast(streams=2, writers=3, rate=100.0)
 
 

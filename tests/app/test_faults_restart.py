@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import psycopg
+import pytest
 import redis
 
 from tests.app.proofs import RedisWatcher, as_undisturbed, settled
@@ -12,6 +13,8 @@ from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 CAST = Cast(streams=3, writers=3, rate=200.0)
 

@@ -15,6 +15,8 @@ from tidemark.sinks.postgres.database import SCHEMA
 from tidemark.sources.topics import Topics
 from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
 
+pytestmark = pytest.mark.slow
+
 NOTHING = row({})
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.fix_pipeline import Site
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_pipeline_runs_its_own_spark_and_says_what_it_ignores(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """Records from which something follows that Postgres refuses: set aside one by one, while everything else goes on."""
 
+import pytest
 from confluent_kafka import Producer
 
 from tests.app.proofs import dead_letters, verified
@@ -7,6 +8,8 @@ from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.waiting import eventually
 from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, row
+
+pytestmark = pytest.mark.slow
 
 STREAMS = [f"s{number}" for number in range(10)]
 FACTS = 40

@@ -8,6 +8,7 @@ from contextlib import suppress
 from urllib.request import urlopen
 
 import psutil
+import pytest
 
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
@@ -16,6 +17,8 @@ from tidemark.app.connections import host_port
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack_env import read_stack_env
+
+pytestmark = pytest.mark.slow
 
 VISIBLE_SECONDS = 60.0
 LINEAR = "tidemark:{orders}:linear"

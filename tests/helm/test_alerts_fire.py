@@ -12,9 +12,12 @@ import yaml
 
 from tests.helm.tools import alert_rules, run
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it"
+    ),
+    pytest.mark.slow,
+]
 
 HOUR = 60  # samples: one a minute, the first at 0
 POD, RELAY = 'pod="tidemark-pipeline-0"', 'pod="tidemark-relay-shop-5f7d-x2x4"'

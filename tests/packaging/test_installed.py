@@ -11,6 +11,8 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sources.relay.world import prepared_schema
 
+pytestmark = pytest.mark.slow
+
 ARRAYS_AND_SPARK = ["numpy", "pandas", "pyarrow", "pyspark"]
 CONSUMER = """
 import psycopg

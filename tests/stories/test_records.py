@@ -5,6 +5,7 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 
@@ -16,6 +17,8 @@ from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.sources.producer import RecordProducer
 from tidemark.streaming.wire.records import Join, Rdata, encode
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_writer_that_never_joined(scene: Scene) -> None:

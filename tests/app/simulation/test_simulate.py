@@ -13,6 +13,8 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import TopicPlan, Topics
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 50
 ROOMS_SECONDS = 12
 CATCH_UP_SECONDS = 240.0

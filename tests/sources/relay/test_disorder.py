@@ -18,6 +18,8 @@ from tidemark.sources.relay.queries import AppendStream
 from tidemark.sources.relay.sequences import StreamLook
 from tidemark.streaming.values.intervals import Intervals
 
+pytestmark = pytest.mark.slow
+
 
 class Disordered(Appending):
     """All that services and relays do elsewhere, and what nobody may do to a database under them."""

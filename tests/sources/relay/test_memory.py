@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psycopg
+import pytest
 import structlog
 import yaml
 
@@ -14,6 +15,8 @@ from tests.sources.relay.running import append, settled
 from tests.waiting import eventually
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
+
+pytestmark = pytest.mark.slow
 
 log = structlog.get_logger(__name__)
 

@@ -19,6 +19,8 @@ from tidemark.sources.relay.queries import AppendStream, Page
 from tidemark.sources.relay.writer_chains import Lines
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
+pytestmark = pytest.mark.slow
+
 
 class HeadLast(Decider):
     """Reads the head after it has looked who runs."""

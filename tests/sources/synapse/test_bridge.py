@@ -15,6 +15,8 @@ from tests.sources.synapse.site import SynapseSite, overheard, reading
 from tests.waiting import eventually
 from tidemark.app.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str) -> None:
     """Workers are killed and come back, Redis is, the bridge is, another takes over, and is started again while Redis

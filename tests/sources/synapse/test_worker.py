@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.fix_redis import Node
 from tests.services.synapse import MAIN, NAME
 from tests.sources.synapse.site import SynapseSite, overheard
@@ -17,6 +19,8 @@ from tidemark.sources.synapse.tables import STREAMS
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.line_protocol import RdataCommand, parse
 from tidemark.streaming.wire.records import Rdata
+
+pytestmark = pytest.mark.slow
 
 WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
 Rows = dict[tuple[str, int], list[Any]]
