@@ -100,10 +100,12 @@ format: setup ## Put the code into its one format, and write the forms for threa
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: setup chart-docs ## Write the pages that are made from code
-	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/reference/metrics.md
+docs: setup chart-docs ## Write the pages that are made from code, and build the documentation site into site/
+	$(BIN)/python -m tests.docs.reference
+	$(BIN)/python -m tests.docs.drawings
 	$(BIN)/python -m tests.sources.rooms.picture
 	$(BIN)/python -m tests.contracts
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: pictures
 pictures: setup ## Take the pictures of the live page and of the dashboard that docs/ shows
@@ -182,5 +184,5 @@ bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where M
 ##@ Tidy up
 .PHONY: clean
 clean: ## Remove what was built or cached in this directory (the stack's data stays in TIDEMARK_HOME)
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find tidemark tests -name __pycache__ -prune -exec rm -rf {} +

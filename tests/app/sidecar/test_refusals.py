@@ -155,8 +155,8 @@ def test_what_is_no_http_is_a_problem_that_is_not_kept(alone: SidecarClient) -> 
 
 
 def test_every_type_of_problem_is_documented() -> None:
-    """What a program may be told stands in docs/how-to/read-over-http.md with its status, and nothing else does."""
-    page = (Path(__file__).parents[3] / "docs/how-to/read-over-http.md").read_text().partition("## Problems")[2]
+    """docs/reference/http-api.md has each type of problem with its status, and nothing else does."""
+    page = (Path(__file__).parents[3] / "docs/reference/http-api.md").read_text().partition("## Problems")[2]
     rows = re.findall(r"^\| (`.+`) \| ([0-9, ]+) \|", page, re.MULTILINE)
     told = {
         type_: int(status)

@@ -1,4 +1,4 @@
-"""The page in docs/ shows what works."""
+"""The examples of the pages for readers work."""
 
 import os
 import re
@@ -18,9 +18,8 @@ from tests.waiting import eventually
 def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn: str, sql: psycopg.Connection) -> None:
     """The service sums three orders and ends when told to, and parks one where it may; tokens and
     advances are shown."""
-    loop, parking, look, follow = re.findall(
-        r"```python\n(.*?)```", Path("docs/how-to/read-facts.md").read_text(), re.DOTALL
-    )
+    pages = "".join(Path(f"docs/how-to/{name}.md").read_text() for name in ("read-facts", "read-positions"))
+    loop, parking, look, follow = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
     environment = {**os.environ, **named}
     sql.execute("create table orders (id bigint primary key, total integer not null)")
