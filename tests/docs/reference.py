@@ -13,9 +13,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from tidemark.app import metrics, settings
 from tidemark.app.cli import main
 from tidemark.app.read_side import metrics as sidecar_metrics
+from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, document
 from tidemark.app.sidecar.problems import Problem, phrase
-from tidemark.app.sidecar.site import OPERATIONS
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.synapse.metrics import BridgeMetrics
 
