@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 600}
 PAGE_WORDS = 1500
-ALL_WORDS = 38_000
+ALL_WORDS = 38_500
 GENERATED = {
     "cli",
     "glossary",
@@ -94,5 +94,6 @@ def test_a_page_says_for_whom_it_is(page: Path) -> None:
         return
     first = next(line for line in prose(page.read_text()).splitlines()[1:] if line.strip())
     assert re.search(
-        r"\b[Ff]or [\w' ]*(?:engineer|developer|operator|everyone|contributor|program|script|bug report)", first
+        r"\b[Ff]or [\w' ]*(?:engineer|developer|operator|everyone|contributor|program|script|bug report|maintainer)",
+        first,
     )
