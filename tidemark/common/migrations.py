@@ -100,13 +100,10 @@ class Migrations:
             raise SchemaMismatch(found, self.wanted, self.command)
 
     def _found(self, connection: Connection) -> int | None:
-        """The schema's version; None if the table of versions is missing, or older than its column `works_with`.
+        """The schema's version; None if the table of versions is missing.
 
         Raises `SchemaMismatch` for a newer schema that does not work with this code.
         """
-        column = "select from pg_attribute where attrelid = to_regclass(%s) and attname = 'works_with'"
-        if connection.execute(column, [f"tidemark.{self.table}"]).fetchone() is None:
-            return None
         found = self.version(connection)
         if found is not None and found > self.wanted:
             self.check(connection)
@@ -118,10 +115,9 @@ class Migrations:
             connection.execute(
                 sql.SQL(
                     "create table {} (version integer primary key, name text not null,"
-                    " applied_at timestamptz not null default now())"
+                    " applied_at timestamptz not null default now(), works_with integer)"
                 ).format(self._table)
             )
-        connection.execute(sql.SQL("alter table {} add column if not exists works_with integer").format(self._table))
 
     def _apply(self, number: int, connection: Connection) -> bool:
         """Whether the version was still missing. The lock keeps out other migrations and no reader of the table."""

@@ -29,7 +29,6 @@ LARGEST = 2**63 - 1
 DAY = timedelta(days=1)
 TODAY = datetime.fromtimestamp(NOW / 1000, UTC)
 COLUMNS = "stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
-PACKED = 7  # the first schema with a packed history
 
 Row = tuple[Any, ...]
 
@@ -37,16 +36,6 @@ Row = tuple[Any, ...]
 @pytest.fixture
 def token(lease: Lease) -> int:
     return lease.token
-
-
-@pytest.fixture
-def single_advances(database: str) -> str:
-    """A database as it was before the history was packed."""
-    before = replace(SCHEMA)
-    before.__dict__["scripts"] = {number: it for number, it in SCHEMA.scripts.items() if number < PACKED}
-    with session_of(database, "test") as session:
-        before.migrate(session)
-    return database
 
 
 def rows(sql: psycopg.Connection, query: str, *values: object) -> list[Row]:
@@ -233,56 +222,46 @@ def test_reader_asks_in_plain_sql(store: Postgres, sql: psycopg.Connection, toke
 
 
 def test_days_that_are_not_asked_for_are_not_read(store: Postgres, sql: psycopg.Connection, token: int) -> None:
-    """Who says which time reads the partitions of that day alone, of packed and of older rows."""
+    """A query with a range of time reads only the partitions of those days."""
     for day in range(3):
         store.apply(batch(day, stream("s", advance("w", day, day + 1)), token=token, now=NOW + day * 86_400_000))
     query = "explain select * from tidemark.position_advances where stream = 's' and time >= %s and time < %s"
     plan = "\n".join(line for (line,) in rows(sql, query, TODAY + DAY, TODAY + DAY + timedelta(minutes=1)))
     assert "packed_advances_20260922" in plan
-    assert "position_advances_20260922" in plan
     assert "_20260921" not in plan
     assert "_20260923" not in plan
 
 
-def test_history_of_an_older_schema_stays(single_advances: str) -> None:
-    """Rows of before a migration are read as before, the chain goes on in packed rows, and a rollback joins both."""
-    sql = psycopg.connect(single_advances, autocommit=True)
-    sql.execute("select tidemark.make_history_day('2026-09-21')")
-
-    def an_older_pipeline_moves(prev: int, id_: int, number: int) -> None:
-        sql.execute(
-            f"insert into tidemark.position_advances ({COLUMNS}) values ('s', 'w', 1, %s, %s, 0, 0, %s, 0, 7, %s, %s)",
-            (prev, id_, id_ - prev, number, TODAY),
-        )
-        sql.execute(
-            "insert into tidemark.stream_positions (stream, writer, epoch, position, retired, updated_at)"
-            " values ('s', 'w', 1, %s, false, now())"
-            " on conflict (stream, writer) do update set position = excluded.position",
-            (id_,),
-        )
-
-    an_older_pipeline_moves(0, 5, 1)
-    an_older_pipeline_moves(5, 6, 2)
-    with Postgres(PostgresConfig(single_advances)) as store:
+def test_chain_goes_on_over_a_migration(database: str) -> None:
+    """A later schema is applied under a running pipeline. Its history before and after the migration is one chain."""
+    migrate(database)
+    later = replace(SCHEMA)
+    script = (
+        f"-- Works with code for schema {SCHEMA.wanted}.\nalter table tidemark.stream_positions add column later text"
+    )
+    vars(later)["scripts"] = {**SCHEMA.scripts, SCHEMA.wanted + 1: ("later.sql", script)}
+    with (
+        psycopg.connect(database, autocommit=True) as sql,
+        Postgres(PostgresConfig(database)) as store,
+        Lease.acquire(database, LEASE, threading.Event()) as lease,
+        session_of(database, "test") as session,
+    ):
+        store.apply(batch(1, stream("s", advance("w", 0, 5)), token=lease.token))
+        store.apply(batch(2, stream("s", advance("w", 5, 6)), token=lease.token))
         assert [it.advance.id for it in store.advances_since([("s", "w", 0)], 10)["s", "w"]] == [5, 6]
-        assert migrate(single_advances) == [*range(PACKED, SCHEMA.wanted + 1)]
-        with Lease.acquire(single_advances, LEASE, threading.Event()) as lease:
-            store.apply(batch(3, stream("s", advance("w", 6, 8)), token=lease.token))
-            store.apply(batch(4, stream("s", advance("w", 8, 10)), token=lease.token))
-            an_older_pipeline_moves(10, 20, 5)
-            store.apply(batch(6, stream("s", advance("w", 20, 30)), token=lease.token))
-        chain = [(0, 5), (5, 6), (6, 8), (8, 10), (10, 20), (20, 30)]
+        assert later.migrate(session) == [SCHEMA.wanted + 1]
+        store.check()
+        store.check_readable()
+        store.apply(batch(3, stream("s", advance("w", 6, 8)), token=lease.token))
+        store.apply(batch(4, stream("s", advance("w", 8, 10)), token=lease.token))
+        chain = [(0, 5), (5, 6), (6, 8), (8, 10)]
         for newest in (3, 100):
             found = store.advances_since([("s", "w", 0)], newest)["s", "w"]
             assert [(it.advance.prev, it.advance.id) for it in found] == chain[-newest:]
-        older_sidecars = history._CHAINS.format(parts=history._SINGLE.format(table="position_advances"))
-        asked = sql.execute(older_sidecars.encode(), (["s"], ["w"], [5], 3, None, None)).fetchall()
-        assert sorted(it[3:5] for it in asked) == chain[-3:]
         assert viewed(sql) == chain
         assert rows(sql, "select prev, id from tidemark.advances_of('s') order by id") == chain
         store.tidy(TODAY + 20 * DAY)
-    assert viewed(sql) == []
-    sql.close()
+        assert viewed(sql) == []
 
 
 def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: psycopg.Connection, dsn: str) -> None:

@@ -5,19 +5,15 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, LiteralString, Self
 
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
-from tidemark.sinks.postgres.database import SCHEMA, session_of
+from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
 
-PACKED = 7  # the schema since which the history is packed
 STATES: LiteralString = """
-    select s.* from (select null::bytea as retired) as older, lateral (
-        select stream, case when retired is null then state
-            else substr(state, 1, length(state) - 1) || retired end
-        from tidemark.streams
-        where %(streams)s::text[] is null or stream = any(%(streams)s::text[])
-    ) as s
+    select stream, case when retired is null then state else substr(state, 1, length(state) - 1) || retired end as state
+    from tidemark.streams
+    where %(streams)s::text[] is null or stream = any(%(streams)s::text[])
 """
-"""Name and encoded state. Where an older schema has no column `retired`, the name is that of the outer query."""
+"""Name and encoded state of each stream."""
 
 HistoryFaultKind = Literal["hole", "overlap", "regress", "no writer"]
 
@@ -75,7 +71,7 @@ class Audit:
 
     def check(self) -> None:
         with self._session.use() as connection:
-            SCHEMA.check_from(connection, PACKED)
+            SCHEMA.check_from(connection, READABLE)
 
     def names(self) -> list[str]:
         with self._session.use() as connection:
@@ -127,8 +123,7 @@ class Audit:
         """How many are kept."""
         with self._session.use() as connection:
             row = connection.execute(
-                "select (select coalesce(sum(cardinality(ids)), 0) from tidemark.packed_advances)"
-                " + (select count(*) from tidemark.unpacked_advances)"
+                "select coalesce(sum(cardinality(ids)), 0) from tidemark.packed_advances"
             ).fetchone()
         return int(row[0]) if row else 0
 
@@ -149,9 +144,6 @@ with single as (
     cross join lateral unnest(p.writers, p.ids, p.spans, p.ahead, p.before) as a (number, id, span, ahead, before)
     join tidemark.writer_numbers n using (number)
     where %(stream)s::text is null or n.stream = %(stream)s
-    union all
-    select stream, writer, prev, id, linear, 0, time from tidemark.unpacked_advances
-    where %(stream)s::text is null or stream = %(stream)s
 ), chained as materialized (
     select *, lag(id) over chain as known, lag(linear) over chain as line, lead(id) over chain is null as newest
     from single window chain as (partition by stream, writer order by abs(id), abs(prev), time)

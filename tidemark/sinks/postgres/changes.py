@@ -81,8 +81,6 @@ def changes(connection: Connection, since: DurableMark | None, streams: Collecti
 def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> PastMoves | None:
     """Everything that was published since a mark; None where that is more than `most` advances, or not kept. `seconds`
     is what one statement may take."""
-    if not connection.execute("select 1 where to_regclass('tidemark.packed_advances') is not null").fetchone():
-        return None
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{seconds * 1000:.0f}",))
         # Streams before their moves: a writer may not seem to stand where its advances do not lead yet.
@@ -94,7 +92,7 @@ def missed(connection: Connection, since: DurableMark, most: int, seconds: float
         kept = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"
         if streams and not connection.execute(kept, (begin,)).fetchone():
             return None
-        rows = connection.execute(_ADVANCES, (begin, begin, most + 1)).fetchall()
+        rows = connection.execute(_ADVANCES, (begin, most + 1)).fetchall()
         lates = connection.execute(_LATES, ([it for it, moved in streams.items() if moved.late], begin)).fetchall()
     if len(rows) > most:
         return None
@@ -118,10 +116,6 @@ cross join lateral unnest(
 ) as a (number, epoch, id, span, ahead, facts, empty, unseen, skipped)
 join tidemark.writer_numbers n using (number)
 where p.time >= to_timestamp(%s / 1000.0)
-union all
-select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
-    (extract(epoch from time) * 1000)::bigint
-from tidemark.unpacked_advances where time >= to_timestamp(%s / 1000.0)
 limit %s
 """
 _LATES: LiteralString = """

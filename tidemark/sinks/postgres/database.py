@@ -121,8 +121,8 @@ _USE = DatabaseUse(
 )
 
 SCHEMA = Migrations("tidemark.sinks.postgres", "schema_version", "tidemark migrate")
-READABLE = 3
-"""The oldest schema in which everything lies where our reads look for it: a sidecar may be newer than its pipeline."""
+READABLE = 4
+"""The oldest schema that this version can read. A sidecar may be newer than the pipeline that migrated the schema."""
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:

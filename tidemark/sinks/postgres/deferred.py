@@ -82,9 +82,6 @@ def give_up(connection: Connection, why: str) -> None:
 
 
 def unfinished(connection: Connection) -> list[RecallStatus]:
-    """None where the schema is of a version without the table."""
-    if not connection.execute("select 1 where to_regclass('tidemark.recalls') is not null").fetchone():
-        return []
     rows = connection.execute(
         "select stream, writer, partition, gone, problem, since from tidemark.recalls order by number"
     )

@@ -50,21 +50,13 @@ def place(now: int, number: int) -> int:
     return now * _PARTS + number // TOGETHER % _PARTS
 
 
+# Each chain is read from its newest advance back, one chain after the other, so that a limit ends the reading. Streams
+# share rows, and one stream may keep its history longer than another.
 _CHAINS: LiteralString = """
 select known.stream, known.writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
     (extract(epoch from time) * 1000)::bigint
 from unnest(%s::text[], %s::text[], %s::bigint[]) as known (stream, writer, position)
-cross join lateral (select * from ({parts}) parts order by abs(id) limit %s) a
-limit %s
-"""
-
-# Streams share rows, and one keeps them for longer than another.
-_SHOWN: LiteralString = """
-                and (p.time >= (select coalesce(max(since), '-infinity') from tidemark.history_since)
-                    or tidemark.is_shown(known.stream, p.time))"""
-
-# From its newest advance back: one chain after the other, so that a limit ends the reading.
-_PACKED: LiteralString = """(
+cross join lateral (select * from (
     with recursive chain as (
         select n.number, p.advanced as before, 9223372036854775807 as prev, 0::bigint as epoch,
             0::bigint as id, 0::bigint as facts, 0::bigint as empty, 0::bigint as unseen, 0::bigint as skipped,
@@ -79,19 +71,17 @@ _PACKED: LiteralString = """(
                 p.ids[i] - coalesce(p.ahead[i], 0), p.batch, p.time
             from tidemark.packed_advances p cross join lateral array_position(p.writers, chain.number) as i
             where p.time = to_timestamp((chain.before / 4096) / 1000.0) and p.part = mod(chain.before, 4096)
-                and i is not null and abs(p.ids[i]) <= abs(chain.prev){shown}
+                and i is not null and abs(p.ids[i]) <= abs(chain.prev)
+                and (p.time >= (select coalesce(max(since), '-infinity') from tidemark.history_since)
+                    or tidemark.is_shown(known.stream, p.time))
             order by abs(p.ids[i]) desc limit 1
         ) a (before, prev, epoch, id, facts, empty, unseen, skipped, linear, batch, time)
         where abs(a.id) > abs(known.position) and length < %s
     )
     select epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time from chain where length > 0
-) union all """
-
-_SINGLE: LiteralString = """(
-    select epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time from tidemark.{table} a
-    where (a.stream, a.writer) = (known.stream, known.writer) and abs(a.id) > abs(known.position)
-    order by abs(a.id) desc limit %s
-)"""
+) parts order by abs(id) limit %s) a
+limit %s
+"""
 
 
 def advances_since(
@@ -102,22 +92,11 @@ def advances_since(
     Where there are `most` of them in all, the last chain may be cut off behind its last advance, and chains that are
     not there may have been left out.
     """
-    # A schema before 7, of a pipeline that is older than we are, has single advances only.
-    packed, hides = connection.execute(
-        "select to_regclass('tidemark.packed_advances') is not null, to_regclass('tidemark.history_since') is not null"
-    ).fetchone() or (False, False)
-    if packed:
-        shown: LiteralString = _SHOWN if hides else ""
-        statement = _CHAINS.format(parts=_PACKED.format(shown=shown) + _SINGLE.format(table="unpacked_advances"))
-    else:
-        statement = _CHAINS.format(parts=_SINGLE.format(table="position_advances"))
     found: dict[tuple[str, str], list[PastAdvance]] = {}
-    rows = execute(connection, statement, known, *([newest] * (2 if packed else 1)), most, most)
+    rows = execute(connection, _CHAINS, known, newest, most, most)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, at in rows or ():
         advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, at)
         found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, at))
-    for chain in found.values():
-        del chain[:-newest]
     return found
 
 

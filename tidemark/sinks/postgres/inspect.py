@@ -10,14 +10,13 @@ from typing import Any, LiteralString, Self
 
 from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
-from tidemark.sinks.postgres.audit import PACKED, STATES
-from tidemark.sinks.postgres.database import SCHEMA, session_of
+from tidemark.sinks.postgres.audit import STATES
+from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.operators import Acts, ListedAct, PolicyTable
 from tidemark.streaming.core.effects import Forced
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
-LINE_MOVES = 16  # the schema since which a line that moves alone is noted
 OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
 ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
 """Of each a `BatchAdvance`."""
@@ -29,7 +28,7 @@ _LOOKS = (timedelta(hours=1), timedelta(days=1))  # how far is looked at first; 
 @dataclass(frozen=True, slots=True)
 class LineStand:
     """The line was at `linear` from `since` (or earlier, where no advance before is kept) to `until`, when it went to
-    `went_to`. Without `until` it is there still, or went on before such moves were noted."""
+    `went_to`. Without `until` it is there still."""
 
     linear: int
     since: datetime
@@ -133,7 +132,7 @@ class StreamPast:
     def state(self, stream: str) -> bytes | None:
         """The encoded state as it is now; None where there is no such stream."""
         with self._session.use() as connection:
-            SCHEMA.check_from(connection, LINE_MOVES)
+            SCHEMA.check_from(connection, READABLE)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
@@ -376,7 +375,7 @@ class PastBatches:
 def past_batches(dsn: Dsn) -> Iterator[PastBatches]:
     """Whatever is read until it ends is of the moment at which it began: what Kafka gives then has all of it."""
     with session_of(dsn, "tidemark replay") as session, session.use() as connection:
-        SCHEMA.check_from(connection, PACKED)
+        SCHEMA.check_from(connection, READABLE)
         with connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
             connection.execute("select 1")  # the moment is that of the first question

@@ -219,11 +219,9 @@ class PolicyTable:
         self._database = database
 
     def given(self) -> dict[str, dict[str, int]]:
-        """Name -> setting -> value; nothing where the schema is of a version that has none."""
+        """Name -> setting -> value."""
         found: dict[str, dict[str, int]] = {}
         with self._database.use() as connection:
-            if not connection.execute("select 1 where to_regclass('tidemark.policies') is not null").fetchone():
-                return found
             rows = connection.execute("select stream, setting, value from tidemark.policies order by 1, 2")
             for name, setting, value in rows:
                 found.setdefault(name, {})[setting] = value

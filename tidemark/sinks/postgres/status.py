@@ -53,9 +53,7 @@ def note_lagging(
 
 
 def lagging(connection: Connection) -> list[LaggingPartition]:
-    """What the pipeline noted last, by topic and partition; nothing if the schema is older than the table."""
-    if not connection.execute("select 1 where to_regclass('tidemark.lagging_partitions') is not null").fetchone():
-        return []
+    """What the pipeline noted last, by topic and partition."""
     rows = connection.execute(
         "select topic, partition, records, since, blocked_offset, blocked_since from tidemark.lagging_partitions"
         " order by topic, partition"
@@ -164,7 +162,7 @@ class Conditions:
             lease = connection.execute(
                 "select owner,"
                 " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end,"
-                " to_jsonb(l) ->> 'waits_for' from tidemark.query_lease l where owner <> ''"
+                " waits_for from tidemark.query_lease where owner <> ''"
             ).fetchone()
             batch = connection.execute(
                 "select greatest(extract(epoch from now() - applied_at), 0)::float8"
@@ -182,9 +180,6 @@ class Conditions:
         return Condition(owner, left, quiet, counts, acts, faults, waits if left else None, partitions)
 
     def _acts(self, connection: Connection) -> list[RecentAct]:
-        """None where the schema is of a version that does not note them."""
-        if not connection.execute("select 1 where to_regclass('tidemark.acts') is not null").fetchone():
-            return []
         rows = connection.execute(
             "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.acts"
             " where time > now() - interval '1 day' order by number desc limit %s",
@@ -242,9 +237,6 @@ class Conditions:
             return unfinished(connection)
 
     def faults(self) -> list[SinkFault]:
-        """None where the schema is of a version that does not note them."""
         with self._database.use() as connection:
-            if not connection.execute("select 1 where to_regclass('tidemark.sink_faults') is not null").fetchone():
-                return []
             rows = connection.execute("select sink, stream, problem, since from tidemark.sink_faults order by 1, 2")
             return [SinkFault(*row) for row in rows]

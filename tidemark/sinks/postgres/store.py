@@ -100,11 +100,10 @@ class Postgres:
             SCHEMA.check_from(connection, READABLE)
 
     def pipeline_version(self) -> str:
-        """Of the Tidemark whose pipeline took the lease last; empty where none did, or it did not say."""
+        """The version of the pipeline that acquired the lease last; empty if none did."""
         with self._reads.use() as connection:
-            # In this way also of a schema in which the column is still missing.
-            row = connection.execute("select to_jsonb(l) ->> 'version' from tidemark.query_lease l").fetchone()
-        return (row[0] or "") if row else ""
+            row = connection.execute("select version from tidemark.query_lease").fetchone()
+        return row[0] if row else ""
 
     def apply(self, batch: Batch) -> Committed:
         """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out.

@@ -1,6 +1,8 @@
--- What the pipeline writes in a batch's one transaction (docs/design.md 5 and 6). IDs are signed; times are the
--- batch's.
+-- What the pipeline writes: positions, gaps, audit and progress in the one transaction of a batch (docs/design.md 5 and 6),
+-- and what it notes about itself and its sinks. IDs are signed. Times are the batch's unless the column has a default.
 
+-- The fill factor leaves half of a page free. Each batch rewrites these rows; the new version of a row then fits beside
+-- the old one, and no index is written.
 create table tidemark.streams (
     stream      text        primary key,
     linear      bigint      not null,
@@ -8,10 +10,13 @@ create table tidemark.streams (
     direction   smallint    not null check (direction in (-1, 0, 1)),
     shard       integer     not null,
     state       bytea       not null,
-    updated_at  timestamptz not null
-);
+    updated_at  timestamptz not null,
+    retired     bytea
+) with (fillfactor = 45);
 comment on table tidemark.streams is 'Linear position and encoded state of each stream';
 comment on column tidemark.streams.head is 'The highest ID that any record of the stream named';
+comment on column tidemark.streams.retired is
+    'Encoded table of the retired writers, which replaces the last byte of state; null: state is complete. A separate column because it may be 500 kB and rarely changes';
 
 create table tidemark.stream_positions (
     stream      text        not null,
@@ -21,29 +26,12 @@ create table tidemark.stream_positions (
     retired     boolean     not null,
     forgotten   boolean     not null default false,
     updated_at  timestamptz not null,
+    advanced    bigint      not null default 0,
     primary key (stream, writer)
-);
+) with (fillfactor = 45);
 comment on column tidemark.stream_positions.forgotten is
-    'Retired long ago: left the state and Redis; a rejoin starts from here';
-
-create table tidemark.position_advances (
-    stream      text        not null,
-    writer      text        not null,
-    epoch       bigint      not null,
-    prev        bigint      not null,
-    id          bigint      not null,
-    facts       bigint      not null,
-    empty       bigint      not null,
-    unseen      bigint      not null,
-    skipped     bigint      not null,
-    linear      bigint      not null,
-    batch       bigint      not null,
-    time        timestamptz not null,
-    check (abs(id) > abs(prev))
-) partition by range (time);
-create index position_advances_chain on tidemark.position_advances (stream, writer, abs(id));
-create index position_advances_time on tidemark.position_advances (stream, time);
-comment on table tidemark.position_advances is 'One row per move of a writer''s position; one partition per day (UTC)';
+    'Retired long ago: removed from the state and from Redis; a rejoin starts from here';
+comment on column tidemark.stream_positions.advanced is 'Place of the row with the newest advance in packed_advances';
 
 create table tidemark.stream_gaps (
     stream      text        not null,
@@ -71,7 +59,7 @@ create table tidemark.skips (
     batch       bigint      not null,
     time        timestamptz not null
 );
-comment on table tidemark.skips is 'Audit of every operator''s act that moved a position without the writer''s evidence';
+comment on table tidemark.skips is 'Audit of every operator override that moved a position without the writer''s evidence';
 
 create table tidemark.late_completions (
     number      bigint      generated always as identity primary key,
@@ -87,13 +75,64 @@ create table tidemark.late_completions (
 );
 create index late_completions_stream on tidemark.late_completions (stream, number);
 
+create table tidemark.line_moves (
+    stream      text        not null,
+    prev        bigint      not null,
+    linear      bigint      not null,
+    retired     text[]      not null,
+    epochs      bigint[]    not null,
+    batch       bigint      not null,
+    time        timestamptz not null
+);
+create index line_moves_time on tidemark.line_moves (stream, time);
+comment on table tidemark.line_moves is
+    'Moves of the linear position in batches that made no advance in the stream, as after a retirement; position_advances has the other moves';
+comment on column tidemark.line_moves.retired is 'Writers that retired in the batch; epochs has the epoch of each';
+
+create table tidemark.dead_letters (
+    reason      text        primary key,
+    records     bigint      not null,
+    newest_at   timestamptz not null
+);
+comment on table tidemark.dead_letters is
+    'Number of records sent to the dead letters since this database was made, by reason. Exact; the topic may have duplicates';
+
+create table tidemark.unsent_letters (
+    query       text        not null,
+    batch       bigint      not null,
+    rejected    bytea       not null,
+    primary key (query, batch)
+);
+comment on table tidemark.unsent_letters is
+    'Rejected records of a batch until they are in the dead letters, so that a lost checkpoint does not lose them (docs/design.md, rule 5)';
+comment on column tidemark.unsent_letters.rejected is 'Kafka offsets and reasons, without the records themselves';
+
+create table tidemark.recalls (
+    number      bigint      generated always as identity primary key,
+    stream      text        not null,
+    writer      text        not null,
+    epoch       bigint      not null,
+    partition   int         not null,
+    next        bigint      not null,
+    last        bigint      not null,
+    gone        bigint      not null default 0,
+    problem     text,
+    since       timestamptz not null default now()
+);
+comment on table tidemark.recalls is
+    'Offset ranges of deferred records, which the pipeline produces to the facts topic again';
+comment on column tidemark.recalls.next is
+    'The offset to continue with; larger than last: all records that still exist were produced';
+comment on column tidemark.recalls.gone is
+    'Number of offsets that Kafka no longer had; the IDs of their records stay open until a JOIN settles them';
+
 create table tidemark.kafka_offsets (
     topic       text        not null,
     partition   integer     not null,
     next        bigint      not null,
     primary key (topic, partition)
 );
-comment on column tidemark.kafka_offsets.next is 'The first offset that is not yet counted into the states';
+comment on column tidemark.kafka_offsets.next is 'The first offset whose record is not in the states';
 
 create table tidemark.applied_batches (
     number      bigint      generated always as identity primary key,
@@ -120,44 +159,42 @@ create table tidemark.query_lease (
     token       bigint      primary key,
     owner       text        not null,
     since       timestamptz not null,
-    expires_at  timestamptz not null
+    expires_at  timestamptz not null,
+    version     text        not null default '',
+    waits_for   text
 );
 create unique index query_lease_one_row on tidemark.query_lease ((true));
-insert into tidemark.query_lease values (0, '', now(), '-infinity');
+comment on column tidemark.query_lease.version is
+    'Version of Tidemark that acquired the lease last; empty: nobody has acquired it';
+comment on column tidemark.query_lease.waits_for is
+    'What a batch of the owner has waited for in this database for seconds; null: it does not wait';
+insert into tidemark.query_lease (token, owner, since, expires_at) values (0, '', now(), '-infinity');
 
--- Attaching a finished table takes a lock that readers of the history do not notice; CREATE ... PARTITION OF does not.
--- SECURITY DEFINER: members of tidemark_owner make and drop partitions without owning the table.
-create function tidemark.make_history_day(day date) returns void
-    language plpgsql security definer set search_path = pg_catalog, pg_temp as
-$$
-declare
-    part text := 'position_advances_' || to_char(day, 'YYYYMMDD');
-begin
-    perform pg_advisory_xact_lock(hashtextextended('tidemark.history', 0));
-    if to_regclass('tidemark.' || part) is null then
-        execute format('create table tidemark.%I (like tidemark.position_advances including all)', part);
-        execute format(
-            'alter table tidemark.position_advances attach partition tidemark.%I for values from (%L) to (%L)',
-            part, day::timestamp at time zone 'UTC', (day + 1)::timestamp at time zone 'UTC');
-    end if;
-end
-$$;
+create table tidemark.sink_faults (
+    sink        text        not null,
+    stream      text        not null,
+    problem     text        not null,
+    since       timestamptz not null default now(),
+    primary key (sink, stream)
+);
+comment on table tidemark.sink_faults is
+    'Streams that a sink cannot publish while it publishes the others, and its error. For display; the pipeline retries by itself';
 
-create function tidemark.drop_history_before(day date) returns setof text
-    language plpgsql security definer set search_path = pg_catalog, pg_temp as
-$$
-declare
-    part text;
-begin
-    perform pg_advisory_xact_lock(hashtextextended('tidemark.history', 0));
-    for part in
-        select c.relname from pg_inherits i join pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'tidemark.position_advances'::regclass
-          and c.relname < 'position_advances_' || to_char(day, 'YYYYMMDD')
-        order by 1
-    loop
-        execute format('drop table tidemark.%I', part);
-        return next part;
-    end loop;
-end
-$$;
+create table tidemark.lagging_partitions (
+    topic           text        not null,
+    partition       integer     not null,
+    records         bigint      not null,
+    since           timestamptz not null,
+    blocked_offset  bigint,
+    blocked_since   timestamptz,
+    primary key (topic, partition)
+);
+comment on table tidemark.lagging_partitions is
+    'Kafka partitions with unread records, and the offset at which an open transaction blocks them. For display; no position depends on it';
+
+create table tidemark.retention_clock (
+    singleton   boolean     primary key default true check (singleton),
+    time        timestamptz not null
+);
+comment on table tidemark.retention_clock is
+    'The time up to which the last complete run of retention dropped history. A run moves it by at most one day, so that a clock that jumps ahead deletes one day at a time';

@@ -1,0 +1,116 @@
+-- Operator overrides and policies. The record of overrides is append-only by rights: the outcome of an override is written
+-- once, by the login that began it, through functions. A policy is changed by a function only, which also writes the audit
+-- entry.
+
+create table tidemark.acts (
+    number      bigint      generated always as identity primary key,
+    kind        text        not null,
+    stream      text        not null,
+    writer      text        not null,
+    epoch       bigint      not null,
+    prev        bigint      not null,
+    id          bigint      not null,
+    by          text        not null,
+    why         text        not null,
+    seen_as     text        not null default session_user,
+    seen_from   inet        default inet_client_addr(),
+    time        timestamptz not null default clock_timestamp(),
+    topic       text,
+    partition   integer,
+    "offset"    bigint,
+    outcome     text
+);
+comment on table tidemark.acts is
+    'Operator overrides by a verb, written before the verb sends its record. Kafka does not tell a consumer who produced a record';
+comment on column tidemark.acts.by is 'The name that the operator gave';
+comment on column tidemark.acts.seen_as is 'The login in this database';
+comment on column tidemark.acts."offset" is 'Offset of the record; null: not known to be sent';
+comment on column tidemark.acts.outcome is 'Outcome as the verb saw it; null: the verb did not wait, or not long enough';
+
+create table tidemark.replays (
+    topic       text        not null,
+    partition   integer     not null,
+    "offset"    bigint      not null,
+    act         bigint      not null references tidemark.acts on delete cascade,
+    primary key (topic, partition, "offset")
+);
+comment on table tidemark.replays is
+    'Dead letters that were sent to the facts topic again, each at most once, by the offset of the original record';
+
+create table tidemark.late_resolved (
+    number      bigint      primary key,
+    act         bigint      not null references tidemark.acts on delete cascade
+);
+comment on table tidemark.late_resolved is
+    'Late completions that an operator has repaired by hand in what readers derived from the stream';
+comment on column tidemark.late_resolved.number is 'Number of late_completions, whose row may be past its retention';
+
+create table tidemark.policies (
+    stream      text        not null,
+    setting     text        not null,
+    value       bigint      not null,
+    act         bigint      references tidemark.acts on delete set null,
+    primary key (stream, setting),
+    check (value between 1 and case when setting like '%\_days' then 36500 else 1000000000 end)
+);
+comment on table tidemark.policies is
+    'Settings of single streams: bounds, alert thresholds, retention. The pipeline reads them every few seconds';
+comment on column tidemark.policies.stream is
+    'A stream, or a prefix of names followed by *; the most specific one counts';
+comment on column tidemark.policies.act is
+    'The override that set it; null: it was set by hand, or the override is past its retention';
+
+create function tidemark.note_sent(act bigint, to_topic text, to_partition integer, to_offset bigint) returns boolean
+    language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
+$$
+    update tidemark.acts a set (topic, partition, "offset") = (to_topic, to_partition, to_offset)
+    where a.number = note_sent.act and a.seen_as = session_user and a."offset" is null and a.outcome is null
+    returning true
+$$;
+comment on function tidemark.note_sent(bigint, text, integer, bigint) is
+    'Notes the offset of the record of one''s own override; null: it belongs to another login, or was noted before';
+
+create function tidemark.note_outcome(act bigint, became text) returns boolean
+    language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
+$$
+    update tidemark.acts a set outcome = became
+    where a.number = note_outcome.act and a.seen_as = session_user and a.outcome is null
+    returning true
+$$;
+comment on function tidemark.note_outcome(bigint, text) is
+    'Notes the outcome of one''s own override; null: it belongs to another login, or was noted before';
+
+create function tidemark.change_policy(name text, settings text[], wanted bigint[], by_whom text, reason text)
+    returns table (act bigint, outcome text)
+    language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
+$$
+#variable_conflict use_variable
+declare
+    was bigint;
+    said text[] := '{}';
+begin
+    -- One call at a time, so that the old values in the audit entry are those that it replaced.
+    lock table tidemark.policies in share row exclusive mode;
+    insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why)
+        values ('POLICY', name, '', 0, 0, 0, by_whom, reason) returning number into act;
+    for place in 1 .. cardinality(settings) loop
+        was := (select p.value from tidemark.policies p where p.stream = name and p.setting = settings[place]);
+        if wanted[place] is not null then
+            insert into tidemark.policies as p (stream, setting, value, act)
+                values (name, settings[place], wanted[place], act)
+                on conflict on constraint policies_pkey do update set value = excluded.value, act = excluded.act;
+        elsif was is null then
+            raise exception 'the policy % says nothing of %', name, settings[place] using errcode = 'no_data_found';
+        else
+            delete from tidemark.policies p where p.stream = name and p.setting = settings[place];
+        end if;
+        said := said || format('%s: %s -> %s', settings[place], coalesce(was::text, 'not set'),
+            coalesce(wanted[place]::text, 'not set'));
+    end loop;
+    outcome := array_to_string(said, ', ');
+    update tidemark.acts a set outcome = outcome where a.number = act;
+    return next;
+end
+$$;
+comment on function tidemark.change_policy(text, text[], bigint[], text, text) is
+    'Sets the given settings of a policy, and removes those whose value is null; all or none. Returns the audit entry and the changes';
