@@ -1,7 +1,9 @@
 """The schemas of the records accept and refuse what the decoder accepts and refuses."""
 
 import json
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -24,6 +26,7 @@ UNSCHEMED = {
 }
 """Reasons for which the decoder may refuse what the schema accepts, each with its rule in the description."""
 
+ROOT = Path(__file__).parents[2]
 OPERATOR = {"by": "ann", "why": "disk lost"}
 TIMELINE = {"database": "d/1", "start": "s2", "after": "s1"}
 SEEDS: list[dict[str, Any]] = [
@@ -166,3 +169,15 @@ def test_description_lists_the_rules_that_are_not_expressed() -> None:
     assert {*UNSCHEMED.values(), "integer form"} == {*NOT_EXPRESSED}
     for topic in Topic:
         assert all(rule in document(topic)["description"] for rule in NOT_EXPRESSED.values())
+
+
+def test_records_in_the_documentation_conform() -> None:
+    """Every record that a page shows is one that a reader of the page may send."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = [
+        text for page in pages for text in re.findall(r'\{"kind": ?"[A-Z]+".*?\}(?=$|[`\' ])', page.read_text(), re.M)
+    ]
+    assert len(shown) >= 5
+    for text in shown:
+        record = json.loads(text)
+        validator(Topic.CONTROL if "by" in record else Topic.FACTS).validate(record)
