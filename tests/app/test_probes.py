@@ -41,7 +41,7 @@ def url(health: metrics.PipelineHealth) -> Iterator[str]:
 
 @pytest.fixture
 def relay_url(relaying: RelayMetrics) -> Iterator[str]:
-    with probes.served("--metrics", ANYWHERE, relay.relay_health(relaying), now=lambda: NOW) as port:
+    with probes.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "the database"), now=lambda: NOW) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -98,7 +98,7 @@ def test_a_relay_that_waits_for_a_server_is_alive_and_not_ready(relay_url: str) 
     assert states(relay_url) == [200, 503]
 
 
-@pytest.mark.parametrize("state", ["relaying", "standby"])
+@pytest.mark.parametrize("state", ["active", "standby"])
 def test_a_relay_that_works_or_waits_for_its_turn_is_ready(relay_url: str, relaying: RelayMetrics, state: str) -> None:
     """The relay of a new release has its turn only when the old one ends, which waits until the new one is ready."""
     getattr(relaying, state).set(1)
@@ -108,7 +108,7 @@ def test_a_relay_that_works_or_waits_for_its_turn_is_ready(relay_url: str, relay
 
 def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: RelayMetrics) -> None:
     """A minute without a round, while it should relay: the process hangs."""
-    relaying.relaying.set(1)
+    relaying.active.set(1)
     relaying.heartbeat.set(NOW - relay.STALE_SECONDS)
     assert states(relay_url) == [503, 200]
 

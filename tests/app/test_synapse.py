@@ -8,13 +8,13 @@ from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
 from tests.fix_synapse import begun_by_a_bridge
+from tests.sources.synapse.turns import take_turn
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.synapse import BridgePlan
 from tidemark.common.errors import BadSetting
 from tidemark.sinks.postgres.status import BridgeStatus
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sources.synapse import state
 from tidemark.sources.synapse.channel import SynapseChannel
 
 
@@ -94,9 +94,9 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
         )
         assert bridges(looking) == {"hs1.events": BridgeStatus(False, None)}
         with psycopg.connect(dsn, autocommit=True) as speaking:
-            state.has_turn(speaking, ["hs2.events"])
+            take_turn(speaking, ["hs2.events"])
             assert bridges(dsn) == {"hs1.events": BridgeStatus(False, None)}
-            state.has_turn(speaking, ["hs1.events", "hs1.caches"])
+            take_turn(speaking, ["hs1.events", "hs1.caches"])
             assert bridges(looking) == {"hs1.events": BridgeStatus(True, None)}
             since = bridges(dsn)["hs1.events"].since
             assert speaking.execute(

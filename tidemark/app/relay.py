@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 from psycopg import errors
 
 from tidemark.app import http_health as probes
@@ -23,6 +23,7 @@ from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.run_loop import LoopMetrics
 from tidemark.sources.topics import Topics
 from tidemark.streaming.values.direction import DirectionName
 from tidemark.streaming.wire.records import is_name, why_no_name
@@ -54,7 +55,9 @@ def run(settings: Settings, plan: RelayPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), relay_health(metrics)))
+            stack.enter_context(
+                probes.served("--metrics", metrics_address(plan.metrics), LoopHealth(metrics, "the database"))
+            )
         wait_out(lambda: find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
@@ -77,28 +80,24 @@ def find_topic(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """What probes are told of a process that goes round in a loop: the relay, or the bridge to Synapse. `working` is 1
-    while it does."""
+    """The health of a process with a run loop, for probes: the relay, or the bridge to Synapse."""
 
-    registry: CollectorRegistry
-    working: Gauge
-    standby: Gauge
-    heartbeat: Gauge
-    waits_for: str
+    metrics: LoopMetrics
+    database: str
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.metrics.registry
 
     def hangs(self, now: float) -> str | None:
-        working = probes.reading(self.working) == 1
-        stale = working and now - probes.reading(self.heartbeat) >= STALE_SECONDS
-        return "the loop stands still" if stale else None
+        is_active = probes.reading(self.metrics.active) == 1
+        is_stale = is_active and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
+        return "the loop stands still" if is_stale else None
 
     def lacks(self) -> str | None:
-        """None too for one that only waits for its turn: a new release cannot do more while the old one works."""
-        works = probes.reading(self.working) or probes.reading(self.standby)
-        return None if works else f"starting, or waiting for Kafka or {self.waits_for}"
-
-
-def relay_health(metrics: RelayMetrics) -> LoopHealth:
-    return LoopHealth(metrics.registry, metrics.relaying, metrics.standby, metrics.heartbeat, "the database")
+        """None also for a standby: a new release cannot do more while the old one works."""
+        works = probes.reading(self.metrics.active) or probes.reading(self.metrics.standby)
+        return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 
 def metrics_address(text: str) -> tuple[str, int]:

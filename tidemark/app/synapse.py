@@ -80,7 +80,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     address = RedisAddress(redis)
     halt = told_to_end()
     metrics = BridgeMetrics(CollectorRegistry())
-    health = LoopHealth(metrics.registry, metrics.speaking, metrics.standby, metrics.heartbeat, "a database")
+    health = LoopHealth(metrics, "a database")
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, settled
 from tests.waiting import eventually
-from tidemark.sources.relay import oversized
+from tidemark.sources import oversized
 from tidemark.streaming.wire.records import Rdata
 
 
@@ -65,7 +65,11 @@ def test_too_large(
         assert judge.verdict().position("orders", "shop") == 1
         assert judge.verdict().position("small", "shop") == 50
         assert relay.metric("tidemark_relay_oversized_facts", stream="orders") == 2
-        named = [it for it in logs if it["event"] == "A fact is too large for the Kafka topic; its stream waits"]
+        named = [
+            it
+            for it in logs
+            if it["event"] == "A record is too large for the Kafka topic; its stream waits, other streams go on"
+        ]
         assert [(it["stream"], it["id"], it["limit"]) for it in named] == [
             ("orders", 2, 200_000),
             ("orders", 3, 200_000),

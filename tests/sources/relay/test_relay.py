@@ -22,7 +22,7 @@ from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting, FactUnfit, Refused
-from tidemark.sources import transactions
+from tidemark.sources import run_loop, transactions
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
@@ -222,7 +222,7 @@ def test_a_stream_that_is_dropped_is_retired(
     ready: str, sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that stays open for long: the relay says that it waits, and goes on when it is over."""
-    monkeypatch.setattr(relaying, "LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr(run_loop, "LOCK_TIMEOUT", "100ms")
     relay = run()
     append(sql)
     eventually(lambda: settled(sql))
@@ -409,7 +409,7 @@ def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, r
     sql.execute("select pg_advisory_lock(%s, 0)", [queries.LOCK])
     with capture_logs() as logged:
         run()
-        holder = eventually(lambda: next((it["holder"] for it in logged if "Another relay" in it["event"]), None))
+        holder = eventually(lambda: next((it["holder"] for it in logged if "Another process" in it["event"]), None))
     sql.execute("select pg_advisory_unlock_all()")
     assert f"pid {sql.info.backend_pid} (user " in holder
     assert "application attacker" in holder

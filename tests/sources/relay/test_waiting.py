@@ -13,9 +13,8 @@ from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.errors import Unavailable
+from tidemark.sources import run_loop
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay import relay as relaying
-from tidemark.sources.relay import waiting
 
 
 def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: Run) -> None:
@@ -34,17 +33,17 @@ def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: R
         time.sleep(2.5)
         first.stop()
         eventually(lambda: second.metric("tidemark_relay_active") == 1)
-    begins = [it for it in logs if it["event"] == "Another relay works on this database; waiting for its end"]
+    begins = [it for it in logs if it["event"] == "Another process works on this database; waiting for its end"]
     assert len(begins) == 1
     assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, application tidemark relay, ")
-    assert [it["event"] for it in logs].count("The other relay has ended; this one works") == 1
+    assert [it["event"] for it in logs].count("The other process has ended; this one works") == 1
 
 
 def test_a_relay_that_waits_for_kafka_says_so(
     sql: psycopg.Connection, run: Run, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line when Kafka has acknowledged nothing for a while, and one when it does again; none in between."""
-    monkeypatch.setattr(waiting, "WORTH_SAYING", 0.5)
+    monkeypatch.setattr(run_loop, "SILENCE_LOGGED_AFTER", 0.5)
     run()
     append(sql)
     eventually(lambda: settled(sql))
@@ -78,12 +77,12 @@ def test_pauses_grow_though_each_attempt_gets_a_little_further(
             run()
             eventually(lambda: len(attempts) == 5)
         eventually(lambda: settled(sql))
-        eventually(lambda: any(it["event"] == "Facts go out again" for it in logs))
+        eventually(lambda: any(it["event"] == "Facts are sent again" for it in logs))
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
-    assert all(pause >= relaying._PAUSE * 2**at for at, pause in enumerate(pauses))
+    assert all(pause >= run_loop.FIRST_PAUSE * 2**at for at, pause in enumerate(pauses))
     events = [it["event"] for it in logs]
     assert events.count("Facts wait in the database") == 1
-    assert events.count("Facts go out again") == 1
+    assert events.count("Facts are sent again") == 1
     assert judge.verdict().announced == {"orders": {1}}
 
 
@@ -91,7 +90,7 @@ def test_who_has_locked_a_table_is_named(
     ready: str, sql: psycopg.Connection, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relay whose statements time out behind a lock says whose lock that is."""
-    monkeypatch.setattr(relaying, "LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr(run_loop, "LOCK_TIMEOUT", "100ms")
     relay = run()
     append(sql)
     eventually(lambda: settled(sql))

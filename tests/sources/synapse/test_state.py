@@ -7,6 +7,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
+from tests.sources.synapse.turns import take_turn
 from tidemark.common.errors import BadSetting, OthersFirst, Refused
 from tidemark.sources.synapse import evidence, queries, state, timelines
 from tidemark.sources.synapse import evidence as published_facts
@@ -331,8 +332,8 @@ def test_what_is_no_synapse_or_may_not_be_read_is_told(sql: psycopg.Connection, 
 def test_one_speaks_for_a_stream(sql: psycopg.Connection, database: str) -> None:
     """Of sets that have a stream in common too; the next one's turn comes when its session has ended."""
     with psycopg.connect(database, autocommit=True) as other:
-        assert state.has_turn(other, ["events", "caches"])
-        assert not state.has_turn(sql, ["caches", "receipts"])
-        assert state.has_turn(sql, ["receipts"])
+        assert take_turn(other, ["events", "caches"])
+        assert not take_turn(sql, ["caches", "receipts"])
+        assert take_turn(sql, ["receipts"])
         other.execute("select pg_advisory_unlock_all()")
-        assert state.has_turn(sql, ["caches", "receipts"])
+        assert take_turn(sql, ["caches", "receipts"])

@@ -14,6 +14,7 @@ from tidemark.common.errors import FactUnfit
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
+from tidemark.sources.relay.queries import AppendedFact
 from tidemark.sources.relay.writer_chains import Announced
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire import records
@@ -111,7 +112,7 @@ def _edges(decided: Decided) -> Iterator[_ToldEdge]:
 
 _VOIDS_AT_ONCE = 10_000
 _VOID_RECORD_BYTES = 200
-_NAMES_BYTES = 3000
+_AROUND_BYTES = 3000
 """Of a record that several facts share: the names of stream and writer, and what surrounds the facts."""
 
 
@@ -138,7 +139,7 @@ def send(producer: RecordProducer, decided: Decided, most_facts: int) -> InFligh
     name = decided.told.stream.name
     size = sum(fact.bytes for fact in decided.facts)
     size += _VOID_RECORD_BYTES * (decided.voids.width() + len(decided.announced))
-    most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _NAMES_BYTES)
+    most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _AROUND_BYTES)
     # `left` begins with 1, so that nothing is acknowledged before all of it is sent.
     parcel = InFlight(decided.without_rows(), size, 1)
     producer.send_all(name, parcel.counted(told(decided, most_facts, most_bytes)), parcel.acknowledged)
@@ -153,3 +154,17 @@ def parts(decided: Decided) -> Iterator[Decided]:
     for low, high in decided.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
+
+
+def largest_record(decided: Decided, fact: AppendedFact) -> int:
+    """Bytes of the largest record of the fact."""
+    signed, writer = decided.told.stream.towards.signed, decided.told.name_of(fact.writer)
+    around = Rdata(
+        stream=decided.told.stream.name,
+        writer=writer,
+        epoch=decided.told.writers[writer].epoch,
+        prev=signed(fact.id - 1),
+        id=signed(fact.id),
+        row=Raw(b""),
+    )
+    return len(records.encode(around)) + max(map(len, fact.rows), default=0)

@@ -2,15 +2,16 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tidemark.sources.transactions import OldestOpen
+from tidemark.sources.run_loop import LoopMetrics
+from tidemark.sources.transactions import OldestOpen, OpenTransaction
 
 
-class RelayMetrics:
+class RelayMetrics(LoopMetrics):
     """Those of one process, in a registry of its own or of the caller's choice."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.relaying = Gauge(
+        self.active = Gauge(
             "tidemark_relay_active",
             "1 while this process relays, 0 while it waits for a server or for another relay to end. 0 everywhere:"
             " facts wait in the service's database.",
@@ -78,3 +79,6 @@ class RelayMetrics:
             registry=registry,
         )
         self.open = OldestOpen(self.oldest)
+
+    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
+        return transaction.stream, transaction.writer

@@ -20,11 +20,6 @@ from tidemark.streaming.values.intervals import Intervals
 LOCK = 1414087749
 """With the stream's number added the first half of its advisory locks, the second is the writer's hash; the functions
 have it too. A stream has no number 0: that is the relay's own."""
-TURN_HOLDERS = """
-select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
-    and classid = %s::oid and objid = 0 and database = (select oid from pg_database where datname = current_database())
-"""
-"""The server processes that hold the relay's advisory lock; its argument is `LOCK`."""
 BEAT = "*"
 """The writer of beats, in the outbox."""
 ROWS_AT_ONCE = 5000

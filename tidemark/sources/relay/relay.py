@@ -8,29 +8,30 @@ others wait for its session to end; that two might work at once costs duplicates
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from datetime import UTC, datetime
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
-from tidemark.common.errors import BadSetting, Refused, Retry
-from tidemark.common.lock_waits import with_lockers
+from tidemark.common.backoff import Backoff
+from tidemark.common.errors import BadSetting
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import encode, epochs, queries
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.encode import InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.relay.oversized import OversizedFacts
-from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, blockers, silence
-from tidemark.sources.relay.waiting import KafkaWait, OtherRelayWait
+from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, AppendedFact, silence
+from tidemark.sources.run_loop import RunLoop, set_lock_timeout
 from tidemark.sources.transactions import Reports, history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
 log = structlog.get_logger(__name__)
 
+_NAMES_BYTES = 2 * 4 * 255
+"""Bytes of the names of stream and writer, at most."""
 MOST_BYTES = 16 * 1024 * 1024
 """Bytes of records that wait for Kafka's acknowledgement; the rest waits in the database."""
 SHORTEST, LONGEST = 0.005, 0.05
@@ -41,27 +42,16 @@ _SETTLED_AT_ONCE = 500
 _BEAT_EVERY = 1.0
 _LINES_A_SECOND = 200
 """Writers that beats tell of, at the most: where there are more, there are fewer beats."""
-_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
-_TURN = 1.0
-"""Seconds between two attempts of a relay that waits for another."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
 REGRESSED = "The database or its sequence went back, or a row came below the floor: a new timeline begins"
-LOCK_TIMEOUT = "10s"
-"""How long it waits in silence for whoever has locked its tables or sequences."""
-_PATIENCE = 30.0
-"""Seconds that Kafka has to acknowledge a JOIN, before everything is begun anew."""
 _JOINED_AT_ONCE = 500
 """Streams whose JOINs are acknowledged together: a relay that is killed then leaves the next one fewer to send."""
-_STEADY = 60.0
-"""Seconds of work after which the next failure is the first one again."""
 
 
-class AppendRelay:
-    """Runs in the thread that calls `run`, until `halt` is set.
-
-    `writer` is what Tidemark calls the database, None for its own name. A record has `most_facts` of a backlog.
-    """
+class AppendRelay(RunLoop):
+    """The relay. `writer` is what Tidemark calls the database, None for its own name. A record has `most_facts` of a
+    backlog."""
 
     def __init__(
         self,
@@ -72,89 +62,37 @@ class AppendRelay:
         halt: threading.Event,
         most_facts: int = 1,
     ) -> None:
-        self._session = session
+        super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt)
         self._most_facts = most_facts
-        self._make_producer = producer
-        self._producer: RecordProducer
-        self._connected = False
-        """Whether there is a producer, and nothing has failed since it was made."""
         self._given = writer
         self._writer = writer or ""
         self._metrics = metrics
-        self._halt = halt
         self._strangers: dict[int, dict[str, int]] = {}
         self._held: dict[str, str] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[InFlight] = []
-        self._reports = Reports({})
-        self._problem = ""
-        """What facts wait for; empty while they go out."""
-        self._other_relay = OtherRelayWait(queries.LOCK)
-        self._kafka_wait = KafkaWait()
-        self._oversized = OversizedFacts(metrics.oversized)
 
-    def run(self) -> None:
-        """Raises `Stop` where a person must decide, what a server refuses before it ever worked, and what nobody
-        expected: the process ends then, and says so, rather than to go on with half of itself."""
-        pause, worked = _PAUSE, False
-        while not self._halt.is_set():
-            began = time.monotonic()
-            try:
-                with self._session.use() as connection:
-                    SCHEMA.check(connection)
-                    connection.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
-                    if self._has_its_turn(connection):
-                        if not worked and (seconds := silence(connection)) > SILENT_SECONDS:
-                            log.warning("A host that dies may hold a stream for long", seconds=seconds, set=_SETTINGS)
-                        worked, began = True, time.monotonic()
-                        if not self._connected:
-                            self._producer = self._make_producer()
-                            self._connected, self._kafka_wait = True, KafkaWait()
-                        self._relay(connection)
-            except (Retry, Refused) as error:
-                if isinstance(error, Refused) and not worked:
-                    raise
-                problem = with_lockers(self._session, error)
-                if self._problem != problem:
-                    log.warning("Facts wait in the database", problem=problem)
-                self._problem = problem
-                self._session.close()
-                self._connected = False
-                if time.monotonic() - began > _STEADY:
-                    pause = _PAUSE
-                self._halt.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            finally:
-                self._metrics.relaying.set(0)
-                self._metrics.standby.set(0)
-                self._metrics.open.show([])
+    def _lock_keys(self, connection: Connection) -> Sequence[int]:
+        return [0]
 
-    def _has_its_turn(self, connection: Connection) -> bool:
-        """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
-        while not self._halt.is_set():
-            row = connection.execute("select pg_try_advisory_lock(%s, 0)", [queries.LOCK]).fetchone()
-            if row is not None and row[0]:
-                self._metrics.standby.set(0)
-                self._other_relay.over()
-                return True
-            self._metrics.standby.set(1)
-            self._other_relay.waits(connection)
-            self._halt.wait(_TURN)
-        return False
-
-    def _relay(self, connection: Connection) -> None:
+    def _work(self, connection: Connection) -> None:
         """Work until the connection breaks, or streams or epochs are others."""
+        set_lock_timeout(connection)
+        if not self._has_worked and (seconds := silence(connection)) > SILENT_SECONDS:
+            log.warning("A host that dies may hold a stream for long", seconds=seconds, set=_SETTINGS)
+        self._has_worked = True
+        self._connect_producer()
         while not self._halt.is_set():
             streams = self._joined(connection)
             self._metrics.heartbeat.set_to_current_time()
-            self._metrics.relaying.set(1)
+            self._metrics.active.set(1)
             decider = Decider(connection, streams)
             self._reports = Reports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
             self._due.clear()
             self._flying = []
             self._oversized.forget()
             try:
-                self._work(connection, decider)
+                self._send_decided(connection, decider)
             finally:
                 self._strangers = decider.strangers
 
@@ -178,15 +116,8 @@ class AppendRelay:
             epochs.acknowledged(connection, together)
         return [each for each in found if each.writers]
 
-    def _deliver(self) -> None:
-        """Return when Kafka has acknowledged everything; raises `Unavailable` if it does not in time."""
-        deadline = time.monotonic() + _PATIENCE
-        while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
-            self._kafka_wait.look(self._producer, left)
-        self._producer.deliver(0)
-
-    def _work(self, connection: Connection, decider: Decider) -> None:
-        pause, settled, watched, beaten = SHORTEST, time.monotonic(), 0.0, time.monotonic()
+    def _send_decided(self, connection: Connection, decider: Decider) -> None:
+        backoff, settled, watched, beaten = Backoff(SHORTEST, LONGEST, 1.2), time.monotonic(), 0.0, time.monotonic()
         while not (self._halt.is_set() or decider.outrun):
             self._metrics.heartbeat.set_to_current_time()
             if not self._due and (room := self._room()) > 0:
@@ -203,19 +134,15 @@ class AppendRelay:
             if now - beaten >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
                 _result(decider.beat())
                 beaten = now
-            if (producer := self._oversized.larger(self._make_producer, now)) is not None:
-                self._deliver()
-                self._producer, self._kafka_wait = producer, KafkaWait()
-                log.info("The Kafka topic takes larger records now", limit=producer.max_bytes)
+            if self._grow_producer():
                 break
             if now - watched >= _SETTLED_EVERY:
                 self._watch(connection, decider)
                 watched = now
             if self._flying:
-                pause = SHORTEST
+                backoff.reset()
             if not decider.hurries or self._room() <= 0:
-                self._halt.wait(pause)
-                pause = min(pause * 1.2, LONGEST)
+                self._halt.wait(backoff.next())
         _result(decider.settle())
 
     def _report_held(self, decider: Decider) -> None:
@@ -236,12 +163,25 @@ class AppendRelay:
         return MOST_BYTES - sum(each.size for each in self._flying)
 
     def _send(self, decided: Decided) -> None:
-        fitting = self._oversized.without(decided, self._producer, time.monotonic())
-        self._flying.append(encode.send(self._producer, fitting, self._most_facts))
+        self._flying.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
+
+    def _fitting(self, decided: Decided) -> Decided:
+        """The facts that the topic takes. Of another fact no record is sent: Kafka would take its smaller records, and
+        the last of them, which has the ID, would make the fact look complete."""
+        stream, signed = decided.told.stream.name, decided.told.stream.towards.signed
+        limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
+        for fact in decided.facts:
+            # `bytes` covers the rows and what surrounds them, so a longer computation is rarely needed.
+            if fact.bytes + _NAMES_BYTES <= limit or (size := encode.largest_record(decided, fact)) <= limit:
+                fitting.append(fact)
+                continue
+            writer, now = decided.told.name_of(fact.writer), time.monotonic()
+            self._oversized.add(stream, writer, signed(fact.id), size, self._producer, now)
+        return decided if len(fitting) == len(decided.facts) else replace(decided, facts=fitting)
 
     def _hear(self, decider: Decider) -> None:
         """Learn what Kafka has acknowledged."""
-        self._kafka_wait.look(self._producer, self._producer.backlog())
+        self._poll_kafka()
         for each in [each for each in self._flying if not each.left]:
             decider.acknowledged(each.decided)
             name = each.decided.told.stream.name
@@ -250,20 +190,15 @@ class AppendRelay:
                 each.decided.voids.width() + sum(1 for fact in each.decided.facts if fact.void)
             )
         before, self._flying = len(self._flying), [each for each in self._flying if each.left]
-        if self._problem and (len(self._flying) < before or not (self._flying or self._due)):
-            log.info("Facts go out again")
-            self._problem = ""
+        if len(self._flying) < before or not (self._flying or self._due):
+            self._log_recovery()
 
     def _watch(self, connection: Connection, decider: Decider) -> None:
         for name, count in decider.undecided.items():
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.kept.items():
             self._metrics.kept.labels(name).set(count)
-        found = blockers(connection) if decider.open else []
-        now = datetime.now(UTC)
-        self._metrics.open.show(((each.stream, each.writer), each.age(now)) for each in found)
-        for report in self._reports.due(found, now):
-            self._producer.send(report.stream, records.encode(report))
+        self._report_open(queries.blockers(connection) if decider.open else [])
 
 
 def _result(steps: Generator[str, None, Any]) -> Any:

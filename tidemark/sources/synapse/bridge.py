@@ -8,24 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 
 import structlog
 
+from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry, Unavailable
-from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
+from tidemark.sources.run_loop import PATIENCE, RunLoop, set_lock_timeout
 from tidemark.sources.synapse import queries, state, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.metrics import BridgeMetrics
-from tidemark.sources.synapse.oversized import OversizedRecords
 from tidemark.sources.synapse.queries import TableWriter
-from tidemark.sources.synapse.state import SCHEMA, SynapseServer
+from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.transactions import OpenTransaction, Reports, durable, end_one, history, running
 from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Rdata
 
 log = structlog.get_logger(__name__)
 
@@ -38,14 +39,10 @@ _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
 of every stream."""
 _DEEP_EVERY, _NEWEST = 60, 1000
 """Of so many looks at facts that were published, one is at all that are remembered, the others at the newest."""
-_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
-_TURN = 1.0
-_PATIENCE = 30.0
-LOCK_TIMEOUT = "10s"
 
 
-class SynapseBridge:
-    """Runs in the thread that calls `run`, until `halt` is set."""
+class SynapseBridge(RunLoop):
+    """The bridge. `own` is a session of the database in which it remembers, `synapse` one of Synapse's database."""
 
     def __init__(
         self,
@@ -57,17 +54,12 @@ class SynapseBridge:
         metrics: BridgeMetrics,
         halt: threading.Event,
     ) -> None:
+        super().__init__(own, SCHEMA, BRIDGE_LOCK, producer, metrics, halt)
         self._synapse = synapse
-        self._own = own
         self._channel = channel
-        self._make_producer = producer
-        self._producer: RecordProducer
-        self._connected = False
-        """Whether there is a producer, and nothing has failed since it was made."""
         self._streams = streams
         self._names = [each.name for each in streams]
         self._metrics = metrics
-        self._halt = halt
         self._tellings: dict[str, StreamTelling] = {}
         self._heads: dict[str, int] = {}
         """The highest ID of each stream that was seen to be given out, on connections before too."""
@@ -75,59 +67,31 @@ class SynapseBridge:
         """By stream the highest number of the outbox that was sent on this connection."""
         self._done: list[int] = []
         self._flying = 0
-        self._oversized = OversizedRecords(metrics.oversized)
-        self._reports = Reports({})
         self._watches = 0
-        self._asked, self._patience = 0.0, _ASKED_AFTER
+        self._asked, self._ask_backoff = 0.0, Backoff(_ASKED_AFTER, _ASKED_EVERY)
+        self._ask_pause = _ASKED_AFTER
 
-    def run(self) -> None:
-        """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
-        pause, problem, worked = _PAUSE, "", False
-        while not self._halt.is_set():
-            try:
-                with self._own.use() as own:
-                    SCHEMA.check(own)
-                    if self._has_its_turn(own):
-                        with self._synapse.use() as synapse:
-                            synapse.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
-                            self._begin(synapse, own)
-                            worked = True
-                            if problem:
-                                log.info("Synapse is told again")
-                            pause, problem = _PAUSE, ""
-                            self._work(synapse, own)
-            except (Retry, Refused) as error:
-                if isinstance(error, Refused) and not worked:
-                    raise
-                if problem != (problem := str(error)):
-                    log.warning("Synapse is not told", problem=problem)
-                self._own.close()
-                self._synapse.close()
-                self._connected = False
-                self._halt.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            finally:
-                self._metrics.rest()
+    def _lock_keys(self, connection: Connection) -> Sequence[int]:
+        return state.lock_keys(connection, self._names)
 
-    def _has_its_turn(self, own: Connection) -> bool:
-        """Wait until no other bridge of these streams is connected. Not in the server: that would hold a snapshot."""
-        waits = False
-        while not self._halt.is_set():
-            if state.has_turn(own, self._names):
-                self._metrics.standby.set(0)
-                return True
-            if not waits:
-                log.info("Another bridge speaks; waiting for its end")
-            waits = True
-            self._metrics.standby.set(1)
-            self._halt.wait(_TURN)
-        return False
+    def _explain(self, error: Retry | Refused) -> str:
+        return str(error)  # the locks may be those of Synapse's database
+
+    def _close(self) -> None:
+        super()._close()
+        self._synapse.close()
+
+    def _work(self, connection: Connection) -> None:
+        with self._synapse.use() as synapse:
+            set_lock_timeout(synapse)
+            self._begin(synapse, connection)
+            self._has_worked = True
+            self._log_recovery()
+            self._tell(synapse, connection)
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
         """Send what another one left, and learn how the streams stand."""
-        if not self._connected:
-            self._producer = self._make_producer()
-            self._connected = True
+        self._connect_producer()
         self._sent, self._done, self._flying = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
         found = history(synapse, self._synapse.where, "events")
@@ -145,23 +109,24 @@ class SynapseBridge:
             samples = HeadSamples.load(own, each.name)
             self._tellings[each.stream.name] = StreamTelling(each, server, known, writers, head, samples)
         self._send(own)
-        self._producer.deliver(_PATIENCE)
+        self._deliver()
         self._settle(own)
         self._reports = Reports({})
         self._channel.take()
         self._channel.ask()
         self._asked = time.monotonic()
 
-    def _work(self, synapse: Connection, own: Connection) -> None:
-        pause, watched = SHORTEST, 0.0
-        self._metrics.speaking.set(1)
+    def _tell(self, synapse: Connection, own: Connection) -> None:
+        """Send what the workers complete, until something fails."""
+        backoff, watched = Backoff(SHORTEST, LONGEST, 1.2), 0.0
+        self._metrics.active.set(1)
         while not self._halt.is_set():
             self._metrics.heartbeat.set_to_current_time()
             heard = self._hear()
             if self._flying < MOST_UNSENT and self._round(synapse, own):
                 self._send(own)
                 heard = True
-            self._producer.backlog()
+            self._poll_kafka()
             if not self._flying or self._done:
                 self._metrics.sent.set_to_current_time()
             now = time.monotonic()
@@ -169,9 +134,10 @@ class SynapseBridge:
                 self._settle(own)
                 self._watch(synapse, own)
                 watched = now
-            pause = SHORTEST if heard else min(pause * 1.2, LONGEST)
-            self._halt.wait(pause)
-        self._producer.flush(_PATIENCE)
+            if heard:
+                backoff.reset()
+            self._halt.wait(backoff.next())
+        self._producer.flush(PATIENCE)
         self._settle(own)
 
     def _hear(self) -> bool:
@@ -218,7 +184,14 @@ class SynapseBridge:
 
     def _send(self, own: Connection) -> None:
         sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
-        for each in self._oversized.fitting(state.unsent(own, sent), self._producer, time.monotonic()):
+        unsent = state.unsent(own, sent)
+        for at, each in enumerate(unsent):
+            if each.stream in self._oversized:
+                continue
+            if len(each.value) > self._producer.max_value_bytes(each.stream):
+                writer, id = _fact_of(each.stream, unsent[at:])
+                self._oversized.add(each.stream, writer, id, len(each.value), self._producer, time.monotonic())
+                continue
             self._sent[each.stream] = each.number
             self._flying += 1
             self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
@@ -236,9 +209,7 @@ class SynapseBridge:
         """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
-        if (producer := self._oversized.larger(self._make_producer, time.monotonic())) is not None:
-            self._producer.deliver(_PATIENCE)
-            self._producer = producer
+        if self._grow_producer():
             self._oversized.forget()
             self._send(own)
         self._look_back(synapse, own)
@@ -256,9 +227,10 @@ class SynapseBridge:
             unfounded |= not each.founded
             self._metrics.silent.labels(each.of.name).set(0 if each.founded else len(each.silent))
         if not (held or unfounded):
-            self._patience = _ASKED_AFTER
-        elif now - self._asked >= self._patience:
-            self._asked, self._patience = now, min(2 * self._patience, _ASKED_EVERY)
+            self._ask_backoff.reset()
+            self._ask_pause = self._ask_backoff.next()
+        elif now - self._asked >= self._ask_pause:
+            self._asked, self._ask_pause = now, self._ask_backoff.next()
             self._channel.ask()
             for each in self._tellings.values():
                 if not each.founded:
@@ -283,15 +255,23 @@ class SynapseBridge:
             each.name_contradictions()
 
     def _report(self, found: Sequence[TableWriter]) -> None:
-        now, opened = datetime.now(UTC), list[OpenTransaction]()
+        opened = list[OpenTransaction]()
         holders = {name: each.known.holder for name, each in self._tellings.items() if each.known is not None}
         for each in found:
             for name in sorted(each.streams & holders.keys()):
                 told = self._tellings[name].of.name
                 opened.append(replace(each.transaction, stream=told, writer=holders[name].writer))
-        self._metrics.open.show(((each.stream,), each.age(now)) for each in opened)
         # In one name, whoever holds: who was told in another would stand there for ever.
         known = [each.known for each in self._tellings.values() if each.known is not None]
         self._reports.tellers = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.told)]}
-        for report in self._reports.due(opened, now):
-            self._producer.send(report.stream, records.encode(report))
+        self._report_open(opened)
+
+
+def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:
+    """Writer and ID of the first record of the stream: of several rows of a fact, the last record has the ID."""
+    for record in (records.decode(each.value) for each in unsent if each.stream == stream):
+        if not isinstance(record, Rdata):
+            break
+        if isinstance(record.id, int):
+            return record.writer, record.id
+    return "", None

@@ -4,15 +4,16 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tidemark.sources.transactions import OldestOpen
+from tidemark.sources.run_loop import LoopMetrics
+from tidemark.sources.transactions import OldestOpen, OpenTransaction
 
 
-class BridgeMetrics:
+class BridgeMetrics(LoopMetrics):
     """Those of one process, in a registry of its own or of the caller's choice."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.speaking = Gauge(
+        self.active = Gauge(
             "tidemark_synapse_publishing",
             "1 while this process tells what Synapse writes, 0 while it waits for a server or for another one to end."
             " 0 everywhere: nothing is told, and nothing is lost.",
@@ -98,11 +99,11 @@ class BridgeMetrics:
         self.open = OldestOpen(self.oldest)
         self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
 
-    def rest(self) -> None:
-        """It does not speak any more: what it knew may be another process's by now."""
-        self.speaking.set(0)
-        self.standby.set(0)
-        self.open.show([])
+    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
+        return (transaction.stream,)
+
+    def clear(self) -> None:
+        super().clear()
         self.silent.clear()
         for stream in [*self._waited]:
             self.waited_for(stream, {}, 0, 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tidemark.common.errors import BadSetting, OthersFirst
 from tidemark.common.migrations import Migrations
-from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, DatabaseUse, Dsn, PostgresSession
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse import evidence
 from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact, WriterTeller
@@ -118,16 +118,10 @@ class ToldWriters:
         return self.teller(min(self.told, key=lambda name: (self.told[name], name)))
 
 
-def has_turn(connection: Connection, names: Sequence[str]) -> bool:
-    """Whether this session alone speaks for these streams; it does until it ends."""
-    row = connection.execute(
-        "select bool_and(pg_try_advisory_lock(%s, hashtext(name))) from unnest(%s::text[]) as name",
-        [BRIDGE_LOCK, [*names]],
-    ).fetchone()
-    if row is not None and row[0]:
-        return True
-    connection.execute("select pg_advisory_unlock_all()")
-    return False
+def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
+    """The keys of the advisory locks by which one bridge alone publishes these streams."""
+    rows = connection.execute("select hashtext(name) from unnest(%s::text[]) as name", [[*names]]).fetchall()
+    return [key for (key,) in rows]
 
 
 def found(

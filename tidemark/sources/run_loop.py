@@ -1,0 +1,254 @@
+"""The run loop of the relay and of the bridge to Synapse: connect, wait for the turn, work, back off, begin anew.
+
+Each reads a database and sends records to Kafka. Any number of processes may run for one database. One of them holds an
+advisory lock of its session and works; the others are on standby until that session ends.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import structlog
+from prometheus_client import CollectorRegistry, Gauge
+
+from tidemark.common.backoff import Backoff
+from tidemark.common.errors import Refused, Retry
+from tidemark.common.lock_waits import sessions_of, with_lockers
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.sources.oversized import OversizedRecords
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.transactions import OldestOpen, OpenTransaction, Reports
+from tidemark.streaming.wire import records
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+_STEADY = 60.0
+"""Seconds of work after which the next failure counts as the first one again."""
+_STANDBY_PAUSE = 1.0
+"""Seconds between two attempts of a standby to get the lock."""
+LOCK_TIMEOUT = "10s"
+"""How long a statement waits for a lock on tables or sequences, before the log names the sessions that hold it."""
+PATIENCE = 30.0
+"""Seconds that Kafka has to acknowledge records, before the work begins anew."""
+SILENCE_LOGGED_AFTER = 5.0
+"""Seconds without an acknowledgement of Kafka before the log says so."""
+_LOCK_HOLDERS = """
+select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
+    and classid = %s::bigint::oid and objid::bigint = any (select key & 4294967295 from unnest(%s::bigint[]) as key)
+    and database = (select oid from pg_database where datname = current_database())
+"""
+
+
+class LoopMetrics(ABC):
+    """The metrics that every run loop has. `registry` belongs to one process, or to the caller."""
+
+    registry: CollectorRegistry
+    active: Gauge
+    standby: Gauge
+    heartbeat: Gauge
+    oversized: Gauge
+    open: OldestOpen
+
+    @abstractmethod
+    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
+        """The labels under which `open` shows the transaction."""
+
+    def show_open(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
+        """Show the oldest of the open transactions that block a stream."""
+        self.open.show((self.open_labels(each), each.age(now)) for each in transactions)
+
+    def clear(self) -> None:
+        """This process does not work any more: its state may be that of another process by now."""
+        self.active.set(0)
+        self.standby.set(0)
+        self.open.show([])
+
+
+class KafkaWait:
+    """Logs one line when Kafka has acknowledged nothing of a producer for a while, and one when it does again."""
+
+    def __init__(self) -> None:
+        self._delivered = -1
+        self._since = 0.0
+        self._is_logged = False
+
+    def check(self, producer: RecordProducer, unacknowledged: int) -> None:
+        """Note how many records are not acknowledged now."""
+        now = time.monotonic()
+        if not unacknowledged or producer.delivered != self._delivered:
+            if self._is_logged:
+                log.info("Kafka acknowledges records again", seconds=round(now - self._since, 1))
+            self._delivered, self._since, self._is_logged = producer.delivered, now, False
+        elif now - self._since >= SILENCE_LOGGED_AFTER and not self._is_logged:
+            self._is_logged = True
+            log.warning("Waiting for Kafka", kafka=producer.where, records=unacknowledged, problem=producer.problem)
+
+
+class Standby:
+    """The advisory locks of one kind of process. Logs a line when a wait for them begins, and one when it ends."""
+
+    def __init__(self, space: int) -> None:
+        """`space` is the first half of each lock's key."""
+        self._space = space
+        self._since: float | None = None
+
+    def take(self, connection: Connection, keys: Sequence[int]) -> bool:
+        """Take all locks or none, without waiting; they last as long as the session. Returns whether it has them."""
+        row = connection.execute(
+            "select bool_and(pg_try_advisory_lock(%s, key)) from unnest(%s::integer[]) as key", [self._space, [*keys]]
+        ).fetchone()
+        if row is not None and row[0]:
+            if self._since is not None:
+                seconds = round(time.monotonic() - self._since, 1)
+                log.info("The other process has ended; this one works", seconds=seconds)
+                self._since = None
+            return True
+        connection.execute("select pg_advisory_unlock_all()")
+        if self._since is None:
+            self._since = time.monotonic()
+            row = connection.execute(_LOCK_HOLDERS, [self._space, [*keys]]).fetchone()
+            holder = sessions_of(connection, row[0] if row and row[0] else []) or "a session that has ended since"
+            log.info("Another process works on this database; waiting for its end", holder=holder)
+        return False
+
+
+class RunLoop(ABC):
+    """Runs in the thread that calls `run`, until `halt` is set. A subclass does the work.
+
+    `session` holds the locks of `lock_space`; `schema` is that of its database.
+    """
+
+    def __init__(
+        self,
+        session: PostgresSession,
+        schema: Migrations,
+        lock_space: int,
+        make_producer: Callable[[], RecordProducer],
+        metrics: LoopMetrics,
+        halt: threading.Event,
+    ) -> None:
+        self._session = session
+        self._schema = schema
+        self._make_producer = make_producer
+        self._loop_metrics = metrics
+        self._halt = halt
+        self._standby = Standby(lock_space)
+        self._oversized = OversizedRecords(metrics.oversized)
+        self._reports = Reports({})
+        self._producer: RecordProducer
+        self._has_producer = False
+        """Whether there is a producer, and nothing has failed since it was made."""
+        self._kafka_wait = KafkaWait()
+        self._has_worked = False
+        """What a server refuses from then on may be mended: the loop tries again."""
+        self._problem = ""
+        """Why facts wait; empty while they are sent."""
+
+    def run(self) -> None:
+        """Work until `halt` is set.
+
+        Raises:
+            Stop: a person must decide.
+            Refused: a server refused before this process ever worked.
+            Exception: anything unexpected. The process ends then, rather than to go on with half of itself.
+        """
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        while not self._halt.is_set():
+            began = time.monotonic()
+            try:
+                with self._session.use() as connection:
+                    self._schema.check(connection)
+                    if self._has_its_turn(connection):
+                        began = time.monotonic()
+                        self._work(connection)
+            except (Retry, Refused) as error:
+                if isinstance(error, Refused) and not self._has_worked:
+                    raise
+                problem = self._explain(error)
+                if self._problem != problem:
+                    log.warning("Facts wait in the database", problem=problem)
+                self._problem = problem
+                self._close()
+                self._has_producer = False
+                if time.monotonic() - began > _STEADY:
+                    backoff.reset()
+                self._halt.wait(backoff.next())
+            finally:
+                self._loop_metrics.clear()
+
+    @abstractmethod
+    def _lock_keys(self, connection: Connection) -> Sequence[int]:
+        """The keys of the locks that only one process holds."""
+
+    @abstractmethod
+    def _work(self, connection: Connection) -> None:
+        """Work until something fails, or `halt` is set. Sets `_has_worked`."""
+
+    def _explain(self, error: Retry | Refused) -> str:
+        """The problem for the log."""
+        return with_lockers(self._session, error)
+
+    def _close(self) -> None:
+        """Close all sessions after a failure."""
+        self._session.close()
+
+    def _has_its_turn(self, connection: Connection) -> bool:
+        """Wait until no other process works. Not in the server: that would hold a snapshot."""
+        keys = self._lock_keys(connection)
+        while not self._halt.is_set():
+            if self._standby.take(connection, keys):
+                self._loop_metrics.standby.set(0)
+                return True
+            self._loop_metrics.standby.set(1)
+            self._halt.wait(_STANDBY_PAUSE)
+        return False
+
+    def _connect_producer(self) -> None:
+        """Make a producer, unless there is one that works."""
+        if not self._has_producer:
+            self._use_producer(self._make_producer())
+
+    def _use_producer(self, producer: RecordProducer) -> None:
+        self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
+
+    def _deliver(self) -> None:
+        """Return when Kafka has acknowledged every record; raises `Unavailable` if it does not in time."""
+        deadline = time.monotonic() + PATIENCE
+        while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
+            self._kafka_wait.check(self._producer, left)
+        self._producer.deliver(0)
+
+    def _poll_kafka(self) -> None:
+        """Take Kafka's acknowledgements, and log if there are none for long."""
+        self._kafka_wait.check(self._producer, self._producer.backlog())
+
+    def _grow_producer(self) -> bool:
+        """Use a new producer if the topic takes an oversized record now; returns whether it does."""
+        if (producer := self._oversized.larger(self._make_producer, time.monotonic())) is None:
+            return False
+        self._deliver()
+        self._use_producer(producer)
+        log.info("The Kafka topic takes larger records now", limit=producer.max_bytes)
+        return True
+
+    def _log_recovery(self) -> None:
+        """Facts are sent: the last failure is over."""
+        if self._problem:
+            log.info("Facts are sent again")
+            self._problem = ""
+
+    def _report_open(self, transactions: Sequence[OpenTransaction]) -> None:
+        """Show the open transactions that block a stream as metrics, and send what has changed to Kafka."""
+        now = datetime.now(UTC)
+        self._loop_metrics.show_open(transactions, now)
+        for report in self._reports.due(transactions, now):
+            self._producer.send(report.stream, records.encode(report))
+
+
+def set_lock_timeout(connection: Connection) -> None:
+    """Have statements of this session fail after `LOCK_TIMEOUT` without a lock."""
+    connection.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
