@@ -12,6 +12,7 @@ from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
+from tidemark.sinks.reader.async_positions import read_either
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.requests import (
@@ -21,6 +22,7 @@ from tidemark.sinks.reader.requests import (
     KeysFound,
     Pause,
     ReadHistory,
+    ReadKeys,
     ReadList,
     ReadNewest,
     Request,
@@ -50,16 +52,21 @@ class RequestHandler:
         return None
 
     async def _keys(self, request: ReadList | ReadNewest) -> KeysFound:
-        try:
-            found = await self._live.read(request)
-        except (Unavailable, Stop):
-            return await self._stored(request.stream)
-        behind = self.behind.get(request.stream)
-        if found.linear is not None and (behind is None or behind.reached(found.linear, found.positions, found.late)):
-            return found
-        return await self._stored(request.stream)
+        return await read_either(request, self._read_redis, self._read_postgres)
 
-    async def _stored(self, stream: str) -> KeysFound:
+    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+        assert not isinstance(request, ReadKeys)
+        try:
+            keys = await self._live.read(request)
+        except Stop as problem:
+            raise Unavailable("Redis", request.stream, str(problem)) from problem
+        behind = self.behind.get(request.stream)
+        is_behind = behind is not None and not (
+            keys.linear is not None and behind.reached(keys.linear, keys.positions, keys.late)
+        )
+        return NOTHING if is_behind else keys
+
+    async def _read_postgres(self, stream: str) -> KeysFound:
         found = (await self._durable.positions([stream])).get(stream)
         return NOTHING if found is None else KeysFound(found.linear, found.positions, found.late, found.allocated)
 

@@ -172,18 +172,22 @@ class AsyncPositions:
         return None
 
     async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+        return await read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
+
+    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
         try:
             with self._session.use() as client:
                 keys = read_reply(request, await send_request(client, request))
         except Unavailable as problem:
-            if self._history is None:
-                raise
-            self._redis_log.pause_after(problem)
-        else:
-            self._redis_log.succeeded()
-            if keys.linear is not None or self._history is None:
-                return keys
-        return await asyncio.to_thread(self._history.keys, request.stream)
+            if self._history is not None:
+                self._redis_log.pause_after(problem)
+            raise
+        self._redis_log.succeeded()
+        return keys
+
+    async def _read_postgres(self, stream: str) -> KeysFound:
+        assert self._history is not None
+        return await asyncio.to_thread(self._history.keys, stream)
 
     async def _result(self, driver: Driver[R]) -> R:
         never = asyncio.Event()
@@ -218,6 +222,23 @@ class AsyncFollow(AsyncIterator[Event]):
                 raise StopAsyncIteration
             if not isinstance(event, CaughtUp):
                 return event
+
+
+async def read_either(
+    request: ReadList | ReadNewest | ReadKeys,
+    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], Awaitable[KeysFound]],
+    read_postgres: Callable[[str], Awaitable[KeysFound]] | None,
+) -> KeysFound:
+    """The keys of a stream in Redis; from Postgres if Redis is down or does not know the stream."""
+    try:
+        keys = await read_redis(request)
+    except Unavailable:
+        if read_postgres is None:
+            raise
+    else:
+        if keys.linear is not None or read_postgres is None:
+            return keys
+    return await read_postgres(request.stream)
 
 
 async def run_to_next_value(

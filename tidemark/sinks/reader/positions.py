@@ -172,18 +172,22 @@ class Positions:
         return None
 
     def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+        return read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
+
+    def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
         try:
             with self._session.use() as client:
                 keys = read_reply(request, send_request(client, request))
         except Unavailable as problem:
-            if self._history is None:
-                raise
-            self._redis_log.pause_after(problem)
-        else:
-            self._redis_log.succeeded()
-            if keys.linear is not None or self._history is None:
-                return keys
-        return self._history.keys(request.stream)
+            if self._history is not None:
+                self._redis_log.pause_after(problem)
+            raise
+        self._redis_log.succeeded()
+        return keys
+
+    def _read_postgres(self, stream: str) -> KeysFound:
+        assert self._history is not None
+        return self._history.keys(stream)
 
     def _result(self, driver: Driver[R]) -> R:
         never = threading.Event()
@@ -218,6 +222,23 @@ class Follow(Iterator[Event]):
                 raise StopIteration
             if not isinstance(event, CaughtUp):
                 return event
+
+
+def read_either(
+    request: ReadList | ReadNewest | ReadKeys,
+    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], KeysFound],
+    read_postgres: Callable[[str], KeysFound] | None,
+) -> KeysFound:
+    """The keys of a stream in Redis; from Postgres if Redis is down or does not know the stream."""
+    try:
+        keys = read_redis(request)
+    except Unavailable:
+        if read_postgres is None:
+            raise
+    else:
+        if keys.linear is not None or read_postgres is None:
+            return keys
+    return read_postgres(request.stream)
 
 
 def run_to_next_value(
