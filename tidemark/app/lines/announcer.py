@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemark.app.lines.rows import Lacking, RowBuffer, UnannouncedFact, Writer
-from tidemark.sinks.reader.events import Advance
+from tidemark.sinks.reader import Advance
 from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 

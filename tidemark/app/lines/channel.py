@@ -22,7 +22,7 @@ from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
-from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.reader import translated
 from tidemark.sinks.redis.client import database_of, in_database, lines_channel
 from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateCommand, parse
 

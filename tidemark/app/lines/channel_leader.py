@@ -26,7 +26,7 @@ from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.reader import translated
 from tidemark.sinks.redis.client import tag
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 

@@ -18,7 +18,7 @@ from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.subscription import Begun, Item, Listener, Slice
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
-from tidemark.sinks.reader.events import Advance, Event, Reread
+from tidemark.sinks.reader import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.wire.line_protocol import PositionCommand

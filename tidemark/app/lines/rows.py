@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 
-from tidemark.sinks.reader.events import Advance
+from tidemark.sinks.reader import Advance
 from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire import records
 

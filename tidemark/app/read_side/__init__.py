@@ -18,7 +18,7 @@ from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.reader.history import History
+from tidemark.sinks.reader import History
 from tidemark.sinks.redis.client import RedisAddress, redis_address
 
 

@@ -12,22 +12,24 @@ from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
-from tidemark.sinks.reader.async_positions import read_either
-from tidemark.sinks.reader.events import Event, Place
-from tidemark.sinks.reader.follow import CaughtUp, Following
-from tidemark.sinks.reader.requests import (
+from tidemark.sinks.reader import (
     Answer,
     AwaitEntry,
+    CaughtUp,
     Driver,
+    Event,
+    Following,
     KeysFound,
     Pause,
+    Place,
     ReadHistory,
     ReadKeys,
     ReadList,
     ReadNewest,
     Request,
+    Token,
+    read_either,
 )
-from tidemark.sinks.reader.token import Token
 
 NOTHING = KeysFound(None, {})
 

@@ -22,13 +22,15 @@ from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
-from tidemark.sinks.reader.events import Event, Place
-from tidemark.sinks.reader.follow import CaughtUp, Following
-from tidemark.sinks.reader.requests import (
+from tidemark.sinks.reader import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
+    CaughtUp,
     Driver,
+    Event,
+    Following,
+    Place,
     ReadHistory,
     ReadList,
     ReadNewest,

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.reader import translated
 from tidemark.sinks.redis.client import channels, database_of, stream_of
 
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out

@@ -17,8 +17,7 @@ from tidemark.sinks.postgres.changes import ChangesSince, DurableMark
 from tidemark.sinks.postgres.deferred import RecallStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.reader.history import History, Missed
-from tidemark.sinks.reader.requests import HistoryFound, ReadHistory
+from tidemark.sinks.reader import History, HistoryFound, Missed, ReadHistory
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Blocker, blockers, summarize
 from tidemark.streaming.core.fast_path import at_rest

@@ -8,8 +8,17 @@ from redis.exceptions import ResponseError
 
 from tidemark.app.read_side.single_flight import CircuitBreaker, Coalescer
 from tidemark.common.errors import Refused
-from tidemark.sinks.reader.redis import REMEDIES, queue_commands, read_reply, send_request, translated
-from tidemark.sinks.reader.requests import KeysFound, ReadKeys, ReadList, ReadNewest
+from tidemark.sinks.reader import (
+    REMEDIES,
+    KeysFound,
+    ReadKeys,
+    ReadList,
+    ReadNewest,
+    queue_commands,
+    read_reply,
+    send_request,
+    translated,
+)
 from tidemark.sinks.redis.client import STREAMS, RedisAddress, StreamFault, aclose, sound
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked

@@ -20,7 +20,7 @@ from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.app.read_side.subscription import Slice
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.changes import DurableMark, Moved
-from tidemark.sinks.reader.events import Event, Place
+from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
 NEAR = 10_000  # IDs: who stands farther back must not make others read so much

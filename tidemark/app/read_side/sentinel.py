@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.sinks.reader.requests import Answer, KeysFound, ListEntry, ReadList, ReadNewest
+from tidemark.sinks.reader import Answer, KeysFound, ListEntry, ReadList, ReadNewest
 from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]

@@ -19,7 +19,7 @@ from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
-from tidemark.sinks.reader.wait import MonotonicPositions, Published
+from tidemark.sinks.reader import MonotonicPositions, Published
 from tidemark.streaming.values.direction import beyond
 
 COPIES: Final = ("redis", "postgres")

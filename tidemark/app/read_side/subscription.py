@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tidemark.sinks.postgres.changes import DurableMark
-from tidemark.sinks.reader.events import Event, Place
+from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond
 
 T = TypeVar("T")

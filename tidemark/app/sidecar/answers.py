@@ -15,8 +15,7 @@ from msgspec import Meta
 from tidemark.app.lag_json import BehindAnswer, Name, StreamId, behind_answer, moment
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Snapshot
-from tidemark.sinks.reader import events
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader import Advance, Event, Late, LateLost, LinearMove, Reread, Token
 from tidemark.streaming.core.effects import Blocker
 
 Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
@@ -285,9 +284,9 @@ def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAn
     )
 
 
-def move_answer(stream: str, event: events.Event) -> Move:
+def move_answer(stream: str, event: Event) -> Move:
     match event:
-        case events.Advance():
+        case Advance():
             return AdvanceAnswer(
                 stream=stream,
                 writer=event.writer,
@@ -300,11 +299,11 @@ def move_answer(stream: str, event: events.Event) -> Move:
                 batch=event.batch,
                 time=moment(event.time),
             )
-        case events.Reread():
+        case Reread():
             return RereadAnswer(
                 stream=stream, writer=event.writer, prev=event.prev, id=event.id, besides=sorted(event.besides)
             )
-        case events.Late():
+        case Late():
             return LateAnswer(
                 stream=stream,
                 number=event.number,
@@ -317,7 +316,7 @@ def move_answer(stream: str, event: events.Event) -> Move:
                 batch=event.batch,
                 time=moment(event.time),
             )
-        case events.LateLost():
+        case LateLost():
             return LateLostAnswer(stream=stream, after=event.after, number=event.number)
-        case events.LinearMove():
+        case LinearMove():
             raise AssertionError("only writers' moves are followed")

@@ -24,10 +24,7 @@ from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_a
 from tidemark.app.sidecar.problems import BadRequest, Stops
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.changes import DurableMark
-from tidemark.sinks.reader import events
-from tidemark.sinks.reader.events import Place
-from tidemark.sinks.reader.merge import Joining
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader import Advance, Event, Joining, Late, LateLost, Place, Reread, Token
 from tidemark.streaming.values.direction import beyond
 
 EVENT_STREAM = "text/event-stream"
@@ -197,7 +194,7 @@ class SnapshotTexts:
 def encode_events_after(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes], Place]:
     """What is new to a client that stands elsewhere than the follower did, before it or ahead; and where it is then."""
     joining = Joining(place)
-    found: list[events.Event]
+    found: list[Event]
     match item:
         case Begun(after):
             found = [event for it in after.positions.items() for event in joining.reach(*it)]
@@ -225,15 +222,15 @@ def encode_batch_id(piece: Slice) -> bytes:
     return encode_places({piece.stream: piece.after}).encode()
 
 
-def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
+def _fed(joining: Joining, event: Event) -> Iterable[Event]:
     match event:
-        case events.Advance():
+        case Advance():
             return joining.advance(event)
-        case events.Reread(writer=str() as writer):
+        case Reread(writer=str() as writer):
             return joining.reach(writer, event.id)
-        case events.Late():
+        case Late():
             return joining.complete(event)
-        case events.LateLost():
+        case LateLost():
             return joining.lose_late(event.number)
     return [event]
 

@@ -39,7 +39,7 @@ from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, U
 from tidemark.app.sidecar.watch import PipelineAnswer, Watch, WatchedStreamAnswer, Watcher
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import DurableMark
-from tidemark.sinks.reader.events import Place
+from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives

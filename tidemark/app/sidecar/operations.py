@@ -44,9 +44,20 @@ from tidemark.app.sidecar.problems import (
 from tidemark.app.sidecar.service import HeldRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
 from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenFromTheFuture, Unavailable
-from tidemark.sinks.reader.requests import AwaitEntry, Driver, KeysFound, ReadKeys, ReadName, Request
-from tidemark.sinks.reader.token import TOKEN_PATTERN, Token
-from tidemark.sinks.reader.wait import GRACE, Standing, WaitConfig, wait_for_token
+from tidemark.sinks.reader import (
+    GRACE,
+    TOKEN_PATTERN,
+    AwaitEntry,
+    Driver,
+    KeysFound,
+    ReadKeys,
+    ReadName,
+    Request,
+    Standing,
+    Token,
+    WaitConfig,
+    wait_for_token,
+)
 
 PLAIN = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000)]

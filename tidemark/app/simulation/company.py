@@ -14,7 +14,7 @@ import msgspec
 from tidemark.app.simulation import reading, rooms_reading
 from tidemark.app.simulation.verification import READERS
 from tidemark.app.stack.home import Home
-from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader import Mode
 from tidemark.sources.simulator.rooms import RoomServiceRole
 from tidemark.sources.simulator.script import Fault, Players
 from tidemark.sources.simulator.service import ServiceRole

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader import Mode
 
 
 class FactRow(NamedTuple):

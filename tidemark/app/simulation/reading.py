@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from tidemark.sinks.reader import Positions, Reader, Table
-from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader import Mode, Positions, Reader, Table
 from tidemark.sinks.redis.client import RedisAddress
 
 

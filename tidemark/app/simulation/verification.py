@@ -15,7 +15,7 @@ from psycopg import sql
 from tidemark.app.simulation.comparison import Comparison, Count, FactRow, HandedRow, Stand
 from tidemark.common.errors import TidemarkError
 from tidemark.common.postgres_session import Connection
-from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader import Mode
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.script import PlayedStream, Successor

@@ -27,7 +27,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
     2 where there is no such stream, or TOKEN is none of it.
     """
     settings = loaded()
-    from tidemark.sinks.reader.positions import Positions
+    from tidemark.sinks.reader import Positions
 
     until = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
     if writer is not None and isinstance(until, str):

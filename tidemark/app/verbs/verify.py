@@ -24,7 +24,7 @@ from tidemark.app.output import as_object, one_line
 from tidemark.app.tls_listener import trusting
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader import Token
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sinks.redis.snapshot import RedisPositions
 from tidemark.streaming.core import codec as state

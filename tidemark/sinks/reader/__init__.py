@@ -1,17 +1,51 @@
-"""The reader's library: how far a stream may be read, what moved it there, and the loop that reads it.
+"""The reader library: how far a stream may be read, what moved it there, and the loop that reads its table.
 
-`Positions` and `AsyncPositions` show what is published; `Reader` and `AsyncReader` read a table along with it.
+The names in `__all__` are the interface for services; `tidemark` has them too. The others are for a process that
+carries out the requests of the library in its own way, as the sidecar does: programs (`Following`, `wait_for_token`)
+make the decisions and yield requests, and a `Driver` runs them.
 """
 
 from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions
+from tidemark.sinks.reader.async_positions import read_either as read_either
 from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.follow import CaughtUp as CaughtUp
+from tidemark.sinks.reader.follow import Following as Following
+from tidemark.sinks.reader.follow import Mode as Mode
+from tidemark.sinks.reader.history import History as History
+from tidemark.sinks.reader.history import Missed as Missed
+from tidemark.sinks.reader.merge import Joining as Joining
 from tidemark.sinks.reader.positions import Follow, Positions
 from tidemark.sinks.reader.reader import Reader
+from tidemark.sinks.reader.redis import REMEDIES as REMEDIES
+from tidemark.sinks.reader.redis import queue_commands as queue_commands
+from tidemark.sinks.reader.redis import read_reply as read_reply
+from tidemark.sinks.reader.redis import send_request as send_request
+from tidemark.sinks.reader.redis import translated as translated
+from tidemark.sinks.reader.requests import LONGEST_WAIT as LONGEST_WAIT
+from tidemark.sinks.reader.requests import Answer as Answer
+from tidemark.sinks.reader.requests import AwaitEntry as AwaitEntry
+from tidemark.sinks.reader.requests import Driver as Driver
+from tidemark.sinks.reader.requests import HistoryFound as HistoryFound
+from tidemark.sinks.reader.requests import KeysFound as KeysFound
+from tidemark.sinks.reader.requests import ListEntry as ListEntry
+from tidemark.sinks.reader.requests import Pause as Pause
+from tidemark.sinks.reader.requests import ReadHistory as ReadHistory
+from tidemark.sinks.reader.requests import ReadKeys as ReadKeys
+from tidemark.sinks.reader.requests import ReadList as ReadList
+from tidemark.sinks.reader.requests import ReadName as ReadName
+from tidemark.sinks.reader.requests import ReadNewest as ReadNewest
+from tidemark.sinks.reader.requests import Request as Request
 from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import TOKEN_PATTERN as TOKEN_PATTERN
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
+from tidemark.sinks.reader.wait import GRACE as GRACE
+from tidemark.sinks.reader.wait import MonotonicPositions as MonotonicPositions
+from tidemark.sinks.reader.wait import Published as Published
 from tidemark.sinks.reader.wait import Recovering, Standing
+from tidemark.sinks.reader.wait import WaitConfig as WaitConfig
+from tidemark.sinks.reader.wait import wait_for_token as wait_for_token
 from tidemark.streaming.values.limits import Evidence
 
 __all__ = [
