@@ -1,6 +1,6 @@
 """What happens to a batch in the driver: Spark's thread collects and checks it, one of ours publishes and counts it.
 
-So Spark computes a batch while the one before is published (docs/decisions/0024-a-batch-ahead.md). It turns what a
+So Spark computes a batch while the one before is published (docs/decisions/0024-batch-ahead.md). It turns what a
 callback raises into a text, so the error itself is kept here for the pipeline to act on.
 """
 

@@ -1,6 +1,6 @@
 """Folders for Spark's checkpoint: one for each query, deleted at its end, on disks or in a store that executors share.
 
-Nobody goes on with a checkpoint: each query begins from Postgres (docs/decisions/0024-a-batch-ahead.md), and a folder
+Nobody goes on with a checkpoint: each query begins from Postgres (docs/decisions/0024-batch-ahead.md), and a folder
 lives as long as its query does. What a driver that was killed left is deleted by the next.
 """
 
