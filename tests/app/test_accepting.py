@@ -15,7 +15,7 @@ from tests.app.lines.given import NOWHERE, Address, served
 from tests.fix_tls import Authority
 from tidemark.app import tls_listener
 from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Acceptor, Certificate, HandshakesConfig, trusting
+from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig, trusting
 
 
 class _Taken(asyncio.Protocol):
@@ -36,7 +36,7 @@ def _taking(check: Callable[[list[asyncio.Transport], list[socket.socket]], Awai
             crowd = [
                 stack.enter_context(socket.create_connection(listening.getsockname(), timeout=60)) for _ in range(300)
             ]
-            server = Acceptor().serve(listening, _Taken)
+            server = ListenerConfig().serve(listening, _Taken)
             try:
                 await check(made, crowd)
             finally:
@@ -136,7 +136,7 @@ def _over(connection: socket.socket) -> bool:
 
 def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> None:
     """Past the bound the oldest of them gives way, and at last all do; whoever shook hands before is left alone."""
-    acceptor = Acceptor(_certificate(authority), HandshakesConfig(open=3, seconds=1.5))
+    acceptor = ListenerConfig(_certificate(authority), HandshakesConfig(open=3, seconds=1.5))
     with served(NOWHERE, acceptor=acceptor) as address, ExitStack() as stack:
         honest = stack.enter_context(_connected(address, authority))
         assert honest.recv(7) == b"SERVER "
@@ -152,7 +152,7 @@ def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> No
 
 def test_whoever_speaks_no_tls_is_sent_away(authority: Authority) -> None:
     """Noise, or a client without TLS, ends its own connection alone."""
-    acceptor = Acceptor(_certificate(authority))
+    acceptor = ListenerConfig(_certificate(authority))
     with served(NOWHERE, acceptor=acceptor) as address:
         for said in (b"REPLICATE\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000)):
             with socket.create_connection(address, timeout=60) as connection:

@@ -2,39 +2,39 @@
 
 import pytest
 
-from tidemark.app.eviction import AllTaken, Places, Waiting, crowding, network_of
+from tidemark.app.eviction import IdleConnection, NoFreeSlot, SlotPool, network_of, pick_victims
 
 
 def test_the_oldest_of_whoever_has_most_give_way() -> None:
     """One where there are few places; some at once where there are many, so that a crowd that goes on coming costs
     little each time. Others are left alone, however old they are."""
-    crowd = [Waiting(number, "crowd", float(-number)) for number in range(1000)]
-    others = [Waiting(-number, f"other {number}", -9999.0) for number in range(1, 100)]
+    crowd = [IdleConnection(number, "crowd", float(-number)) for number in range(1000)]
+    others = [IdleConnection(-number, f"other {number}", -9999.0) for number in range(1, 100)]
     waiting = [*others, *crowd]
-    assert crowding(waiting, 20) == [999]
-    assert crowding(waiting, 640) == [*range(999, 989, -1)]
-    assert crowding(waiting, 10**6) == [*range(999, -1, -1)]
-    assert crowding([], 20) == []
+    assert pick_victims(waiting, 20) == [999]
+    assert pick_victims(waiting, 640) == [*range(999, 989, -1)]
+    assert pick_victims(waiting, 10**6) == [*range(999, -1, -1)]
+    assert pick_victims([], 20) == []
 
 
 def test_places_are_anybodys_while_some_are_free() -> None:
     """One address may have all of them, and its own newcomers make nobody give way."""
-    places = Places[int](8)
+    places = SlotPool[int](8)
     assert [places.take(number, "192.0.2.1") for number in range(8)] == [None] * 8
-    with pytest.raises(AllTaken):
+    with pytest.raises(NoFreeSlot):
         places.take(8, "192.0.2.1")
 
 
 def test_another_address_gets_the_newest_place_of_the_largest() -> None:
     """Until it has a quarter of all and half of what the largest has; then it needs a free one as everybody does."""
-    places = Places[int](8)
+    places = SlotPool[int](8)
     for number in range(8):
         places.take(number, "192.0.2.1")
     assert [places.take(100 + number, "192.0.2.2") for number in range(2)] == [7, 6]
     places.leave(7)  # it had no place any more
     assert len(places) == 8
     assert places.take(102, "192.0.2.2") == 5
-    with pytest.raises(AllTaken):
+    with pytest.raises(NoFreeSlot):
         places.take(103, "192.0.2.2")
     places.leave(0)
     assert places.take(103, "192.0.2.2") is None
@@ -42,7 +42,7 @@ def test_another_address_gets_the_newest_place_of_the_largest() -> None:
 
 def test_some_give_way_first() -> None:
     """Of the largest address the oldest of them, and of the own one where that has its share; others keep theirs."""
-    places = Places[int](8)
+    places = SlotPool[int](8)
     for number in range(8):
         places.take(number, "192.0.2.1")
 
@@ -51,10 +51,10 @@ def test_some_give_way_first() -> None:
 
     assert places.take(100, "192.0.2.2", is_odd) == 1
     assert places.take(8, "192.0.2.1", is_odd) == 3
-    crowd = Places[int](2)
+    crowd = SlotPool[int](2)
     for number in range(2):
         crowd.take(number, f"192.0.2.{number}")
-    with pytest.raises(AllTaken):
+    with pytest.raises(NoFreeSlot):
         crowd.take(2, "192.0.2.2")
 
 

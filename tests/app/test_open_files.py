@@ -2,10 +2,10 @@
 
 import pytest
 
-from tidemark.app.serve import RESERVE, ServedClients, within
+from tidemark.app.serve import RESERVE, ClientLimits, within
 from tidemark.common.errors import BadSetting
 
-WANTED = ServedClients(connections=5000, held=2500, lines=1000)
+WANTED = ClientLimits(connections=5000, held=2500, lines=1000)
 
 
 def test_enough_files_serve_all() -> None:

@@ -113,7 +113,7 @@ def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: 
     assert states(relay_url) == [503, 200]
 
 
-QUICK = probes.ProbesConfig(connections=8, asked=1.0, answered=2.0)
+QUICK = probes.HealthServerConfig(connections=8, asked=1.0, answered=2.0)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_half_open_connections_take_few_threads_and_keep_no_probe_out(url: str, 
             crowd.enter_context(connected(url, sent, source="127.0.0.2"))
         assert states(url) == [200, 503]
         assert not is_ended(early)
-        eventually(lambda: answering() <= probes.ProbesConfig().connections)
+        eventually(lambda: answering() <= probes.HealthServerConfig().connections)
 
 
 def test_request_that_does_not_come_is_not_waited_for(bounded: str) -> None:

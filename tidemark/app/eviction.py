@@ -33,7 +33,7 @@ def network_of(address: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting(Generic[T]):
+class IdleConnection(Generic[T]):
     """`since` is of any clock that only goes forward."""
 
     it: T
@@ -41,7 +41,7 @@ class Waiting(Generic[T]):
     since: float
 
 
-def crowding(waiting: Sequence[Waiting[T]], places: int) -> list[T]:
+def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
     """Those that wait longest, of the address from which most wait; none where nobody does. More than one where there
     are many `places`: a crowd that goes on coming would be looked through for each of them."""
     if not waiting:
@@ -51,11 +51,11 @@ def crowding(waiting: Sequence[Waiting[T]], places: int) -> list[T]:
     return [each.it for each in nsmallest(max(1, places // SHARE), here, key=lambda each: each.since)]
 
 
-class AllTaken(Exception):
+class NoFreeSlot(Exception):
     """Every place is taken, and the address that asks has its share."""
 
 
-class Places(Generic[T]):
+class SlotPool(Generic[T]):
     """So many places, shared by address. While some are free, anybody gets one. If all are taken, an address that has
     less than a quarter of them, or less than half of what another has, gets the newest place of the address that has
     most.
@@ -111,4 +111,4 @@ class Places(Generic[T]):
         of_all = chain(own, *self._holders.values()) if len(own) < share else own
         for each in filter(first, of_all):
             return each
-        raise AllTaken
+        raise NoFreeSlot

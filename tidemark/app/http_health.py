@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback
-from tidemark.app.eviction import Waiting, crowding
+from tidemark.app.eviction import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Health(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbesConfig:
+class HealthServerConfig:
     """`connections` at once; `bytes` of a request's head; seconds until one `asked`, and until it was `answered`."""
 
     connections: int = 32
@@ -58,7 +58,7 @@ def served(
     address: tuple[str, int],
     health: Health,
     now: Callable[[], float] = time.time,
-    bounds: ProbesConfig | None = None,
+    bounds: HealthServerConfig | None = None,
 ) -> Iterator[int]:
     """Answer at `address` from threads of our own, as long as this is entered; the port.
 
@@ -66,7 +66,7 @@ def served(
     """
     host, port = address
     try:
-        server = _ProbesServer(address, bounds or ProbesConfig())
+        server = _HealthServer(address, bounds or HealthServerConfig())
     except OSError as error:
         raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
     server.set_app(_application(health, now, is_local=is_loopback(host)))
@@ -113,27 +113,27 @@ def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes
 
 
 @dataclass(slots=True)
-class _AskedConnection:
+class _HealthConnection:
     address: str
     since: float
     asked: bool = False
 
 
-class _ProbesServer(ThreadingWSGIServer):
+class _HealthServer(ThreadingWSGIServer):
     request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], bounds: ProbesConfig) -> None:
+    def __init__(self, address: tuple[str, int], bounds: HealthServerConfig) -> None:
         self.address_family = socket.getaddrinfo(address[0], None, type=socket.SOCK_STREAM)[0][0]
         self.bounds = bounds
         self._lock = threading.Lock()
-        self._connections: dict[socket.socket, _AskedConnection] = {}
-        super().__init__(address, _AskedOnce)
+        self._connections: dict[socket.socket, _HealthConnection] = {}
+        super().__init__(address, _OneShotHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             if len(self._connections) >= self.bounds.connections:
                 self._make_room()
-            self._connections[request] = _AskedConnection(client_address[0], time.monotonic())
+            self._connections[request] = _HealthConnection(client_address[0], time.monotonic())
         super().process_request(request, client_address)
 
     def asked(self, request: socket.socket) -> None:
@@ -160,8 +160,8 @@ class _ProbesServer(ThreadingWSGIServer):
 
     def _make_room(self) -> None:
         found = self._connections.items()
-        silent = [Waiting(request, it.address, it.since) for request, it in found if not it.asked]
-        for request in crowding(silent, self.bounds.connections) or [next(iter(self._connections))]:
+        silent = [IdleConnection(request, it.address, it.since) for request, it in found if not it.asked]
+        for request in pick_victims(silent, self.bounds.connections) or [next(iter(self._connections))]:
             self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
@@ -171,7 +171,7 @@ class _ProbesServer(ThreadingWSGIServer):
             request.shutdown(socket.SHUT_RDWR)
 
 
-class _Head(io.RawIOBase):
+class _BoundedHead(io.RawIOBase):
     """What a connection says, up to a bound: behind that it seems to have ended."""
 
     def __init__(self, connection: socket.socket, left: int) -> None:
@@ -187,11 +187,11 @@ class _Head(io.RawIOBase):
         return read
 
 
-class _AskedOnce(WSGIRequestHandler):
+class _OneShotHandler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
-        self._ours = cast(_ProbesServer, self.server)
-        self.rfile = io.BufferedReader(_Head(self.connection, self._ours.bounds.bytes))
+        self._ours = cast(_HealthServer, self.server)
+        self.rfile = io.BufferedReader(_BoundedHead(self.connection, self._ours.bounds.bytes))
 
     def parse_request(self) -> bool:
         is_one = super().parse_request()

@@ -30,7 +30,7 @@ from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.signals import told_to_end
-from tidemark.app.tls_listener import Acceptor, Certificate, HandshakesConfig
+from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.sources.kafka_lookup import Tail
 
@@ -41,7 +41,7 @@ FEWEST = 8  # connections of each kind, below which it makes no sense to serve
 
 
 @dataclass(frozen=True, slots=True)
-class ServedClients:
+class ClientLimits:
     """`connections` of HTTP, of which `held` requests may be held open; `lines`: connections of the line protocol;
     `handshakes` of TLS that are under way."""
 
@@ -51,7 +51,7 @@ class ServedClients:
     handshakes: int = 0
 
 
-def within(allowed: int, wanted: ServedClients) -> ServedClients:
+def within(allowed: int, wanted: ClientLimits) -> ClientLimits:
     """The most of what is wanted for which `allowed` files are enough, each kind cut by the same factor. Pure.
 
     Raises:
@@ -64,7 +64,7 @@ def within(allowed: int, wanted: ServedClients) -> ServedClients:
     def cut(count: int) -> int:
         return count * left // needed
 
-    found = ServedClients(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
+    found = ClientLimits(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
     if min(found.connections, found.lines) < min(FEWEST, wanted.connections, wanted.lines):
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
@@ -74,7 +74,7 @@ def within(allowed: int, wanted: ServedClients) -> ServedClients:
     return replace(found, held=max(1, found.held))
 
 
-def provided(wanted: ServedClients) -> ServedClients:
+def provided(wanted: ClientLimits) -> ClientLimits:
     """Raise the process's limit of open files to what is wanted, as far as it may, and say how many clients that
     serves. Raises `BadSetting`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -111,7 +111,7 @@ class StoppedServer(uvicorn.Server):
     """Serves on sockets that listen. Once its `end` was called it takes nobody any more, sets `stopping`, and returns
     when all that is open has ended, or after `LAST_SECONDS`. It leaves signals alone."""
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: Acceptor) -> None:
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: ListenerConfig) -> None:
         super().__init__(config)
         self._stopping = stopping
         self._acceptor = acceptor
@@ -159,7 +159,7 @@ async def lines(
     read_side: ReadSide,
     listening: socket.socket,
     stopping: asyncio.Event,
-    acceptor: Acceptor,
+    acceptor: ListenerConfig,
     clients: int,
 ) -> AsyncIterator[None]:
     """The line protocol, for so many clients, on a socket that listens, among sidecars, and on the channel of Redis
@@ -189,12 +189,12 @@ async def _tell(server: LineServer, stopping: asyncio.Event) -> None:
     server.stop()
 
 
-def _acceptor(settings: Settings, handshakes: int) -> Acceptor:
+def _acceptor(settings: Settings, handshakes: int) -> ListenerConfig:
     """Raises `BadSetting`."""
     if settings.sidecar_certificate_file is None or settings.sidecar_key_file is None:
-        return Acceptor()
+        return ListenerConfig()
     certificate = Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file)
-    return Acceptor(certificate, HandshakesConfig(open=handshakes))
+    return ListenerConfig(certificate, HandshakesConfig(open=handshakes))
 
 
 def run(settings: Settings) -> None:
@@ -204,7 +204,7 @@ def run(settings: Settings) -> None:
     servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
     encrypted = settings.sidecar_certificate_file is not None
     places = provided(
-        ServedClients(
+        ClientLimits(
             settings.sidecar_max_connections,
             settings.sidecar_max_open_requests,
             settings.lines_max_connections,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from tidemark.app.eviction import Waiting, crowding
+from tidemark.app.eviction import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 from tidemark.common.file_watcher import FileWatcher
 
@@ -53,7 +53,7 @@ def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
         raise BadSetting(CERTIFICATE, f"there is no certificate in {certificate}: PEM is expected") from None
     try:
         context.load_cert_chain(certificate, key, _no_password)
-    except _Encrypted:
+    except _KeyHasPassword:
         raise BadSetting(KEY, f"the key in {key} has a password: it is expected without one") from None
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error):
@@ -62,13 +62,13 @@ def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-class _Encrypted(Exception):
+class _KeyHasPassword(Exception):
     pass
 
 
 def _no_password() -> str:
     """In place of OpenSSL's question at the terminal."""
-    raise _Encrypted
+    raise _KeyHasPassword
 
 
 def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
@@ -103,18 +103,18 @@ class HandshakesConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptor:
+class ListenerConfig:
     """With TLS where there is a certificate."""
 
     certificate: Certificate | None = None
     bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
 
-    def serve(self, listening: socket.socket, connect: Connect) -> "AcceptingServer":
+    def serve(self, listening: socket.socket, connect: Connect) -> "TlsListener":
         """On a socket that listens, for the event loop that runs."""
-        return AcceptingServer(listening, connect, self.certificate, self.bounds)
+        return TlsListener(listening, connect, self.certificate, self.bounds)
 
 
-class AcceptingServer:
+class TlsListener:
     """Accepts connections, and serves them, with TLS once their handshake is done. Past the bound of open handshakes
     the oldest of whoever has most of them give way."""
 
@@ -125,7 +125,7 @@ class AcceptingServer:
         self._connect = connect
         self._certificate = certificate
         self._bounds = bounds
-        self._open: dict[asyncio.Task[None], Waiting[asyncio.Task[None]]] = {}
+        self._open: dict[asyncio.Task[None], IdleConnection[asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.TimerHandle | None = None
         listening.settimeout(0)
@@ -166,11 +166,11 @@ class AcceptingServer:
             connection.settimeout(0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._is_full:
-                for oldest in crowding([*self._open.values()], self._bounds.open):
+                for oldest in pick_victims([*self._open.values()], self._bounds.open):
                     del self._open[oldest]
                     oldest.cancel()
             handshake = self._loop.create_task(self._shake_hands(connection))
-            self._open[handshake] = Waiting(handshake, address, self._loop.time())
+            self._open[handshake] = IdleConnection(handshake, address, self._loop.time())
             handshake.add_done_callback(partial(self._shook, connection))
 
     @property

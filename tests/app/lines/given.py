@@ -14,7 +14,7 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.stack.processes import free_port
-from tidemark.app.tls_listener import Acceptor
+from tidemark.app.tls_listener import ListenerConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail
 
@@ -58,7 +58,7 @@ def served(
     limit: int = MIB,
     port: int = 0,
     beside: Callable[[ReadSide, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
-    acceptor: Acceptor | None = None,
+    acceptor: ListenerConfig | None = None,
 ) -> Iterator[Address]:
     """In a thread of this process, on a port of its own unless told which, as the sidecar serves it."""
     listening = socket.create_server(("127.0.0.1", port))
@@ -77,7 +77,7 @@ def served(
             server = LineServer(hub, terms or LineServerConfig())
             async with (
                 hub.open(),
-                server.serving(listening, acceptor or Acceptor()),
+                server.serving(listening, acceptor or ListenerConfig()),
                 (beside or nothing)(read_side, hub, server),
             ):
                 started.set()

@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 
 from tidemark.app.lines.protocol import (
     Act,
-    Conversation,
     Disconnect,
     KeepAlive,
     RelayOn,
     SendCommand,
     SendPositions,
+    ServerSession,
 )
 
 KEEP = KeepAlive(interval=5.0, timeout=15.0)
 
 
-def begun() -> Conversation:
-    made = Conversation(KEEP, lambda: 1500000000.25, 0.0)
+def begun() -> ServerSession:
+    made = ServerSession(KEEP, lambda: 1500000000.25, 0.0)
     made.sent(0.0)
     return made
 

@@ -24,7 +24,7 @@ from tidemark.app.lines import client as listen
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Acceptor, Certificate
+from tidemark.app.tls_listener import Certificate, ListenerConfig
 from tidemark.common.environment import child_environment
 from tidemark.streaming.wire.line_protocol import (
     Command,
@@ -125,7 +125,7 @@ def test_it_listens_with_tls(
     """By the authority in a file; a server that it did not sign is refused in one line, with exit code 2."""
     pipeline.move("w", 0, 2)
     pem = authority.issue(LOOPBACK)
-    with served(servers, acceptor=Acceptor(Certificate(pem.certificate, pem.key))) as address:
+    with served(servers, acceptor=ListenerConfig(Certificate(pem.certificate, pem.key))) as address:
         with listening(address, ca_file=authority.ca_file) as process:
             assert [line(process), line(process)] == ["SERVER tidemark", "POSITION s w 2 2"]
         with listening(address, ca_file=stranger.ca_file) as process:
@@ -141,7 +141,7 @@ def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pyt
     monkeypatch.setattr(listen, "SILENCE", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         silent.settimeout(60)
-        commands = listen.Listening(silent.getsockname()).commands()
+        commands = listen.LinesClient(silent.getsockname()).commands()
         first = pool.submit(next, commands)
         for _ in range(2):
             connection, _ = silent.accept()
@@ -163,7 +163,7 @@ def test_server_that_ends_every_connection_is_pressed_less_and_less(monkeypatch:
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=pauses.append)
     monkeypatch.setattr(listen, "time", clock)
     with served(NOWHERE, LineServerConfig(connections=0)) as address:
-        commands = listen.Listening(address).commands()
+        commands = listen.LinesClient(address).commands()
         while len(pauses) < 6:
             assert isinstance(next(commands), ErrorCommand)
         commands.close()

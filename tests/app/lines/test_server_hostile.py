@@ -15,7 +15,7 @@ from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
-from tidemark.app.tls_listener import Acceptor
+from tidemark.app.tls_listener import ListenerConfig
 
 
 def is_gone(client: LineClient) -> bool:
@@ -70,7 +70,7 @@ def test_flood_of_lines_has_its_turns() -> None:
         hub = Hub(cast(ReadSide, None), no_facts().tail, MIB)
         server = LineServer(hub, LineServerConfig())
         listening = socket.create_server(("127.0.0.1", 0))
-        async with server.serving(listening, Acceptor()):
+        async with server.serving(listening, ListenerConfig()):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             writer.write(b"\n" * 20_000)
             begun = done = taken()
@@ -99,7 +99,7 @@ def test_relaying_counts_as_what_it_costs() -> None:
         relayed = list[object]()
         server.on_relayed = relayed.append
         listening = socket.create_server(("127.0.0.1", 0))
-        async with server.serving(listening, Acceptor()):
+        async with server.serving(listening, ListenerConfig()):
             crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(A_TURN)]
             crowd[0][1].write(b"USER_IP x\n" * 20)
             done = 0

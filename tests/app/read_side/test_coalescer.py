@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from tidemark.app.read_side.single_flight import PIECE, SMALL, Coalescer
+from tidemark.app.read_side.single_flight import PIECE, SMALL, ReadCoalescer
 
 
 def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:
@@ -15,7 +15,7 @@ def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:
         raise ValueError("a state that nobody can read")
 
     async def ask() -> None:
-        reads = Coalescer(fail)
+        reads = ReadCoalescer(fail)
         for answer in await asyncio.gather(reads.get(["a"]), reads.get(["b"]), return_exceptions=True):
             assert isinstance(answer, ValueError)
         with pytest.raises(ValueError, match="nobody can read"):
@@ -37,7 +37,7 @@ def test_nothing_is_read_for_those_who_have_gone() -> None:
             await go.wait()
             return dict.fromkeys(names, 1)
 
-        reads = Coalescer(read)
+        reads = ReadCoalescer(read)
         first = asyncio.create_task(reads.get(["a"]))
         await asyncio.sleep(0)
         gone = [asyncio.create_task(reads.get(["b"])) for _ in range(3)]
@@ -69,7 +69,7 @@ def test_small_requests_never_wait_for_large_ones() -> None:
                 await go.wait()
             return dict.fromkeys(names, 1)
 
-        reads = Coalescer(read)
+        reads = ReadCoalescer(read)
         many = [f"x{number}" for number in range(2 * PIECE + 1)]
         others = [f"y{number}" for number in range(PIECE)]
         large = [asyncio.create_task(reads.get(asked)) for asked in (many, many, others)]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tidemark.app.read_side.redis_reader import TOGETHER, Live
+from tidemark.app.read_side.redis_reader import TOGETHER, RedisReader
 from tidemark.common.errors import Refused
-from tidemark.sinks.reader.requests import KeysFound, ReadNewest
+from tidemark.sinks.reader.requests import ReadNewest, StreamKeys
 from tidemark.sinks.redis.client import redis_address
 
 
@@ -23,10 +23,10 @@ def test_reading_of_many_streams_lets_others_have_their_turn(redis_url: str, mon
             await asyncio.sleep(0)
 
     async def read() -> None:
-        live = Live(redis_address(redis_url))
+        live = RedisReader(redis_address(redis_url))
         seen = live._seen
 
-        def noted(request: Any, replies: Any) -> KeysFound | Refused:
+        def noted(request: Any, replies: Any) -> StreamKeys | Refused:
             made.append(turns)
             return seen(request, replies)
 

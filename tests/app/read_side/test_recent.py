@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.replay import KEPT_SECONDS, Recalled, Recent, reached
-from tidemark.app.read_side.subscription import Slice
+from tidemark.app.read_side.replay import KEPT_SECONDS, BufferedReplay, ReplayBuffer, reached
+from tidemark.app.read_side.subscription import EventBatch
 from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
-from tidemark.sinks.reader.merge import Joining
+from tidemark.sinks.reader.merge import EventMerge
 from tidemark.streaming.values.limits import Evidence
 
 MARK = DurableMark(1, 5)
@@ -17,18 +17,18 @@ def advance(writer: str, prev: int, id: int) -> Advance:
     return Advance(writer, 1, prev, id, Evidence(facts=id - prev), prev, id, 1, 1)
 
 
-def moved(place: Place, *events: Advance | Late) -> Slice:
+def moved(place: Place, *events: Advance | Late) -> EventBatch:
     """What a follower at `place` hands out: the line comes as far as every writer."""
-    joining = Joining(place)
+    joining = EventMerge(place)
     for event in events:
         assert [*(joining.advance(event) if isinstance(event, Advance) else joining.complete(event))]
     after = joining.place
-    return Slice("s", place, Place(max(after.positions.values()), after.positions, after.late), events)
+    return EventBatch("s", place, Place(max(after.positions.values()), after.positions, after.late), events)
 
 
-def grown(count: int, recent: Recent | None = None) -> tuple[Recent, list[Slice]]:
+def grown(count: int, recent: ReplayBuffer | None = None) -> tuple[ReplayBuffer, list[EventBatch]]:
     """One writer, which moves by one ID a slice."""
-    recent = recent or Recent()
+    recent = recent or ReplayBuffer()
     place = Place(10, {"w": 10})
     recent.begin("s", place)
     slices = []
@@ -52,24 +52,24 @@ def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
 def test_what_is_not_kept_is_read() -> None:
     """Of a stream that is not followed, of before it was, and of too long ago nothing is claimed."""
     clock = [0.0]
-    recent, slices = grown(3, Recent(lambda: clock[0]))
+    recent, slices = grown(3, ReplayBuffer(lambda: clock[0]))
     assert recent.after("other", Place()) is None
     assert recent.after("s", Place(9, {"w": 9})) is None
     assert recent.after("s", Place(10, {"w": 10, "gone": 9})) is None
     clock[0] = slices[1].at + KEPT_SECONDS + 1e-9
     recent.forget()
     assert recent.after("s", slices[1].before) is None
-    assert recent.after("s", slices[2].before) == Recalled(slices[2].before, slices[2:])
+    assert recent.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
 
 
 def test_late_completions_are_missed_too() -> None:
     """Who has the positions and not the late completion, which moves none, is not told that it has all."""
     before = Place(5, {"w": 5}, late=1)
-    recent = Recent()
+    recent = ReplayBuffer()
     recent.begin("s", before)
     late = moved(before, Late(2, "w", 1, 2, 3, 1, "final", 1, 1))
     recent.keep(late)
-    assert recent.after("s", Place(5, {"w": 5}, late=1)) == Recalled(before, [late])
+    assert recent.after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
     assert recent.after("s", Place(5, {"w": 5}, late=0)) is None
 
 
@@ -80,7 +80,7 @@ def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     later = moved(slices[-1].after, advance("w", 12, 13))
     recent.keep(later)
     recent.told(MARK)
-    assert recent.since(MARK, ["s"]) == {"s": Recalled(later.before, [later])}
+    assert recent.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
     assert recent.since(DurableMark(1, 6), ["s"]) == {}
     recent.begin("new", Place())
     assert recent.since(MARK, ["s", "new"]) == {}
@@ -94,7 +94,7 @@ def test_mark_stands_for_what_was_handed_out_before_it() -> None:
 def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], data: st.DataObject) -> None:
     """Whoever stands behind any batch, at another sidecar, which may have cut the list at others, is told all the rest,
     joined; or is not told that it is kept, where it stands before the first."""
-    recent, place, moves, events = Recent(), Place(10, dict.fromkeys("abc", 10)), list[Advance](), list[Advance]()
+    recent, place, moves, events = ReplayBuffer(), Place(10, dict.fromkeys("abc", 10)), list[Advance](), list[Advance]()
     recent.begin("s", place)
     places = [(place, 0)]
     for batch, cut in batches:
@@ -111,7 +111,7 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
     stood, seen = data.draw(st.sampled_from(places))
     found = recent.after("s", stood)
     assert found is not None
-    joining = Joining(found.place)
+    joining = EventMerge(found.place)
     given = [event for piece in found.slices for event in piece.events]
     told = [new for event in given if isinstance(event, Advance) for new in joining.advance(event)]
     assert told == moves[seen : len(moves) - len(events)]

@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.replay import MOST, POSITION, TOLD, TOLD_FOR, Resumptions, ToldTexts, lowest
+from tidemark.app.read_side.replay import MOST, POSITION, TOLD, TOLD_FOR, ResponseCache, Resumptions, lowest
 from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
-from tidemark.sinks.reader.history import Missed
+from tidemark.sinks.reader.history import MissedChanges
 
 NAMES = ("a", "b", "c")
 
@@ -36,7 +36,7 @@ def test_lowest_place_is_behind_all_of_them(given: list[Place]) -> None:
 def test_texts_that_are_asked_for_are_kept_longest() -> None:
     """Within a bound of bytes; and no longer than what they say may have been for want of Postgres."""
     clock = [0.0]
-    texts = ToldTexts(lambda: clock[0])
+    texts = ResponseCache(lambda: clock[0])
     third = b"x" * (TOLD // 3 - POSITION)
     for id in range(3):
         texts.keep("s", Place(id), third, Place(id + 1))
@@ -57,7 +57,7 @@ def test_texts_that_are_asked_for_are_kept_longest() -> None:
 
 def test_text_that_led_nowhere_is_not_kept() -> None:
     """Of a page that was read for others, who stand farther back: whoever goes on from memory would stay there."""
-    texts = ToldTexts()
+    texts = ResponseCache()
     texts.keep("s", Place(5, {"w": 6}), b"", Place(5, {"w": 6}))
     assert texts.get("s", Place(5, {"w": 6})) is None
 
@@ -65,8 +65,8 @@ def test_text_that_led_nowhere_is_not_kept() -> None:
 class AllThatMayBe:
     """Postgres, with as many moves as are told after any mark."""
 
-    async def missed(self, since: DurableMark, most: int) -> Missed:
-        return Missed({"s": [LateLost(1, 2)] * most}, {})  # type: ignore[list-item]
+    async def missed(self, since: DurableMark, most: int) -> MissedChanges:
+        return MissedChanges({"s": [LateLost(1, 2)] * most}, {})  # type: ignore[list-item]
 
 
 def test_what_is_held_for_slow_clients_is_bounded() -> None:

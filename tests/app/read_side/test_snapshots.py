@@ -1,10 +1,10 @@
 """The memory of what was answered: only ever more."""
 
-from tidemark.app.read_side.snapshots import AnsweredPositions, Known
+from tidemark.app.read_side.snapshots import AnsweredPositions, KnownPositions
 
 
-def known(linear: int, allocated: int | None = None, late: int = 0, **vector: int) -> Known:
-    return Known(linear, vector, late, allocated, "redis", 0.0)
+def known(linear: int, allocated: int | None = None, late: int = 0, **vector: int) -> KnownPositions:
+    return KnownPositions(linear, vector, late, allocated, "redis", 0.0)
 
 
 def test_less_is_never_answered_after_more() -> None:
@@ -36,4 +36,4 @@ def test_nothing_is_recalled_of_what_was_never_answered() -> None:
     highest = AnsweredPositions()
     assert highest.remembered("s") is None
     highest.raise_to("s", known(0))
-    assert highest.remembered("s") == Known(0, {}, 0, None, "memory", 0.0)
+    assert highest.remembered("s") == KnownPositions(0, {}, 0, None, "memory", 0.0)

@@ -18,7 +18,7 @@ from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
-from tidemark.app.tls_listener import Acceptor
+from tidemark.app.tls_listener import ListenerConfig
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.deferred import PutOff
@@ -63,7 +63,7 @@ def sidecar(
         http=admission(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
-    server = StoppedServer(config, stopping, Acceptor())
+    server = StoppedServer(config, stopping, ListenerConfig())
     listening = socket.create_server(("127.0.0.1", port))
     host, port = listening.getsockname()
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

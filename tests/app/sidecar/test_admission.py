@@ -15,9 +15,9 @@ import pytest
 from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
-from tidemark.app.sidecar.admission import AdmissionConfig, Turns
+from tidemark.app.sidecar.admission import AdmissionConfig, AdmissionQueue
 from tidemark.app.sidecar.app import SiteConfig
-from tidemark.app.sidecar.service import Beginnings, Limits
+from tidemark.app.sidecar.service import Limits, StartQueue
 
 BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=60)
 
@@ -167,12 +167,12 @@ def test_requests_that_come_at_once_begin_by_turns() -> None:
     """In the order in which they came, few at each turn of the event loop; one that went away holds up nobody."""
     begun: list[int] = []
 
-    async def request(turns: Turns, number: int) -> None:
+    async def request(turns: AdmissionQueue, number: int) -> None:
         await turns.next(asyncio.get_running_loop(), "127.0.0.1")
         begun.append(number)
 
     async def serve() -> list[int]:
-        turns = Turns()
+        turns = AdmissionQueue()
         requests = [asyncio.create_task(request(turns, number)) for number in range(100)]
         await asyncio.sleep(0)
         requests[50].cancel()
@@ -193,12 +193,12 @@ def test_turns_go_round_by_address() -> None:
     """A client of another address has the next turn, however many of one address wait."""
     begun: list[str] = []
 
-    async def request(turns: Turns, address: str) -> None:
+    async def request(turns: AdmissionQueue, address: str) -> None:
         await turns.next(asyncio.get_running_loop(), address)
         begun.append(address)
 
     async def serve() -> None:
-        turns = Turns()
+        turns = AdmissionQueue()
         crowd = [asyncio.create_task(request(turns, "10.0.0.1")) for _ in range(100)]
         await asyncio.sleep(0)
         one = asyncio.create_task(request(turns, "10.0.0.2"))
@@ -212,26 +212,26 @@ def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
     """A bounded number at a time; a client of another address has the next turn, and one that went away takes none."""
     begun: list[str] = []
 
-    async def stream(beginnings: Beginnings, address: str, over: asyncio.Event) -> None:
+    async def stream(beginnings: StartQueue, address: str, over: asyncio.Event) -> None:
         end = await beginnings.turn(address)
         begun.append(address)
         await over.wait()
         end()
 
     async def serve() -> None:
-        beginnings, over = Beginnings(), asyncio.Event()
+        beginnings, over = StartQueue(), asyncio.Event()
         crowd = [asyncio.create_task(stream(beginnings, "10.0.0.1", over)) for _ in range(100)]
         await asyncio.sleep(0)
         one = asyncio.create_task(stream(beginnings, "10.0.0.2", over))
         await asyncio.sleep(0.01)
-        assert len(begun) == Beginnings.AT_ONCE
-        crowd[Beginnings.AT_ONCE].cancel()
+        assert len(begun) == StartQueue.AT_ONCE
+        crowd[StartQueue.AT_ONCE].cancel()
         over.set()
         await asyncio.gather(*crowd, one, return_exceptions=True)
         await asyncio.gather(*(stream(beginnings, "10.0.0.3", over) for _ in range(20)))
 
     asyncio.run(serve())
-    assert begun.index("10.0.0.2") <= Beginnings.AT_ONCE + 1
+    assert begun.index("10.0.0.2") <= StartQueue.AT_ONCE + 1
     assert len(begun) == 99 + 1 + 20
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tidemark.app.read_side.replay import PAGE, MissedMoves, SharedReading
+from tidemark.app.read_side.replay import PAGE, MissedMoves, SingleFlight
 from tidemark.app.sidecar.event_stream import encode_missed_moves
 from tidemark.sinks.postgres.changes import Moved
 from tidemark.sinks.reader.events import Advance, Place
@@ -22,7 +22,7 @@ def test_very_many_missed_moves_keep_nobody_waiting() -> None:
 
     async def tell() -> None:
         here, turns = missed(), 0
-        half = SharedReading(encode_missed_moves(here, "s", Place()))
+        half = SingleFlight(encode_missed_moves(here, "s", Place()))
         gone = asyncio.create_task(half.get())
         for _ in range(3):
             await asyncio.sleep(0)

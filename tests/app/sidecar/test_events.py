@@ -23,10 +23,10 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
-from tidemark.app.read_side.subscription import PATIENCE, Appeared, Listener
+from tidemark.app.read_side.subscription import PATIENCE, Listener, StreamAdded
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.event_stream import EventStream, encode_places
-from tidemark.app.sidecar.service import Churn, Limits
+from tidemark.app.sidecar.service import Limits, ReconnectThrottle
 from tidemark.app.stack.processes import RedisServer
 from tidemark.sinks.postgres.history import PageBounds, PastPage
 from tidemark.sinks.postgres.store import Postgres
@@ -510,12 +510,12 @@ def test_who_comes_and_goes_waits(
     """Where too many ended young, the next ones wait, and cost nothing meanwhile: neither Postgres nor those who are
     there, nor probes. What lived for longer counts for nothing."""
     for name, value in {"FREE": 2, "FORGIVEN": 0.0, "EACH": 60.0, "LONGEST": 60.0}.items():
-        monkeypatch.setattr(Churn, name, value)
+        monkeypatch.setattr(ReconnectThrottle, name, value)
     grow(pipeline, 0, 1)
     with sidecar(servers) as client, heard(client) as events:
         assert events.next()[0] == "snapshot"
         with monkeypatch.context() as patient:
-            patient.setattr(Churn, "YOUNG", 0.0)
+            patient.setattr(ReconnectThrottle, "YOUNG", 0.0)
             for _ in range(5):
                 with heard(client):
                     pass
@@ -536,16 +536,16 @@ def test_who_comes_and_goes_waits(
 def test_churn_is_forgiven() -> None:
     """By address, and soon: whoever waits does so for a second at most, and no longer than the crowd goes on."""
     clock = [0.0]
-    churn = Churn(lambda: clock[0])
-    for _ in range(Churn.FREE):
+    churn = ReconnectThrottle(lambda: clock[0])
+    for _ in range(ReconnectThrottle.FREE):
         churn.ended("a", clock[0])
     assert churn.pause("a") == 0
     for _ in range(1000):
         churn.ended("a", clock[0])
-    assert (churn.pause("a"), churn.pause("b")) == (Churn.LONGEST, 0)
-    clock[0] += Churn.LONGEST / Churn.EACH / Churn.FORGIVEN
+    assert (churn.pause("a"), churn.pause("b")) == (ReconnectThrottle.LONGEST, 0)
+    clock[0] += ReconnectThrottle.LONGEST / ReconnectThrottle.EACH / ReconnectThrottle.FORGIVEN
     assert churn.pause("a") == 0
-    churn.ended("a", clock[0] - Churn.YOUNG)
+    churn.ended("a", clock[0] - ReconnectThrottle.YOUNG)
     assert churn.pause("a") == 0
 
 
@@ -623,7 +623,7 @@ def test_client_that_does_not_read_is_left() -> None:
         serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
             assert not listener.cut_off.done()
-            listener.give("s", Appeared())
+            listener.give("s", StreamAdded())
         await asyncio.wait_for(serving, 60)
 
     asyncio.run(serve())

@@ -10,14 +10,14 @@ from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
     Answer,
-    HistoryFound,
-    KeysFound,
     ListEntry,
     ReadHistory,
     ReadKeys,
     ReadList,
     ReadNewest,
     Request,
+    StreamHistory,
+    StreamKeys,
 )
 from tidemark.streaming.values.direction import beyond
 
@@ -322,7 +322,7 @@ class StreamModel:
             case _:
                 return None
 
-    def _page(self, place: Place, most: int = 3) -> HistoryFound:
+    def _page(self, place: Place, most: int = 3) -> StreamHistory:
         """What `sinks.postgres.history.page_after` gives."""
         chains: dict[str, tuple[int, list[Advance]]] = {}
         left = most
@@ -334,13 +334,13 @@ class StreamModel:
                 chains[name] = (position if left else found[-1].id, found)
         late = [parse_entry(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
         lates = [it for it in late if isinstance(it, Late) and it.number > place.late][:most]
-        return HistoryFound(chains, lates, more=not left or len(lates) == most)
+        return StreamHistory(chains, lates, more=not left or len(lates) == most)
 
     def _advances(self, name: str) -> list[Advance]:
         items = [parse_entry(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
         return [it for it in items if isinstance(it, Advance)]
 
-    def _seen(self, entries: list[ListEntry], *, joined: bool, more: bool) -> KeysFound:
+    def _seen(self, entries: list[ListEntry], *, joined: bool, more: bool) -> StreamKeys:
         linear = self.shown_line if self.known else None
         last = entries[-1].name if entries else "0-0"
-        return KeysFound(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)
+        return StreamKeys(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from tests.examples import examples
 from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
-from tidemark.sinks.reader.follow import CaughtUp, Following
+from tidemark.sinks.reader.follow import CaughtUp, FollowProgram
 from tidemark.sinks.reader.requests import AwaitEntry, Driver, Request
 from tidemark.streaming.values.direction import beyond
 
@@ -202,7 +202,7 @@ class ModelReader:
         self._start(Place())
 
     def _start(self, place: Place) -> None:
-        self.following = Following("s", self.mode, place)  # type: ignore[arg-type]
+        self.following = FollowProgram("s", self.mode, place)  # type: ignore[arg-type]
         self.driver: Driver[Event | CaughtUp] = Driver(self.following.steps())
 
     def restart(self) -> None:

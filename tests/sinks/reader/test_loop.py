@@ -16,7 +16,7 @@ from tests.waiting import eventually
 from tidemark.common.errors import BatchEnded, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
 from tidemark.sinks.reader.batch import Parking
-from tidemark.sinks.reader.checkpoint import Ledger
+from tidemark.sinks.reader.checkpoint import CheckpointStore
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_asyncio_parks_too(three: ReadingService) -> None:
 def test_what_mends_by_itself_is_not_parked(database: str, error: Exception) -> None:
     """A deadlock, a lost connection, and errors that were not named, leave the loop."""
     with psycopg.connect(database, autocommit=True) as connection:
-        parking = Parking(Ledger("r", "s", "linear"), connection, 1, (ValueError, psycopg.Error))
+        parking = Parking(CheckpointStore("r", "s", "linear"), connection, 1, (ValueError, psycopg.Error))
         with pytest.raises(type(error)), parking:
             raise error
 

@@ -13,7 +13,7 @@ from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
 from tidemark.app.read_side.notifications import Notifications, wait_for_notification
-from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
@@ -86,7 +86,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
     async def ask() -> None:
         async with AsyncPositions(address) as positions:
             assert await positions.get("stream5") == Standing("stream5", 7, {"w": 9}, 9)
-        live = Live(address)
+        live = RedisReader(address)
         assert await live.names() == set(STREAMS)
         assert {name: seen.linear for name, seen in (await live.keys(STREAMS)).items()} == dict.fromkeys(STREAMS, 7)
         await live.aclose()
@@ -168,7 +168,7 @@ def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAd
         assert sink.held(STREAMS).keys() == set(STREAMS) - {"}x"}
 
     async def ask() -> None:
-        live = Live(address)
+        live = RedisReader(address)
         await live.ping()  # a Cluster's client finds its nodes in one call, not in many at a time
         assert (await live.keys(STREAMS)).keys() == set(STREAMS) - {"}x"}
         assert (await live.read(ReadNewest("stream3"))).positions == {"w": 12}
@@ -196,7 +196,7 @@ def test_bytes_that_are_no_text_hide_no_other_stream(redis_url: str, keys: Any) 
         assert sink.names() > set(STREAMS)
 
     async def ask() -> None:
-        live = Live(RedisAddress(redis_url))
+        live = RedisReader(RedisAddress(redis_url))
         assert await live.names() > set(STREAMS)
         assert (await live.keys(STREAMS)).keys() == set(STREAMS) - {"}x"}
         with pytest.raises(Refused, match="stream }x: "):
@@ -221,7 +221,7 @@ def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> No
     """The sidecar's one subscription hears of every stream, wherever its keys lie."""
 
     async def listen() -> set[str]:
-        live = Live(address)
+        live = RedisReader(address)
         notifications = Notifications(live)
         waiting = {stream: notifications.next(stream) for stream in STREAMS}
         async with notifications.listening():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.app.lines.rows import Lacking, RowBuffer, UnannouncedFact, Writer
+from tidemark.app.lines.rows import MissingRows, RowBuffer, UnannouncedFact, Writer
 from tidemark.sinks.reader import Advance
 from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
@@ -36,7 +36,7 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class _AwaitsRows:
+class _PendingAdvance:
     advance: Advance
     until: float
 
@@ -49,7 +49,7 @@ class Announcer:
         self._rows = rows
         self._announced = announced
         self._patience = patience
-        self._waiting: dict[Writer, deque[_AwaitsRows]] = {}
+        self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
         """Announcements for writers that reached `positions` by unknown advances: clients fetch, also what waited."""
@@ -62,7 +62,9 @@ class Announcer:
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
         """Announcements that the next advance of a writer allows."""
-        self._waiting.setdefault((stream, advance.writer), deque()).append(_AwaitsRows(advance, now + self._patience))
+        self._waiting.setdefault((stream, advance.writer), deque()).append(
+            _PendingAdvance(advance, now + self._patience)
+        )
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
@@ -71,7 +73,7 @@ class Announcer:
             waiting = self._waiting.get(writer)
             while waiting:
                 announcement = self._next(writer, waiting[0], now)
-                if announcement is Lacking.NOT_YET:
+                if announcement is MissingRows.NOT_YET:
                     break
                 waiting.popleft()
                 if announcement is not None:
@@ -90,7 +92,9 @@ class Announcer:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
 
-    def _next(self, writer: Writer, waiting: _AwaitsRows, now: float) -> Announcement | Literal[Lacking.NOT_YET] | None:
+    def _next(
+        self, writer: Writer, waiting: _PendingAdvance, now: float
+    ) -> Announcement | Literal[MissingRows.NOT_YET] | None:
         advance, (stream, name) = waiting.advance, writer
         here = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, here):
@@ -98,9 +102,9 @@ class Announcer:
         if here != advance.prev:  # what lies between was not seen, or a part of it was announced
             return self._announce(stream, name, advance.id, here, None)
         found = self._rows.take(stream, advance)
-        if found is Lacking.NOT_YET and now < waiting.until:
-            return Lacking.NOT_YET
-        return self._announce(stream, name, advance.id, here, None if isinstance(found, Lacking) else found)
+        if found is MissingRows.NOT_YET and now < waiting.until:
+            return MissingRows.NOT_YET
+        return self._announce(stream, name, advance.id, here, None if isinstance(found, MissingRows) else found)
 
     def _announce(
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from tidemark.app.lines.channel_leader import ChannelConfig, Speaker
+from tidemark.app.lines.channel_leader import ChannelConfig, ChannelLeader
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
@@ -43,7 +43,7 @@ class Channel:
         if config is not None:
             config = replace(config, channel=in_database(config.channel, database))
         self._name = lines_channel(server.config.name, database) if config is None else config.channel
-        self._speaker = None if config is None else Speaker(hub, client, config)
+        self._speaker = None if config is None else ChannelLeader(hub, client, config)
         self._outgoing: asyncio.Queue[str] = asyncio.Queue(WAITING)
         self._waiting = 0  # characters in the queue
         self._echoes: Counter[bytes] = Counter()

@@ -46,11 +46,11 @@ class ChannelConfig:
     lease: float = 3.0
 
 
-class _Superseded(Exception):
+class _LeaseLost(Exception):
     """Another sidecar has the lease."""
 
 
-class Speaker:
+class ChannelLeader:
     """For one event loop; `client` is of redis.asyncio. Waits to become the speaker, and speaks, until cancelled."""
 
     def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
@@ -79,7 +79,7 @@ class Speaker:
                     if await self._lock.acquire(token=self._token):
                         await self._speak()
                 problem = None
-            except _Superseded:
+            except _LeaseLost:
                 log.info("Another sidecar speaks on the channel now", channel=self._config.channel)
             except (Unavailable, Stop) as error:
                 if problem is None:
@@ -131,7 +131,7 @@ class Speaker:
             try:
                 await self._lock.reacquire()
             except LockNotOwnedError:
-                raise _Superseded from None
+                raise _LeaseLost from None
 
     async def _release(self) -> None:
         """So that a successor need not wait for the lease to end."""
@@ -173,7 +173,7 @@ class Speaker:
     async def _told(self, lines: list[str], positions: list[str], gone: list[str]) -> None:
         packed = msgspec.msgpack.encode((lines, positions, gone))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
-            raise _Superseded
+            raise _LeaseLost
 
 
 def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:

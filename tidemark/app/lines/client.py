@@ -84,18 +84,18 @@ def _styled(stream: str, writer: str) -> str:
     return f"{click.style(stream, bold=True)} {click.style(writer, fg='cyan')}"
 
 
-class AnotherServer(Stop):
+class WrongServer(Stop):
     def __init__(self, where: str, expected: str, found: str) -> None:
         super().__init__(f"{where} is server {found} and not {expected}: check the address")
         self.found = found
 
 
-class Untrusted(Stop):
+class CertificateRefused(Stop):
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(f"the certificate of {where} is refused ({problem}): check {CA} and the address")
 
 
-class Listening:
+class LinesClient:
     """`server` is the name that SERVER must have; None: any. `trust` makes our side of TLS, anew for each connection;
     None: there is none."""
 
@@ -111,8 +111,8 @@ class Listening:
         self._trust = trust
 
     def commands(self) -> Generator[Command, None, None]:
-        """All that the server sends, on one connection after the other, without end. Raises `AnotherServer`, and
-        `Untrusted`."""
+        """All that the server sends, on one connection after the other, without end. Raises `WrongServer`, and
+        `CertificateRefused`."""
         patience = WaitLog()
         while True:
             try:
@@ -123,7 +123,7 @@ class Listening:
                     yield command
                 problem = "it closed the connection"
             except ssl.SSLCertVerificationError as error:
-                raise Untrusted(self._where, error.verify_message) from None
+                raise CertificateRefused(self._where, error.verify_message) from None
             except OSError as error:
                 problem = str(error)
             except BadCommand as error:
@@ -166,7 +166,7 @@ class Listening:
         for line in lines:
             command = parse(line)
             if isinstance(command, ServerCommand) and self._server not in {None, command.name}:
-                raise AnotherServer(self._where, str(self._server), command.name)
+                raise WrongServer(self._where, str(self._server), command.name)
             if command is not None:
                 yield command
 

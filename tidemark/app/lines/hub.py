@@ -16,7 +16,7 @@ from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.read_side.subscription import Begun, Item, Listener, Slice
+from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
@@ -131,7 +131,7 @@ class Hub:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Clients must not take a hub that broke for streams that are quiet."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
+            log.error("FollowProgram the streams for clients of the line protocol broke off", problem=repr(problem))
             self._stop()
             self._running = {self._task(self._again())}
 
@@ -170,10 +170,10 @@ class Hub:
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
-            case Begun(place):
+            case Started(place):
                 self._beginning.discard(stream)
                 yield from self._announcer.catch_up(stream, place.positions)
-            case Slice(events=events):
+            case EventBatch(events=events):
                 for event in events:
                     yield from self._moved(stream, event, now)
 

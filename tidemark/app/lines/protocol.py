@@ -58,7 +58,7 @@ class Disconnect:
 Act = SendCommand | SendPositions | RelayOn | Disconnect
 
 
-class Conversation:
+class ServerSession:
     """The acts that follow from what a client sends and from time. `wall` gives seconds since 1970, for the PINGs."""
 
     def __init__(self, keep_alive: KeepAlive, wall: Callable[[], float], now: float) -> None:

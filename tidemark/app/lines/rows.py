@@ -24,7 +24,7 @@ Writer = tuple[str, str]
 """A stream and the name of one of its writers."""
 
 
-class Lacking(Enum):
+class MissingRows(Enum):
     """Why an advance has no rows here."""
 
     NOT_YET = "an edge is missing that may still be read"
@@ -48,7 +48,7 @@ class _Edge:
     rows: Sequence[str] | None
 
 
-class Unannounced:
+class UnannouncedRows:
     """Edges and rows of one writer on one stream, beyond its announced position; records come in the order of their
     partition.
 
@@ -91,22 +91,22 @@ class Unannounced:
             case records.Retire():
                 self._settle(record.id, record.epoch)
 
-    def take(self, advance: Advance) -> Sequence[UnannouncedFact] | Lacking:
+    def take(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
         """The facts of an advance whose IDs are all facts or empty, in order. Takes nothing away: see `passed`."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
             edge = self._edges.get(at)
             if edge is None:
-                return Lacking.NOT_YET
+                return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
-                return Lacking.NOT_YET  # until the JOIN comes that makes it count, or makes a zombie of it
+                return MissingRows.NOT_YET  # until the JOIN comes that makes it count, or makes a zombie of it
             if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
-                return Lacking.LOST
+                return MissingRows.LOST
             if edge.rows:
                 facts.append(UnannouncedFact(edge.id, edge.rows))
             at = edge.id
-        return facts if len(facts) == advance.evidence.facts else Lacking.LOST
+        return facts if len(facts) == advance.evidence.facts else MissingRows.LOST
 
     def passed(self, position: int) -> None:
         """Forget everything up to `position`, which was announced with rows or without."""
@@ -185,7 +185,7 @@ class RowBuffer:
         """How often a writer lost its rows; set it back as you count."""
         self._limit = limit
         self._announced = announced
-        self._writers: dict[Writer, Unannounced] = {}
+        self._writers: dict[Writer, UnannouncedRows] = {}
         self._homes: dict[str, int] = {}
         self._whole: Mapping[int, bool] = {}
         self._named: dict[str, int] = {}
@@ -220,15 +220,15 @@ class RowBuffer:
             self._shed()
         return writer
 
-    def take(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | Lacking:
-        """The facts of `advance`, in order; see `Unannounced.take`."""
+    def take(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
+        """The facts of `advance`, in order; see `UnannouncedRows.take`."""
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
         if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._whole:
-            return Lacking.LOST
+            return MissingRows.LOST
         kept = self._writers.get((stream, advance.writer))
-        return Lacking.NOT_YET if kept is None else kept.take(advance)
+        return MissingRows.NOT_YET if kept is None else kept.take(advance)
 
     def passed(self, writers: Iterable[Writer]) -> None:
         """They were announced further."""
@@ -238,8 +238,8 @@ class RowBuffer:
                 kept.passed(self._announced[writer])
                 self.size += kept.size - before
 
-    def _keep(self, writer: Writer, named: int, *, whole: bool) -> Unannounced:
-        kept = self._writers[writer] = Unannounced(self._announced.get(writer, 0), named, whole=whole)
+    def _keep(self, writer: Writer, named: int, *, whole: bool) -> UnannouncedRows:
+        kept = self._writers[writer] = UnannouncedRows(self._announced.get(writer, 0), named, whole=whole)
         self.size += kept.size
         return kept
 

@@ -14,14 +14,14 @@ from typing import Literal, cast
 
 import structlog
 
-from tidemark.app.eviction import AllTaken, Places
+from tidemark.app.eviction import NoFreeSlot, SlotPool
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.protocol import Act, Conversation, Disconnect, KeepAlive, RelayOn, SendCommand, SendPositions
+from tidemark.app.lines.protocol import Act, Disconnect, KeepAlive, RelayOn, SendCommand, SendPositions, ServerSession
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.tls_listener import AcceptingServer, Acceptor
+from tidemark.app.tls_listener import ListenerConfig, TlsListener
 from tidemark.common.errors import BadCommand
 from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 
@@ -57,7 +57,7 @@ class LineConnection(asyncio.Protocol):
         self._server = server
         self._config = server.config
         self._splitter = Splitter(self._config.longest)
-        self._conversation = Conversation(self._config.keep_alive, time.time, time.monotonic())
+        self._conversation = ServerSession(self._config.keep_alive, time.time, time.monotonic())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -186,8 +186,8 @@ class LineServer:
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self.log = RepeatedLog(log)
         self._hub = hub
-        self._places: Places[LineConnection] = Places(config.connections)
-        self._listening: AcceptingServer | None = None
+        self._places: SlotPool[LineConnection] = SlotPool(config.connections)
+        self._listening: TlsListener | None = None
         self._connections: set[LineConnection] = set()
         self._replicating: set[LineConnection] = set()  # since they sent REPLICATE
         self._unanswered: set[LineConnection] = set()
@@ -195,7 +195,7 @@ class LineServer:
         self._busy: deque[LineConnection] = deque()  # with lines that are not taken yet
 
     @asynccontextmanager
-    async def serving(self, listening: socket.socket, acceptor: Acceptor) -> AsyncIterator[None]:
+    async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
         """Serve on a socket that listens. Clients that are connected at the end are told so."""
         self._listening = acceptor.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
@@ -231,7 +231,7 @@ class LineServer:
         sent a line, if there is one."""
         try:
             displaced = self._places.take(connection, connection.address, lambda it: not it.has_spoken)
-        except AllTaken:
+        except NoFreeSlot:
             return False
         if displaced is not None:
             displaced.give_way()

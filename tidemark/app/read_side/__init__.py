@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tidemark.app.read_side.fallback import RequestHandler
-from tidemark.app.read_side.followers import Feeds
+from tidemark.app.read_side.followers import Followers
 from tidemark.app.read_side.notifications import Notifications
-from tidemark.app.read_side.postgres_reader import Durable
-from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.read_side.replay import Resumptions
 from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
 from tidemark.common.errors import Stop, Unavailable
@@ -36,12 +36,12 @@ class ReadSideConfig:
 class ReadSide:
     """For one event loop; shared by everything in the process that reads positions."""
 
-    live: Live
-    durable: Durable
+    live: RedisReader
+    durable: PostgresReader
     snapshots: Snapshots
     notifications: Notifications
     requests: RequestHandler
-    feeds: Feeds
+    feeds: Followers
     resumptions: Resumptions
 
     async def problems(self) -> list[str]:
@@ -58,15 +58,15 @@ class ReadSide:
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
     """Raises `BadSetting`. No server is asked before somebody reads."""
-    live = Live(redis_address(config.redis))
+    live = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)
-    durable = Durable(postgres, history, config.policy_defaults)
+    durable = PostgresReader(postgres, history, config.policy_defaults)
     try:
         snapshots = Snapshots(live, durable, AnsweredPositions(), time.monotonic)
         notifications = Notifications(live)
         requests = RequestHandler(live, durable)
-        feeds = Feeds(requests, notifications, snapshots, durable)
+        feeds = Followers(requests, notifications, snapshots, durable)
         async with notifications.listening(), feeds.running():
             resumptions = Resumptions(requests, durable)
             yield ReadSide(live, durable, snapshots, notifications, requests, feeds, resumptions)

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tidemark.app.read_side.postgres_reader import Durable
-from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
 from tidemark.sinks.reader import (
@@ -18,8 +18,7 @@ from tidemark.sinks.reader import (
     CaughtUp,
     Driver,
     Event,
-    Following,
-    KeysFound,
+    FollowProgram,
     Pause,
     Place,
     ReadHistory,
@@ -27,17 +26,18 @@ from tidemark.sinks.reader import (
     ReadList,
     ReadNewest,
     Request,
+    StreamKeys,
     Token,
     read_either,
 )
 
-NOTHING = KeysFound(None, {})
+NOTHING = StreamKeys(None, {})
 
 
 class RequestHandler:
     """For one event loop. Raises `Unavailable` where neither server answers."""
 
-    def __init__(self, live: Live, durable: Durable) -> None:
+    def __init__(self, live: RedisReader, durable: PostgresReader) -> None:
         self.behind: Mapping[str, Moved] = {}
         """Streams of which Redis did not show what Postgres had, for a while."""
         self._live = live
@@ -53,10 +53,10 @@ class RequestHandler:
                 await asyncio.sleep(seconds)
         return None
 
-    async def _keys(self, request: ReadList | ReadNewest) -> KeysFound:
+    async def _keys(self, request: ReadList | ReadNewest) -> StreamKeys:
         return await read_either(request, self._read_redis, self._read_postgres)
 
-    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         assert not isinstance(request, ReadKeys)
         try:
             keys = await self._live.read(request)
@@ -68,9 +68,9 @@ class RequestHandler:
         )
         return NOTHING if is_behind else keys
 
-    async def _read_postgres(self, stream: str) -> KeysFound:
+    async def _read_postgres(self, stream: str) -> StreamKeys:
         found = (await self._durable.positions([stream])).get(stream)
-        return NOTHING if found is None else KeysFound(found.linear, found.positions, found.late, found.allocated)
+        return NOTHING if found is None else StreamKeys(found.linear, found.positions, found.late, found.allocated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class HistoryPage:
     complete: bool
 
 
-class Past:
+class HistoryPager:
     """What was published of `stream` after `since`, page by page; for one task at a time. Postgres is asked for a page
     at first, because whoever asks may go after it, and then for twice as many each time, up to `most`."""
 
@@ -92,7 +92,7 @@ class Past:
         self._requests = requests
         self._limit = limit
         self._at_once = limit
-        self._following = Following(stream, "vector", since, most or limit)
+        self._following = FollowProgram(stream, "vector", since, most or limit)
         self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
         self._events: list[Event] = []
 

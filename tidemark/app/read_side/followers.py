@@ -14,12 +14,12 @@ import structlog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.notifications import Notifications
-from tidemark.app.read_side.postgres_reader import Durable
-from tidemark.app.read_side.replay import Recalled, Recent
+from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.replay import BufferedReplay, ReplayBuffer
 from tidemark.app.read_side.sentinel import Sentinel
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.read_side.snapshots import Known, Snapshots
-from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
+from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
+from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader import (
@@ -29,7 +29,7 @@ from tidemark.sinks.reader import (
     CaughtUp,
     Driver,
     Event,
-    Following,
+    FollowProgram,
     Place,
     ReadHistory,
     ReadList,
@@ -46,10 +46,12 @@ LINGER = 10.0  # seconds that a stream is followed still when its last listener 
 SHARE = 10  # reading all followed streams is due again after so many times as long as it took: there may be thousands
 
 
-class Feed:
+class Follower:
     """Follows one stream for its `listeners`; without any since `left` (s, monotonic)."""
 
-    def __init__(self, stream: str, requests: RequestHandler, notifications: Notifications, recent: Recent) -> None:
+    def __init__(
+        self, stream: str, requests: RequestHandler, notifications: Notifications, recent: ReplayBuffer
+    ) -> None:
         self.listeners: set[Listener] = set()
         self.left = 0.0
         self._recent = recent
@@ -58,9 +60,9 @@ class Feed:
         self._sentinel = Sentinel()
         self._notifications = notifications
         self._notified = notifications.next(stream)
-        self._following = Following(stream, "vector", None)
+        self._following = FollowProgram(stream, "vector", None)
         self._place: Place | None = None
-        self._begun: Begun | None = None
+        self._begun: Started | None = None
         self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -69,18 +71,18 @@ class Feed:
     def broken(self) -> bool:
         return self._task.done()
 
-    def add(self, listener: Listener, missed: Recalled | None) -> None:
+    def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
         """`missed` is what it is given first; None: it is told where the stream stands."""
         if missed is not None:
             for piece in missed.slices:
                 listener.give(self._stream, piece)
         elif self._place is not None:
             if self._begun is None or self._begun.place is not self._place:
-                self._begun = Begun(self._place)
+                self._begun = Started(self._place)
             listener.give(self._stream, self._begun)
         self.listeners.add(listener)
 
-    def compare(self, known: Known | Moved) -> bool:
+    def compare(self, known: KnownPositions | Moved) -> bool:
         """Whether all that is known of the stream was given to listeners; read again where it was not."""
         place = self._place
         if place is not None and known.reached(place.linear, place.positions, place.late):
@@ -94,7 +96,7 @@ class Feed:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Listeners must not take a follower that broke for a stream that is quiet."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Following a stream broke off", stream=self._stream, problem=repr(problem))
+            log.error("FollowProgram a stream broke off", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
                 settle(listener.cut_off)
 
@@ -145,9 +147,9 @@ class Feed:
         assert after is not None
         if before is None:
             self._recent.begin(self._stream, after)
-            self._give(Begun(after))
+            self._give(Started(after))
         elif events or beyond(after.linear, before.linear):
-            piece = Slice(self._stream, before, after, events)
+            piece = EventBatch(self._stream, before, after, events)
             self._recent.keep(piece)
             self._give(piece)
         else:
@@ -159,11 +161,11 @@ class Feed:
             listener.give(self._stream, item)
 
 
-class Feeds:
+class Followers:
     """For one event loop."""
 
     def __init__(
-        self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots, durable: Durable
+        self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots, durable: PostgresReader
     ) -> None:
         self._requests = requests
         self._notifications = notifications
@@ -172,8 +174,8 @@ class Feeds:
         self._changes: ChangesSince | None = None  # what is waited for until it was given, or the last that was
         self._given = False
         self._came = 0  # listeners, so far
-        self._feeds: dict[str, Feed] = {}
-        self._recent = Recent()
+        self._feeds: dict[str, Follower] = {}
+        self._recent = ReplayBuffer()
         self._to_all: set[Listener] = set()
 
     @asynccontextmanager
@@ -207,17 +209,17 @@ class Feeds:
         """Give it new streams as well, until it stops listening."""
         self._to_all.add(listener)
 
-    def _missed(self, streams: Collection[str], stands: Mapping[str, Place] | DurableMark) -> dict[str, Recalled]:
+    def _missed(self, streams: Collection[str], stands: Mapping[str, Place] | DurableMark) -> dict[str, BufferedReplay]:
         if isinstance(stands, DurableMark):
             return self._recent.since(stands, streams)
         asked = {stream: stands[stream] for stream in streams if stream in stands}
         found = {stream: self._recent.after(stream, place) for stream, place in asked.items()}
         return {stream: missed for stream, missed in found.items() if missed is not None}
 
-    def _add(self, listener: Listener, stream: str, missed: Recalled | None = None) -> None:
+    def _add(self, listener: Listener, stream: str, missed: BufferedReplay | None = None) -> None:
         feed = self._feeds.get(stream)
         if feed is None or feed.broken:
-            feed = self._feeds[stream] = Feed(stream, self._requests, self._notifications, self._recent)
+            feed = self._feeds[stream] = Follower(stream, self._requests, self._notifications, self._recent)
         feed.add(listener, missed)
 
     def _remove(self, listener: Listener) -> None:
@@ -285,7 +287,7 @@ class Feeds:
             self._given = True
             self._recent.told(changes.mark)
             for listener in {it for feed in self._feeds.values() for it in feed.listeners if it.marks}:
-                listener.give("", ToldUpTo(changes.mark))
+                listener.give("", Watermark(changes.mark))
 
     async def _discover(self) -> None:
         while True:
@@ -297,5 +299,5 @@ class Feeds:
     def _appear(self, stream: str) -> None:
         for listener in self._to_all:
             if stream not in self._feeds or listener not in self._feeds[stream].listeners:
-                listener.give(stream, Appeared())
+                listener.give(stream, StreamAdded())
                 self._add(listener, stream)

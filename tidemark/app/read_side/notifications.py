@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from redis.exceptions import RedisError
 
-from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader import translated
@@ -58,7 +58,7 @@ async def _subscription(client: Any) -> AsyncIterator[Any]:
 class Notifications:
     """For one event loop."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: RedisReader) -> None:
         self._live = live
         # Weak: whoever asks for streams that do not exist must not fill the memory.
         self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()

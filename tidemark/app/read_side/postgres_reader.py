@@ -17,7 +17,7 @@ from tidemark.sinks.postgres.changes import ChangesSince, DurableMark
 from tidemark.sinks.postgres.deferred import RecallStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.reader import History, HistoryFound, Missed, ReadHistory
+from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Blocker, blockers, summarize
 from tidemark.streaming.core.fast_path import at_rest
@@ -63,7 +63,7 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSoFar:
+class TopicProgress:
     """How far the pipeline has read a topic: the next offset by partition, and the highest ID by stream that any record
     before those offsets has named, or a later one."""
 
@@ -71,7 +71,7 @@ class ReadSoFar:
     allocated: Mapping[str, int]
 
 
-class Durable:
+class PostgresReader:
     """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, postgres: Postgres, history: History, policy_defaults: Mapping[str, int] = {}) -> None:
@@ -114,17 +114,17 @@ class Durable:
         """Of the pipeline."""
         return await self._read(self._postgres.conditions.now)
 
-    async def read_so_far(self, topic: str) -> ReadSoFar:
+    async def read_so_far(self, topic: str) -> TopicProgress:
         return await self._read(lambda: _read_so_far(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
         """Since a mark (None: ever), of `streams` (None: of all)."""
         return await self._read(lambda: self._postgres.changes(since, streams))
 
-    async def history(self, request: ReadHistory) -> HistoryFound:
+    async def history(self, request: ReadHistory) -> StreamHistory:
         return await self._read_past(lambda: self._history.past(request))
 
-    async def missed(self, since: DurableMark, most: int) -> Missed | None:
+    async def missed(self, since: DurableMark, most: int) -> MissedChanges | None:
         return await self._read_past(lambda: self._history.missed(since, most))
 
     async def _read_past(self, read: Callable[[], T]) -> T:
@@ -165,10 +165,10 @@ class Durable:
             reading.exception()  # looked at, because whoever waited for it may have gone
 
 
-def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
+def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
     offsets = postgres.offsets().get(topic, {})  # before the allocated: those may only be higher
     allocated = {name: stored.allocated for name, stored in postgres.positions(postgres.streams()).items()}
-    return ReadSoFar(offsets, allocated)
+    return TopicProgress(offsets, allocated)
 
 
 def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mapping[str, int]) -> dict[str, Details]:

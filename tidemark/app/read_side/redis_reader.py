@@ -6,14 +6,14 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from tidemark.app.read_side.single_flight import CircuitBreaker, Coalescer
+from tidemark.app.read_side.single_flight import CircuitBreaker, ReadCoalescer
 from tidemark.common.errors import Refused
 from tidemark.sinks.reader import (
     REMEDIES,
-    KeysFound,
     ReadKeys,
     ReadList,
     ReadNewest,
+    StreamKeys,
     queue_commands,
     read_reply,
     send_request,
@@ -28,13 +28,13 @@ REPLIES = 5  # that `sinks.reader.redis.queue` asks for, for each stream
 RedisRequest = ReadKeys | ReadList | ReadNewest
 
 
-class Live:
+class RedisReader:
     """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, address: RedisAddress) -> None:
         """Raises `BadSetting`."""
         self.circuit_breaker = CircuitBreaker("Redis")
-        self._reads: Coalescer[RedisRequest, KeysFound | Refused] = Coalescer(self._read)
+        self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT)
         self._clustered = address.clustered
         self._where = address.where
@@ -51,21 +51,21 @@ class Live:
         with self.circuit_breaker.guarding(), translated(self.client):
             return set(await self.client.smembers(STREAMS))
 
-    async def keys(self, streams: Collection[str]) -> dict[str, KeysFound]:
+    async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
         """Each stream's keys as they were at one moment; without streams whose keys hold what is not ours."""
         found = await self._read([ReadKeys(name) for name in streams])
-        return {request.stream: keys for request, keys in found.items() if isinstance(keys, KeysFound)}
+        return {request.stream: keys for request, keys in found.items() if isinstance(keys, StreamKeys)}
 
-    async def read(self, request: ReadList | ReadNewest) -> KeysFound:
+    async def read(self, request: ReadList | ReadNewest) -> StreamKeys:
         """In one round trip with what others request meanwhile. `Refused` may be about this stream alone."""
         found = (await self._reads.get([request]))[request]
         if isinstance(found, Refused):
             raise found
         return found
 
-    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, KeysFound | Refused]:
+    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, StreamKeys | Refused]:
         requests = list(wanted)
-        found: dict[RedisRequest, KeysFound | Refused] = {}
+        found: dict[RedisRequest, StreamKeys | Refused] = {}
         with self.circuit_breaker.guarding(), translated(self.client):
             for start in range(0, len(requests), TOGETHER):
                 chunk = requests[start : start + TOGETHER]
@@ -75,7 +75,7 @@ class Live:
                 found |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
         return found
 
-    def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> KeysFound | Refused:
+    def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> StreamKeys | Refused:
         try:
             answers = [sound(each) for each in replies]
         except StreamFault as fault:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from tidemark.app.read_side.fallback import Past, RequestHandler
-from tidemark.app.read_side.postgres_reader import Durable
-from tidemark.app.read_side.single_flight import Coalescer
-from tidemark.app.read_side.subscription import Slice
+from tidemark.app.read_side.fallback import HistoryPager, RequestHandler
+from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.single_flight import ReadCoalescer
+from tidemark.app.read_side.subscription import EventBatch
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.changes import DurableMark, Moved
 from tidemark.sinks.reader import Event, Place
@@ -36,7 +36,7 @@ POSITION = 200  # bytes that one takes in a place, which clients may make long
 T = TypeVar("T")
 
 
-class SharedReading(Generic[T]):
+class SingleFlight(Generic[T]):
     """A reading for any number of tasks; it ends when the last of them has gone."""
 
     def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
@@ -59,7 +59,7 @@ class SharedReading(Generic[T]):
                 self._task.cancel()
 
 
-class ToldTexts:
+class ResponseCache:
     """What clients were told of a stream from a place on, and where that led: never all that there was, so whoever is
     told it again asks for the rest. For one thread."""
 
@@ -104,7 +104,7 @@ def identity(place: Place) -> Hashable:
 class MissedPage:
     """`events` lead to `place`. Those who have taken it let it go: a page is kept for the slowest alone."""
 
-    def __init__(self, past: Past, events: list[Event], place: Place, *, complete: bool) -> None:
+    def __init__(self, past: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
         self.events = events
         self.place = place
         self.complete = complete
@@ -112,7 +112,7 @@ class MissedPage:
         self.sent: dict[Hashable, tuple[bytes, Place]] = {}
         """By where a client stands: what of the page it is sent, and where it stands then. Many stand at one place."""
         self._past = past
-        self._next: SharedReading[MissedPage | None] | None = None
+        self._next: SingleFlight[MissedPage | None] | None = None
 
     @property
     def abandoned(self) -> bool:
@@ -122,7 +122,7 @@ class MissedPage:
     async def next(self) -> "MissedPage | None":
         """For any number of tasks, which share it. Raises `Unavailable`, `Stop`; may be called again."""
         if self._next is None:
-            self._next = SharedReading(_page(self._past))
+            self._next = SingleFlight(_page(self._past))
         reading = self._next
         try:
             return await reading.get()
@@ -132,7 +132,7 @@ class MissedPage:
             raise
 
 
-async def _page(past: Past) -> MissedPage | None:
+async def _page(past: HistoryPager) -> MissedPage | None:
     found = await past.page()
     return None if found is None else MissedPage(past, found.events, found.place, complete=found.complete)
 
@@ -144,7 +144,7 @@ class MissedMoves:
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, Moved]
-    told: dict[str, SharedReading[tuple[list[bytes], Place]]] = field(default_factory=dict)
+    told: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
     moves: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,14 +154,14 @@ class MissedMoves:
 class Resumptions:
     """For one event loop."""
 
-    def __init__(self, requests: RequestHandler, durable: Durable) -> None:
+    def __init__(self, requests: RequestHandler, durable: PostgresReader) -> None:
         self._requests = requests
         self._durable = durable
-        self._since = Coalescer(self._read_since)
-        self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SharedReading[MissedPage | None]]] = {}
+        self._since = ReadCoalescer(self._read_since)
+        self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._being_told: WeakSet[MissedMoves] = WeakSet()
-        self.told = ToldTexts()
+        self.told = ResponseCache()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
         """The first page of what was published after `place`, or after one that is nearly as far; None where nobody
@@ -169,7 +169,7 @@ class Resumptions:
         key = stream, place.linear // NEAR
         if key not in self._waiting:
             places: dict[object, Place] = {}
-            self._waiting[key] = places, SharedReading(self._read(key, places))
+            self._waiting[key] = places, SingleFlight(self._read(key, places))
         waiting = places, reading = self._waiting[key]
         me = object()
         places[me] = place
@@ -209,7 +209,7 @@ class Resumptions:
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._turns:
             del self._waiting[key]  # who comes now wants what is read from now on
-            return await _page(Past(self._requests, key[0], lowest(places.values()), PAGE, READ))
+            return await _page(HistoryPager(self._requests, key[0], lowest(places.values()), PAGE, READ))
 
 
 def lowest(places: Iterable[Place]) -> Place:
@@ -232,41 +232,41 @@ MARKS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class BufferedReplay:
     """Whoever stands at `place` has all once it has taken `slices`."""
 
     place: Place
-    slices: list[Slice]
+    slices: list[EventBatch]
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StreamReplay:
     """Of one stream, everything behind the slice numbered `since`, which leads to `place`."""
 
     since: int
     place: Place
-    slices: deque[tuple[int, Slice]] = field(default_factory=deque)
+    slices: deque[tuple[int, EventBatch]] = field(default_factory=deque)
 
 
-class Recent:
+class ReplayBuffer:
     """For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._number = 0
         self._moves = 0
-        self._streams: dict[str, _Kept] = {}
-        self._all: deque[tuple[int, Slice]] = deque()
+        self._streams: dict[str, _StreamReplay] = {}
+        self._all: deque[tuple[int, EventBatch]] = deque()
         self._marks: dict[DurableMark, int] = {}
 
     def begin(self, stream: str, place: Place) -> None:
         """It is followed from here on."""
-        self._streams[stream] = _Kept(self._number, place)
+        self._streams[stream] = _StreamReplay(self._number, place)
 
     def end(self, stream: str) -> None:
         self._streams.pop(stream, None)
 
-    def keep(self, piece: Slice) -> None:
+    def keep(self, piece: EventBatch) -> None:
         """The next one of its stream."""
         self._number += 1
         self._moves += len(piece.events)
@@ -294,33 +294,33 @@ class Recent:
         if len(self._marks) > MARKS:
             del self._marks[next(iter(self._marks))]
 
-    def after(self, stream: str, place: Place) -> Recalled | None:
+    def after(self, stream: str, place: Place) -> BufferedReplay | None:
         """What comes after a place; None where that is not kept any more."""
         kept = self._streams.get(stream)
         if kept is None:
             return None
         if kept.place == place:
-            return Recalled(kept.place, [])
+            return BufferedReplay(kept.place, [])
         slices = [piece for _, piece in kept.slices]
         for start in reversed(range(len(slices))):
             if slices[start].before == place:
-                return Recalled(slices[start].before, slices[start:])
+                return BufferedReplay(slices[start].before, slices[start:])
         # Between two of ours: of another sidecar.
         if not reached(place, slices[0].before if slices else kept.place):
             return None
         start = next((at for at, piece in enumerate(slices) if not reached(place, piece.after)), len(slices))
-        return Recalled(place, slices[start:])
+        return BufferedReplay(place, slices[start:])
 
-    def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, Recalled]:
+    def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
         """What moved these streams since a mark; empty where that is not kept of all of them."""
         number = self._marks.get(mark)
-        found: dict[str, Recalled] = {}
+        found: dict[str, BufferedReplay] = {}
         for stream in streams:
             kept = self._streams.get(stream)
             if number is None or kept is None or kept.since > number:
                 return {}
             slices = [piece for at, piece in kept.slices if at > number]
-            found[stream] = Recalled(slices[0].before if slices else kept.place, slices)
+            found[stream] = BufferedReplay(slices[0].before if slices else kept.place, slices)
         return found
 
 

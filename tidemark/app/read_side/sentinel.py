@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.sinks.reader import Answer, KeysFound, ListEntry, ReadList, ReadNewest
+from tidemark.sinks.reader import Answer, ListEntry, ReadList, ReadNewest, StreamKeys
 from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
@@ -46,7 +46,7 @@ class Sentinel:
 
     def look(self, request: ReadList | ReadNewest, found: Answer) -> Iterator[ChainFault]:
         """The faults of what was read; to be taken from it before the next call."""
-        assert isinstance(found, KeysFound)
+        assert isinstance(found, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
         if after is None or after != self._last or not found.joined:
             self._reached.clear()

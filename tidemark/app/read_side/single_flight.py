@@ -24,14 +24,14 @@ T = TypeVar("T")
 Read = Callable[[Collection[K]], Awaitable[Mapping[K, T]]]
 
 
-class _Round(Generic[K, T]):
+class _SharedRead(Generic[K, T]):
     def __init__(self) -> None:
         self.asked: set[K] = set()
         self.waiting = 0
         self.answer: asyncio.Future[Mapping[K, T]] = asyncio.get_running_loop().create_future()
 
 
-class Coalescer(Generic[K, T]):
+class ReadCoalescer(Generic[K, T]):
     """For one event loop. At most two calls of `read` run at a time: one for small requests and one for large ones.
     Each is for at most `PIECE` keys."""
 
@@ -53,13 +53,13 @@ class _Queue(Generic[K, T]):
 
     def __init__(self, read: Read[K, T]) -> None:
         self._read = read
-        self._rounds: deque[_Round[K, T]] = deque()
+        self._rounds: deque[_SharedRead[K, T]] = deque()
         self._reading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get(self, asked: Collection[K]) -> Mapping[K, T]:
         if not self._rounds or len(self._rounds[-1].asked.union(asked)) > PIECE:
-            self._rounds.append(_Round())
+            self._rounds.append(_SharedRead())
             task = asyncio.create_task(self._go())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

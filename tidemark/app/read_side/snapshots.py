@@ -14,19 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from tidemark.app.read_side.postgres_reader import Details, Durable
-from tidemark.app.read_side.redis_reader import Live
-from tidemark.app.read_side.single_flight import Coalescer
+from tidemark.app.read_side.postgres_reader import Details, PostgresReader
+from tidemark.app.read_side.redis_reader import RedisReader
+from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.changes import Moved
-from tidemark.sinks.reader import MonotonicPositions, Published
+from tidemark.sinks.reader import MonotonicPositions, PublishedPositions
 from tidemark.streaming.values.direction import beyond
 
 COPIES: Final = ("redis", "postgres")
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class PositionDifference:
     """Where each stood when it was last seen; `since` in s since 1970."""
 
     redis: int
@@ -34,13 +34,13 @@ class Apart:
     since: float
 
 
-class Divergence:
+class DivergenceDetector:
     """For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._lines: dict[str, dict[str, int]] = {name: {} for name in COPIES}
-        self._found: dict[str, tuple[str, Apart]] = {}  # by stream: which copy lacks something
+        self._found: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which copy lacks something
 
     def read(self, copy: str, lines: Mapping[str, int]) -> None:
         """What a copy, `redis` or `postgres`, has just told, by stream."""
@@ -51,11 +51,11 @@ class Divergence:
             if stream in other and beyond(other[stream], line):
                 since = before[1].since if before and before[0] == copy else self._now()
                 both = (line, other[stream]) if copy == "redis" else (other[stream], line)
-                self._found[stream] = copy, Apart(*both, since)
+                self._found[stream] = copy, PositionDifference(*both, since)
             elif before and before[0] == copy:
                 del self._found[stream]
 
-    def of(self, stream: str) -> Apart | None:
+    def of(self, stream: str) -> PositionDifference | None:
         found = self._found.get(stream)
         return found and found[1]
 
@@ -69,7 +69,7 @@ Source = Literal["redis", "postgres", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class Known(Published):
+class KnownPositions(PublishedPositions):
     """The positions of a stream, and when `source` was read for them (`read_at`, seconds of a monotonic clock)."""
 
     source: Source
@@ -80,10 +80,10 @@ class Known(Published):
         return Moved(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
 
 
-class AnsweredPositions(MonotonicPositions[Known]):
+class AnsweredPositions(MonotonicPositions[KnownPositions]):
     """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
 
-    def merge(self, before: Known, found: Known) -> Known:
+    def merge(self, before: KnownPositions, found: KnownPositions) -> KnownPositions:
         """`source` stays the one that the farthest positions were read from."""
         farthest = super().merge(before, found)
         is_found = (farthest.linear, farthest.vector) == (found.linear, found.vector)
@@ -97,7 +97,7 @@ class AnsweredPositions(MonotonicPositions[Known]):
         """By stream, those that were read after `since`."""
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
-    def remembered(self, stream: str) -> Known | None:
+    def remembered(self, stream: str) -> KnownPositions | None:
         """The last answer, for when no server answers; None: there was none."""
         before = self.get(stream)
         return before and replace(before, source="memory")
@@ -110,27 +110,31 @@ class Snapshot:
 
     stream: str
     exists: bool | None
-    known: Known | None
+    known: KnownPositions | None
     details: Details | None = None
     details_read_at: float | None = None
-    apart: Apart | None = None
+    apart: PositionDifference | None = None
 
 
 class Snapshots:
     """One per process, for one event loop. Never raises for a server that is away: it answers with what there is."""
 
     def __init__(
-        self, live: Live, durable: Durable, answered: AnsweredPositions, now: Callable[[], float] = time.monotonic
+        self,
+        live: RedisReader,
+        durable: PostgresReader,
+        answered: AnsweredPositions,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
         self._durable = durable
         self._answered = answered
         self._now = now
-        self._positions = Coalescer(self._read_positions)
-        self._details = Coalescer(self._read_details)
-        self._stored = Coalescer(self._read_stored)
+        self._positions = ReadCoalescer(self._read_positions)
+        self._details = ReadCoalescer(self._read_details)
+        self._stored = ReadCoalescer(self._read_stored)
         self._stored_at: dict[str, float] = {}
-        self._divergence = Divergence()
+        self._divergence = DivergenceDetector()
         self._detailed: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
         self._named_at = -NAMES_AGE
@@ -167,13 +171,13 @@ class Snapshots:
         await asyncio.gather(self._look(self._details, stale), self._beside(found))
         return [self._detailed_now(found[name]) for name in streams]
 
-    async def positions(self, stream: str) -> Known | None:
+    async def positions(self, stream: str) -> KnownPositions | None:
         """The stream's positions alone; None: nobody can say."""
         found = await self._positions.get([stream])
         await self._beside(found)
         return self._detailed_now(found[stream]).known
 
-    async def known(self, streams: Collection[str]) -> dict[str, Known]:
+    async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         """Their positions alone, without streams of which nobody can say."""
         found = await self._positions.get(streams)
         return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
@@ -188,7 +192,7 @@ class Snapshots:
         ]
         await self._look(self._stored, due)
 
-    async def _look(self, reads: Coalescer[str, Any], streams: Collection[str]) -> None:
+    async def _look(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
             with suppress(TimeoutError):  # it comes with a later answer then
                 await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
@@ -218,26 +222,27 @@ class Snapshots:
                 answer[name] = Snapshot(name, exists=True if name in self._names else exists, known=None)
         return answer
 
-    async def _from_redis(self, streams: Collection[str]) -> dict[str, Known]:
+    async def _from_redis(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
         with suppress(Unavailable, Stop):
             seen = await self._live.keys(streams)
             self._divergence.read("redis", {name: it.linear for name, it in seen.items() if it.linear is not None})
             return {
-                name: Known(it.linear, it.positions, it.late, it.allocated, "redis", now)
+                name: KnownPositions(it.linear, it.positions, it.late, it.allocated, "redis", now)
                 for name, it in seen.items()
                 if it.linear is not None
             }
         return {}
 
-    async def _from_postgres(self, streams: Collection[str]) -> dict[str, Known]:
+    async def _from_postgres(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
         stored = await self._durable.positions(streams)
         return {
-            name: Known(it.linear, it.positions, it.late, it.allocated, "postgres", now) for name, it in stored.items()
+            name: KnownPositions(it.linear, it.positions, it.late, it.allocated, "postgres", now)
+            for name, it in stored.items()
         }
 
-    async def _read_stored(self, streams: Collection[str]) -> Mapping[str, Known]:
+    async def _read_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
         self._stored_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             found = await self._from_postgres(streams)

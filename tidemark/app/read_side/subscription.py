@@ -18,7 +18,7 @@ PATIENCE = 20.0  # seconds that a slice may wait for a listener: bounds the memo
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class Started:
     """The follower stands at `place`, and all that comes now goes on from there."""
 
     place: Place
@@ -30,12 +30,12 @@ Joins = dict[int, tuple[Place, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Appeared:
+class StreamAdded:
     """A stream that was not there when the listener came."""
 
 
 @dataclass(frozen=True, eq=False)
-class Slice:
+class EventBatch:
     """What moved `stream` from `before` to `after`, joined: whoever holds `before` itself stands at `after` itself when
     it has taken `events`."""
 
@@ -45,14 +45,14 @@ class Slice:
     events: Sequence[Event]
     at: float = field(default_factory=time.monotonic)
     joins: Joins = field(default_factory=dict, init=False, repr=False)
-    _encoded: dict[Callable[["Slice"], Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _encoded: dict[Callable[["EventBatch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def linear(self) -> int | None:
         """The linear position after the events; None where it did not move."""
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
-    def once(self, encode: Callable[["Slice"], T]) -> T:
+    def once(self, encode: Callable[["EventBatch"], T]) -> T:
         """`encode(self)`, computed for the first listener that asks and remembered for all others."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
@@ -61,13 +61,13 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldUpTo:
+class Watermark:
     """All that Postgres published up to `mark`, of every stream that the listener follows, was given before."""
 
     mark: DurableMark
 
 
-Item = Begun | Appeared | Slice | ToldUpTo
+Item = Started | StreamAdded | EventBatch | Watermark
 
 
 class Listener:
@@ -76,7 +76,7 @@ class Listener:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.marks = False
-        """Whether it is given `ToldUpTo` items."""
+        """Whether it is given `Watermark` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
         self._given: asyncio.Future[None] | None = None  # of the one who waits

@@ -20,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.eviction import SHARE, AllTaken, Places, network_of
+from tidemark.app.eviction import SHARE, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
 _A_TURN = 4  # requests that begin at one turn of the event loop
 
 
-class Turns:
+class AdmissionQueue:
     """By which requests begin: those of one address in order, and one of each address in turn. For one event loop."""
 
     def __init__(self) -> None:
@@ -75,10 +75,13 @@ class AdmissionConfig:
 
 def admission(bounds: AdmissionConfig) -> type[Protocol]:
     """For uvicorn, in place of its own class of connections."""
-    return cast(type[Protocol], partial(AdmittedConnection, bounds, Places(bounds.places), Turns(), Crowds()))
+    return cast(
+        type[Protocol],
+        partial(AdmittedConnection, bounds, SlotPool(bounds.places), AdmissionQueue(), ConnectionsByNetwork()),
+    )
 
 
-class _Admitted:
+class _AdmittedRequest:
     """A request that has a place; `begun`: it had its turn."""
 
     def __init__(self, connection: "AdmittedConnection") -> None:
@@ -97,7 +100,12 @@ class AdmittedConnection(HttpToolsProtocol):
     """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
 
     def __init__(
-        self, bounds: AdmissionConfig, places: "Places[_Admitted]", turns: Turns, crowds: "Crowds", **given: Any
+        self,
+        bounds: AdmissionConfig,
+        places: "SlotPool[_AdmittedRequest]",
+        turns: AdmissionQueue,
+        crowds: "ConnectionsByNetwork",
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self._crowds = crowds
@@ -204,10 +212,10 @@ class AdmittedConnection(HttpToolsProtocol):
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = scope["client"][0] if scope["client"] else ""
-        me = _Admitted(self)
+        me = _AdmittedRequest(self)
         try:
             displaced = self._places.take(me, address)
-        except AllTaken:
+        except NoFreeSlot:
             await _busy(scope, receive, send)
             return
         if displaced is not None:
@@ -266,7 +274,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._deadline = None
 
 
-class Crowds:
+class ConnectionsByNetwork:
     """The connections by address, of which the largest crowd gives way. For one thread."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ from tidemark.streaming.wire.records import is_name
 _PROBES = (b"/livez", b"/readyz")
 
 
-class Hosts:
+class AllowedHosts:
     """Refuses requests whose `Host` is none of `names`. `/livez` and `/readyz` are asked by address, and tell
     nothing."""
 
@@ -121,7 +121,7 @@ class SiteConfig:
     note: str = ""
 
 
-Beside = Callable[[ReadSide], AbstractAsyncContextManager[None]]
+CompanionService = Callable[[ReadSide], AbstractAsyncContextManager[None]]
 """What runs on the same read side while the site does."""
 
 
@@ -129,7 +129,7 @@ def site(
     servers: ReadSideConfig,
     config: SiteConfig,
     stopping: asyncio.Event,
-    beside: Beside = lambda _: nullcontext(),
+    beside: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
     """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, it ends what it
     holds open."""
@@ -145,9 +145,9 @@ def site(
             app.state.service = service
             yield
 
-    middleware = [Middleware(NeverKept), Middleware(RawPath)]
+    middleware = [Middleware(NoStoreMiddleware), Middleware(RawPathMiddleware)]
     if config.hosts:
-        middleware.append(Middleware(Hosts, config.hosts))
+        middleware.append(Middleware(AllowedHosts, config.hosts))
     if config.origins:
         allowed = ["Authorization", "If-None-Match", "Last-Event-ID"]
         middleware.append(
@@ -183,7 +183,7 @@ def site(
     return web
 
 
-class NeverKept:
+class NoStoreMiddleware:
     """Whatever says nothing else is stored by no cache: a position that was true is an old one soon. And no browser
     takes an answer for something else than its media type says."""
 
@@ -201,7 +201,7 @@ class NeverKept:
         await self._app(scope, receive, said)
 
 
-class RawPath:
+class RawPathMiddleware:
     """Routes by the path as it was sent: a stream's name may hold slashes, written %2F."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -17,14 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from tidemark.app.lag_json import StreamId
 from tidemark.app.read_side.replay import PAGE, MissedMoves, MissedPage
-from tidemark.app.read_side.single_flight import Coalescer
+from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.snapshots import Snapshots
-from tidemark.app.read_side.subscription import Begun, Slice
+from tidemark.app.read_side.subscription import EventBatch, Started
 from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_answer
 from tidemark.app.sidecar.problems import BadRequest, Stops
 from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.changes import DurableMark
-from tidemark.sinks.reader import Advance, Event, Joining, Late, LateLost, Place, Reread, Token
+from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token
 from tidemark.streaming.values.direction import beyond
 
 EVENT_STREAM = "text/event-stream"
@@ -165,7 +165,7 @@ class SnapshotTexts:
 
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
-        self._reads = Coalescer(self._read)
+        self._reads = ReadCoalescer(self._read)
         self._texts: dict[str, tuple[float, Place, bytes]] = {}
         self._cleared = time.monotonic()
 
@@ -191,14 +191,14 @@ class SnapshotTexts:
         return found
 
 
-def encode_events_after(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes], Place]:
+def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -> tuple[list[bytes], Place]:
     """What is new to a client that stands elsewhere than the follower did, before it or ahead; and where it is then."""
-    joining = Joining(place)
+    joining = EventMerge(place)
     found: list[Event]
     match item:
-        case Begun(after):
+        case Started(after):
             found = [event for it in after.positions.items() for event in joining.reach(*it)]
-        case Slice(after=after):
+        case EventBatch(after=after):
             found = [new for event in item.events for new in _fed(joining, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in found]
     joining.settle(after.linear, after.positions)
@@ -209,7 +209,7 @@ def encode_events_after(stream: str, place: Place, item: Begun | Slice) -> tuple
     return blocks, after if joining.place == after else joining.place
 
 
-def encode_batch(piece: Slice) -> tuple[bytes, bytes]:
+def encode_batch(piece: EventBatch) -> tuple[bytes, bytes]:
     """The slice as server-sent events, the last one apart from the others: it is the one that may carry an ID."""
     blocks = [encode_event(move_answer(piece.stream, event)) for event in piece.events]
     if piece.linear is not None:
@@ -217,12 +217,12 @@ def encode_batch(piece: Slice) -> tuple[bytes, bytes]:
     return b"".join(blocks[:-1]), blocks[-1]
 
 
-def encode_batch_id(piece: Slice) -> bytes:
+def encode_batch_id(piece: EventBatch) -> bytes:
     """Where a client stands behind this slice that follows nothing but its stream."""
     return encode_places({piece.stream: piece.after}).encode()
 
 
-def _fed(joining: Joining, event: Event) -> Iterable[Event]:
+def _fed(joining: EventMerge, event: Event) -> Iterable[Event]:
     match event:
         case Advance():
             return joining.advance(event)
@@ -242,7 +242,7 @@ def _line(stream: str, linear: int) -> bytes:
 async def encode_missed_moves(missed: MissedMoves, stream: str, stands: Place) -> tuple[list[bytes], Place]:
     """What moved one of many streams, as texts of a page each, with others' turns in between: there may be very many
     moves, and each text is kept for who has not read it. And where they lead whoever `stands` there."""
-    joining, found, texts = Joining(stands), missed.events[stream], []
+    joining, found, texts = EventMerge(stands), missed.events[stream], []
     for start in range(0, len(found), PAGE):
         page = found[start : start + PAGE]
         for event in page:
@@ -255,7 +255,7 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, stands: Place) -
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
     """What of the page is new to a client that stands at `place`, and where it stands then."""
-    joining = Joining(place)
+    joining = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _fed(joining, event)]
     if page.complete:
         joining.settle(page.place.linear, page.place.positions)

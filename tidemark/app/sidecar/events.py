@@ -17,8 +17,8 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tidemark.app.read_side import ReadSide, metrics
-from tidemark.app.read_side.replay import MissedPage, SharedReading, identity
-from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
+from tidemark.app.read_side.replay import MissedPage, SingleFlight, identity
+from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.app.sidecar.event_stream import (
     EVENT_STREAM,
     SNAPSHOTS_AT_ONCE,
@@ -152,7 +152,7 @@ class EventsClient:
                 continue
             if stream not in missed.told or missed.told[stream].abandoned:
                 place = Place(stands.linear, stands.vector, stands.late)
-                missed.told[stream] = SharedReading(encode_missed_moves(missed, stream, place))
+                missed.told[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
             # The same place for all: what was known before this was read is among the events.
             texts, self._places[stream] = await missed.told[stream].get()
             for text in texts:
@@ -184,17 +184,17 @@ class EventsClient:
         return b"".join(blocks)
 
     async def _taken(self, stream: str, item: Item) -> Sequence[bytes]:
-        if isinstance(item, ToldUpTo):
+        if isinstance(item, Watermark):
             return [b": at\nid: %s\n\n" % encode_mark(item.mark).encode()]
-        if isinstance(item, Appeared):
+        if isinstance(item, StreamAdded):
             blocks = await self._snapshots([stream], time.monotonic())
             self._count()
             return blocks
         place = self._places[stream]
-        if isinstance(item, Slice) and (place is item.before or place == item.before):
+        if isinstance(item, EventBatch) and (place is item.before or place == item.before):
             self._places[stream] = item.after
             return item.once(encode_batch)
-        if isinstance(item, Begun) and place == item.place:
+        if isinstance(item, Started) and place == item.place:
             self._places[stream] = item.place
             return ()
         if id(place) not in item.joins:
@@ -206,7 +206,7 @@ class EventsClient:
         return found[0]
 
     def _id(self, last: Item | None) -> bytes:
-        if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
+        if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.once(encode_batch_id)
         else:
             text = encode_places(self._places).encode()

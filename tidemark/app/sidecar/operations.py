@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.fallback import HistoryPage, Past
+from tidemark.app.read_side.fallback import HistoryPage, HistoryPager
 from tidemark.app.read_side.notifications import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar.answers import (
@@ -41,7 +41,7 @@ from tidemark.app.sidecar.problems import (
     Unauthorized,
     UnknownStream,
 )
-from tidemark.app.sidecar.service import HeldRequest
+from tidemark.app.sidecar.service import OpenRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
 from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenFromTheFuture, Unavailable
 from tidemark.sinks.reader import (
@@ -49,11 +49,11 @@ from tidemark.sinks.reader import (
     TOKEN_PATTERN,
     AwaitEntry,
     Driver,
-    KeysFound,
     ReadKeys,
     ReadName,
     Request,
     Standing,
+    StreamKeys,
     Token,
     WaitConfig,
     wait_for_token,
@@ -156,7 +156,7 @@ async def advances(call: OperationCall) -> Response:
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
-        found = await Past(call.service.read_side.requests, call.stream, since, query.limit).page()
+        found = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).page()
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:
@@ -215,7 +215,7 @@ async def wait(call: OperationCall) -> Response:
         return json(await _position(call))
 
 
-async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: HeldRequest) -> None:
+async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: OpenRequest) -> None:
     """Return when the stream has reached the token. A notification wakes the wait, which reads once a second anyway."""
     read_side = call.service.read_side
     notified = read_side.notifications.next(call.stream)
@@ -226,9 +226,9 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: 
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
                     await _position(call)  # refuses the request if no server knows the stream
-                    driver.answered(KeysFound(None, {}))
+                    driver.answered(StreamKeys(None, {}))
                 else:
-                    driver.answered(KeysFound(known.linear, known.vector, known.late, known.allocated))
+                    driver.answered(StreamKeys(known.linear, known.vector, known.late, known.allocated))
             case ReadName():
                 driver.answered(answer=True)
             case AwaitEntry(seconds=seconds):

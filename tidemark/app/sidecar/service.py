@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tidemark.app.eviction import AllTaken, Places, network_of
+from tidemark.app.eviction import NoFreeSlot, SlotPool, network_of
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.sidecar.event_stream import SnapshotTexts
@@ -27,7 +27,7 @@ class Limits:
     streams: int = 1000
 
 
-class HeldRequest:
+class OpenRequest:
     """One request that is held open. `gave_way`: its place went to a client of another address, so it must end."""
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -46,18 +46,18 @@ class Limiter:
     """The places of requests that are held open: waits, event streams and watchers together, shared by address."""
 
     def __init__(self, most: int) -> None:
-        self._places: Places[HeldRequest] = Places(most)
+        self._places: SlotPool[OpenRequest] = SlotPool(most)
 
     @contextmanager
-    def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[HeldRequest]:
+    def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
         """Hold a place while the block runs; `end` is called if the request has to give way to another address.
 
         Raises `Busy` if all places are taken and nobody gives way to this address.
         """
-        held = HeldRequest(end)
+        held = OpenRequest(end)
         try:
             displaced = self._places.take(held, address)
-        except AllTaken:
+        except NoFreeSlot:
             raise Busy(
                 f"{self._places.most} requests are held open already, and this address has its share of them; ask"
                 " another sidecar, or try again"
@@ -72,7 +72,7 @@ class Limiter:
             self._places.leave(held)
 
 
-class Beginnings:
+class StartQueue:
     """How many streams of events begin at once, with turns that go round by address: to begin one costs as much as to
     answer some requests, and thousands that begin together would delay everybody. For one event loop."""
 
@@ -122,7 +122,7 @@ class Beginnings:
         self._begun -= 1
 
 
-class Churn:
+class ReconnectThrottle:
     """How much clients come and go, by address. To begin a stream of events costs as much as to hear hundreds, so where
     very many end young, whoever comes next from there waits a little. Whoever is there already, or stayed for longer
     than `YOUNG`, however many they are that come back, has nothing to do with it. Pure."""
@@ -166,8 +166,8 @@ class Service:
     watch: Watch
     snapshot_texts: SnapshotTexts
     limiter: Limiter
-    churn: Churn
-    beginnings: Beginnings
+    churn: ReconnectThrottle
+    beginnings: StartQueue
     limits: Limits
     stopping: asyncio.Event
     """Set when the process ends: what is held open is answered then."""
@@ -183,6 +183,8 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
     try:
         async with watch.running():
             texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.held)
-            yield Service(read_side, watch, texts, limiter, Churn(), Beginnings(), limits, stopping, stopped)
+            yield Service(
+                read_side, watch, texts, limiter, ReconnectThrottle(), StartQueue(), limits, stopping, stopped
+            )
     finally:
         await cancel_until_done(stopped)

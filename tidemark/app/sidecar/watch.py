@@ -21,7 +21,7 @@ from tidemark.app.lag_json import BehindAnswer, Name, StreamId, behind_answer, l
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.read_side.snapshots import Known, Snapshot
+from tidemark.app.read_side.snapshots import KnownPositions, Snapshot
 from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.app.sidecar.event_stream import encode_event
@@ -252,7 +252,7 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
     )
 
 
-def _floor(name: str, known: Known, details: Details | None) -> int:
+def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
     """Above it a gap of the writer is still one: details may be a second older than the positions."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
@@ -317,7 +317,7 @@ class Watch:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Watchers must not take a task that broke for streams that are quiet for ever."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Reading the streams for those who watch broke off", problem=repr(problem))
+            log.error("ReadProgram the streams for those who watch broke off", problem=repr(problem))
             self._running = None
             asyncio.get_running_loop().call_later(PACE, self._start)
 

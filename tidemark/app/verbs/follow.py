@@ -65,6 +65,6 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
     show = client.as_json if as_json else str if settings.no_color else client.coloured
     trust = partial(trusting, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
-    for command in client.Listening(where, server, trust).commands():
+    for command in client.LinesClient(where, server, trust).commands():
         if client.wanted(command, streams):
             click.echo(show(command))

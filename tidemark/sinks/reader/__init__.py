@@ -1,7 +1,7 @@
 """The reader library: how far a stream may be read, what moved it there, and the loop that reads its table.
 
 The names in `__all__` are the interface for services; `tidemark` has them too. The others are for a process that
-carries out the requests of the library in its own way, as the sidecar does: programs (`Following`, `wait_for_token`)
+carries out the requests of the library in its own way, as the sidecar does: programs (`FollowProgram` and others)
 make the decisions and yield requests, and a `Driver` runs them.
 """
 
@@ -11,11 +11,11 @@ from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp as CaughtUp
-from tidemark.sinks.reader.follow import Following as Following
+from tidemark.sinks.reader.follow import FollowProgram as FollowProgram
 from tidemark.sinks.reader.follow import Mode as Mode
 from tidemark.sinks.reader.history import History as History
-from tidemark.sinks.reader.history import Missed as Missed
-from tidemark.sinks.reader.merge import Joining as Joining
+from tidemark.sinks.reader.history import MissedChanges as MissedChanges
+from tidemark.sinks.reader.merge import EventMerge as EventMerge
 from tidemark.sinks.reader.positions import Follow, Positions
 from tidemark.sinks.reader.reader import Reader
 from tidemark.sinks.reader.redis import REMEDIES as REMEDIES
@@ -27,8 +27,6 @@ from tidemark.sinks.reader.requests import LONGEST_WAIT as LONGEST_WAIT
 from tidemark.sinks.reader.requests import Answer as Answer
 from tidemark.sinks.reader.requests import AwaitEntry as AwaitEntry
 from tidemark.sinks.reader.requests import Driver as Driver
-from tidemark.sinks.reader.requests import HistoryFound as HistoryFound
-from tidemark.sinks.reader.requests import KeysFound as KeysFound
 from tidemark.sinks.reader.requests import ListEntry as ListEntry
 from tidemark.sinks.reader.requests import Pause as Pause
 from tidemark.sinks.reader.requests import ReadHistory as ReadHistory
@@ -37,12 +35,14 @@ from tidemark.sinks.reader.requests import ReadList as ReadList
 from tidemark.sinks.reader.requests import ReadName as ReadName
 from tidemark.sinks.reader.requests import ReadNewest as ReadNewest
 from tidemark.sinks.reader.requests import Request as Request
+from tidemark.sinks.reader.requests import StreamHistory as StreamHistory
+from tidemark.sinks.reader.requests import StreamKeys as StreamKeys
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import TOKEN_PATTERN as TOKEN_PATTERN
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
 from tidemark.sinks.reader.wait import GRACE as GRACE
 from tidemark.sinks.reader.wait import MonotonicPositions as MonotonicPositions
-from tidemark.sinks.reader.wait import Published as Published
+from tidemark.sinks.reader.wait import PublishedPositions as PublishedPositions
 from tidemark.sinks.reader.wait import Recovering, Standing
 from tidemark.sinks.reader.wait import WaitConfig as WaitConfig
 from tidemark.sinks.reader.wait import wait_for_token as wait_for_token

@@ -14,7 +14,7 @@ import redis.asyncio
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
-from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
+from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     await_entry,
@@ -28,7 +28,6 @@ from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
     Driver,
-    KeysFound,
     Pause,
     ReadHistory,
     ReadKeys,
@@ -36,13 +35,14 @@ from tidemark.sinks.reader.requests import (
     ReadName,
     ReadNewest,
     Request,
+    StreamKeys,
     async_pause,
 )
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
-    Published,
+    PublishedPositions,
     Recovering,
     Standing,
     WaitConfig,
@@ -68,7 +68,7 @@ class AsyncPositions:
     def __init__(self, redis: "str | RedisAddress | redis.asyncio.Redis", dsn: str | None = None) -> None:
         self._session = open_async_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._monotonic = MonotonicPositions[Published]()
+        self._monotonic = MonotonicPositions[PublishedPositions]()
         self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     async def __aenter__(self) -> Self:
@@ -139,7 +139,7 @@ class AsyncPositions:
             stopping: once set, the iteration ends within about a second.
         """
         since = Token.parse(since) if isinstance(since, str) else since
-        return AsyncFollow(self, Following(stream, mode, since), stopping or asyncio.Event())
+        return AsyncFollow(self, FollowProgram(stream, mode, since), stopping or asyncio.Event())
 
     async def carry_out(self, request: Request, stopping: asyncio.Event) -> Answer:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
@@ -171,10 +171,10 @@ class AsyncPositions:
                 await async_pause(stopping, seconds)
         return None
 
-    async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+    async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         return await read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
 
-    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+    async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
             with self._session.use() as client:
                 keys = read_reply(request, await send_request(client, request))
@@ -185,7 +185,7 @@ class AsyncPositions:
         self._redis_log.succeeded()
         return keys
 
-    async def _read_postgres(self, stream: str) -> KeysFound:
+    async def _read_postgres(self, stream: str) -> StreamKeys:
         assert self._history is not None
         return await asyncio.to_thread(self._history.keys, stream)
 
@@ -202,7 +202,7 @@ class AsyncFollow(AsyncIterator[Event]):
     `place` is after the events that were handed over so far: another `follow` can go on from there.
     """
 
-    def __init__(self, positions: AsyncPositions, following: Following, stopping: asyncio.Event) -> None:
+    def __init__(self, positions: AsyncPositions, following: FollowProgram, stopping: asyncio.Event) -> None:
         self._positions = positions
         self._following = following
         self._stopping = stopping
@@ -226,9 +226,9 @@ class AsyncFollow(AsyncIterator[Event]):
 
 async def read_either(
     request: ReadList | ReadNewest | ReadKeys,
-    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], Awaitable[KeysFound]],
-    read_postgres: Callable[[str], Awaitable[KeysFound]] | None,
-) -> KeysFound:
+    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], Awaitable[StreamKeys]],
+    read_postgres: Callable[[str], Awaitable[StreamKeys]] | None,
+) -> StreamKeys:
     """The keys of a stream in Redis; from Postgres if Redis is down or does not know the stream."""
     try:
         keys = await read_redis(request)

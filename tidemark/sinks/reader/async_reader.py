@@ -16,7 +16,7 @@ from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_va
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.read_loop import Portion, ReadConfig, Reading
+from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
@@ -86,7 +86,7 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._reading = Reading(self._config)
+        self._reading = ReadProgram(self._config)
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, AsyncConnection] = {}
         self._transaction: psycopg.AsyncTransaction | None = None

@@ -12,7 +12,7 @@ import structlog
 
 from tidemark.common.errors import Retry, Stop
 from tidemark.common.postgres_session import explained, first_line
-from tidemark.sinks.reader.checkpoint import Ledger
+from tidemark.sinks.reader.checkpoint import CheckpointStore
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.requests import Row
 
@@ -36,7 +36,7 @@ class ReadBatch(Generic[C]):
     connection: C
     late: Late | None
     _id: str
-    _ledger: Ledger
+    _ledger: CheckpointStore
 
     def facts(self) -> Iterator[tuple[int, list[Row]]]:
         """The rows fact by fact, each with its ID."""
@@ -56,7 +56,7 @@ class ReadBatch(Generic[C]):
 class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """One block of either form; see `ReadBatch.parking`."""
 
-    def __init__(self, ledger: Ledger, connection: Any, id: int, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(self, ledger: CheckpointStore, connection: Any, id: int, errors: tuple[type[Exception], ...]) -> None:
         self._ledger = ledger
         self._connection = connection
         self._id = id

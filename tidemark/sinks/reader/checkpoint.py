@@ -24,7 +24,7 @@ _SCHEMA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class DeliveredFact:
     """A fact that was handed over although a completion of it may still be announced as late; see `read_loop`."""
 
     id: int
@@ -33,7 +33,7 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ReaderCheckpoint:
     """The kept state of a reader. `version` 0: nothing yet. `late_part`: the number of the late completion in hand, and
     the ID up to which it was handed over. `owed` and `delivered`: see `read_loop`."""
 
@@ -41,10 +41,10 @@ class Kept:
     place: Place = field(default_factory=Place)
     late_part: tuple[int, int] | None = None
     owed: tuple[Range, ...] = ()
-    delivered: Mapping[int, Delivered] = field(default_factory=dict)
+    delivered: Mapping[int, DeliveredFact] = field(default_factory=dict)
 
 
-class Ledger:
+class CheckpointStore:
     """The requests for one reader of one stream."""
 
     def __init__(self, reader: str, stream: str, mode: Mode) -> None:
@@ -52,7 +52,7 @@ class Ledger:
         self._stream = stream
         self._mode = mode
 
-    def load(self) -> Generator[Request, Answer, Kept]:
+    def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
         """The kept state; makes the schema where there is none, and the place's row. Raises `ReaderModeChanged`."""
         found = yield from self._rows(
             "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.places')"
@@ -72,19 +72,19 @@ class Ledger:
                 " version) values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', false, 0) on conflict do nothing",
                 mode=self._mode,
             )
-            return Kept()
+            return ReaderCheckpoint()
         row = places[0]
         if row["version"] and row["mode"] != self._mode:
             raise ReaderModeChanged(self.reader, self._stream, row["mode"], self._mode)
         delivered = yield from self._rows(
             "select id, writer, epoch from tidemark_reader.delivered where reader = {reader} and stream = {stream}"
         )
-        return Kept(
+        return ReaderCheckpoint(
             row["version"],
             Place(row["linear"], row["positions"], row["late"], row["is_settled"]),
             None if row["late_part"] is None else (row["late_part"][0], row["late_part"][1]),
             tuple(Range(writer, prev, id) for writer, prev, id in row["owed"]),
-            {it["id"]: Delivered(**it) for it in delivered},
+            {it["id"]: DeliveredFact(**it) for it in delivered},
         )
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
@@ -99,7 +99,7 @@ class Ledger:
         return (found[0]["version"], found[0]["transaction"]) if found else None
 
     def save(
-        self, kept: Kept, more: Iterable[Delivered], forgotten: Iterable[int], transaction: str
+        self, kept: ReaderCheckpoint, more: Iterable[DeliveredFact], forgotten: Iterable[int], transaction: str
     ) -> Generator[Request, Answer, int]:
         """Write the place, the facts that were `delivered` in addition, and forget others; inside the transaction.
 

@@ -118,7 +118,7 @@ def caught_up() -> Generator[Request, Answer, None]:
             return
         polls += 1
         if polls % SAY_AFTER == 0:
-            log.warning("Waiting for the replica to replay", bytes=wanted - replayed["lsn"])
+            log.warning("IdleConnection for the replica to replay", bytes=wanted - replayed["lsn"])
         yield Pause(POLL)
 
 

@@ -13,19 +13,19 @@ from typing import Literal
 import structlog
 
 from tidemark.sinks.reader.events import Advance, Event, Late, Place, Reread
-from tidemark.sinks.reader.merge import Joining, LinearEvidence
+from tidemark.sinks.reader.merge import EventMerge, LinearEvidence
 from tidemark.sinks.reader.redis import parse_entry
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
-    HistoryFound,
-    KeysFound,
     ListEntry,
     ReadHistory,
     ReadList,
     ReadNewest,
     Request,
+    StreamHistory,
+    StreamKeys,
     patiently,
 )
 from tidemark.sinks.reader.token import Token
@@ -35,13 +35,13 @@ log = structlog.get_logger(__name__)
 PAGE = 5000  # advances that Postgres is asked for at once: what is in hand is not let grow, and servers answer in time
 
 
-class Listing:
+class ListMerge:
     """Call `misses`, `remember` where it says so, then `take`, and `complete` where the list does not go on.
 
     `completed`: the reader stands where the positions said that came with the list's newest entry.
     """
 
-    def __init__(self, joining: Joining, *, completed: bool) -> None:
+    def __init__(self, joining: EventMerge, *, completed: bool) -> None:
         self._joining = joining
         self.recalled = False  # Postgres has told all that it knows
         self._completed = completed
@@ -49,7 +49,7 @@ class Listing:
         # anew has advances only where it has all late completions (sinks.redis.mirror).
         self._seam = False
 
-    def misses(self, seen: KeysFound, items: Sequence[Advance | Late | None]) -> bool:
+    def misses(self, seen: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
         """Whether the list may lack evidence of what `seen` shows, so that Postgres should be asked before it is taken.
         `items` are its entries.
 
@@ -57,7 +57,7 @@ class Listing:
         """
         if not self._completed:
             return not self.recalled
-        trial = Joining(self._joining.place)
+        trial = EventMerge(self._joining.place)
         for item in items:
             if isinstance(item, Advance):
                 if trial.leaves_hole(item):
@@ -67,7 +67,7 @@ class Listing:
                 all(trial.complete(item))
         return not seen.more and trial.behind(seen.positions, seen.late)
 
-    def remember(self, past: HistoryFound) -> Iterator[Event]:
+    def remember(self, past: StreamHistory) -> Iterator[Event]:
         """Take in a page of what Postgres knows: with the last one, all that was published before it was asked."""
         self.recalled = not past.more
         for writer, (position, advances) in past.chains.items():
@@ -90,7 +90,7 @@ class Listing:
                 self._seam = self._seam or not new_late
                 yield from new_late
 
-    def complete(self, seen: KeysFound) -> Iterator[Event]:
+    def complete(self, seen: StreamKeys) -> Iterator[Event]:
         """Nothing is left on the list that was published when `seen` was read."""
         assert seen.linear is not None
         for writer, position in seen.positions.items():
@@ -115,7 +115,7 @@ class CaughtUp:
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
 
 
-class Following:
+class FollowProgram:
     """`since` is what the reader has; None: what is published at the first reading.
 
     A token says nothing of late completions: those that are known at the first reading are not handed over then.
@@ -131,7 +131,7 @@ class Following:
         self._stream = stream
         self._mode = mode
         self._since = since
-        self._joining: Joining | None = None
+        self._joining: EventMerge | None = None
         self._lines: LinearEvidence | None = None
         self._said = False
 
@@ -170,7 +170,7 @@ class Following:
             return
         if self._lines:
             self._lines.doubt()
-        listing = Listing(self._joining, completed=ends and fresh)
+        listing = ListMerge(self._joining, completed=ends and fresh)
         after: ListEntry | None = None
         if ends and not fresh:
             yield from self._recall(listing, self._joining)
@@ -197,7 +197,7 @@ class Following:
             if seen.linear is None or not seen.joined:
                 return
 
-    def _begin(self, seen: KeysFound) -> None:
+    def _begin(self, seen: StreamKeys) -> None:
         assert seen.linear is not None
         match self._since:
             case None:
@@ -211,7 +211,7 @@ class Following:
         if self._mode == "linear":
             place = Place(place.linear, {}, place.late, is_settled=True)
             self._lines = LinearEvidence(place.linear)
-        self._joining = Joining(place)
+        self._joining = EventMerge(place)
 
     def _handed(self, events: Iterable[Event]) -> Iterator[Event]:
         """In linear mode the writers' events are only noted."""
@@ -221,21 +221,21 @@ class Following:
             else:
                 yield event
 
-    def _seen_of(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, KeysFound]:
+    def _seen_of(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, StreamKeys]:
         seen = yield from patiently(request)
-        assert isinstance(seen, KeysFound)
+        assert isinstance(seen, StreamKeys)
         return seen
 
-    def _recall(self, listing: Listing, joining: Joining) -> Generator[Request | Event, Answer, None]:
+    def _recall(self, listing: ListMerge, joining: EventMerge) -> Generator[Request | Event, Answer, None]:
         """Ask Postgres, page after page."""
         while True:
             past = yield from patiently(ReadHistory(self._stream, joining.place, self._page))
             if past is None:
                 return
-            assert isinstance(past, HistoryFound)
+            assert isinstance(past, StreamHistory)
             yield from self._handed(listing.remember(past))
             if not past.more:
                 return
 
-    def _await_entry(self, seen: KeysFound) -> Generator[Request, Answer, None]:
+    def _await_entry(self, seen: StreamKeys) -> Generator[Request, Answer, None]:
         yield from patiently(AwaitEntry(self._stream, seen.last, LONGEST_WAIT))

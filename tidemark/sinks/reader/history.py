@@ -8,7 +8,7 @@ from tidemark.sinks.postgres.changes import DurableMark, Moved
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.requests import HistoryFound, KeysFound, ReadHistory
+from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
 SECONDS = 4.0  # that one statement may take: it is bounded, so more shows a server that has too much to do
@@ -24,14 +24,14 @@ class History:
     def close(self) -> None:
         self._postgres.close()
 
-    def keys(self, stream: str) -> KeysFound:
+    def keys(self, stream: str) -> StreamKeys:
         """The positions of `stream`, as a Redis that lists nothing would tell them."""
         found = self._postgres.positions([stream]).get(stream)
         if found is None:
-            return KeysFound(None, {}, joined=False)
-        return KeysFound(found.linear, found.positions, found.late, found.allocated, joined=False)
+            return StreamKeys(None, {}, joined=False)
+        return StreamKeys(found.linear, found.positions, found.late, found.allocated, joined=False)
 
-    def past(self, request: ReadHistory) -> HistoryFound:
+    def past(self, request: ReadHistory) -> StreamHistory:
         place, stream = request.place, request.stream
         page = self._postgres.page_after(
             stream,
@@ -39,18 +39,18 @@ class History:
             place.late,
             PageBounds(NEWEST, request.most, SECONDS),
         )
-        return HistoryFound(
+        return StreamHistory(
             chains={writer: (upto, [*map(_advance, advances)]) for writer, (upto, advances) in page.chains.items()},
             late=[*map(_late, page.late)],
             more=page.more,
         )
 
-    def missed(self, since: DurableMark, most: int) -> "Missed | None":
+    def missed(self, since: DurableMark, most: int) -> "MissedChanges | None":
         """What moved any stream since a mark; None where that is more than `most` advances, or not kept any more."""
         found = self._postgres.missed(since, most, SECONDS)
         if found is None:
             return None
-        return Missed(
+        return MissedChanges(
             {
                 stream: [
                     *sorted(map(_advance, found.advances.get(stream, ())), key=lambda it: abs(it.id)),
@@ -63,7 +63,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class MissedChanges:
     """The events of each stream to which anything was done, in order per writer, and where it stands."""
 
     events: Mapping[str, Sequence[Advance | Late]]

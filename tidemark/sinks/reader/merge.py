@@ -53,7 +53,7 @@ class LinearEvidence:
             self._watched_from = max((linear, *writers.values()), key=abs)
 
 
-class Joining:
+class EventMerge:
     """Feed it anything that is true; it yields what is new, and has moved when an event is taken from it."""
 
     def __init__(self, place: Place) -> None:

@@ -16,7 +16,7 @@ import redis
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
-from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
+from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     await_entry,
@@ -30,7 +30,6 @@ from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
     Driver,
-    KeysFound,
     Pause,
     ReadHistory,
     ReadKeys,
@@ -38,13 +37,14 @@ from tidemark.sinks.reader.requests import (
     ReadName,
     ReadNewest,
     Request,
+    StreamKeys,
     pause,
 )
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
-    Published,
+    PublishedPositions,
     Recovering,
     Standing,
     WaitConfig,
@@ -70,7 +70,7 @@ class Positions:
     def __init__(self, redis: "str | RedisAddress | redis.Redis", dsn: str | None = None) -> None:
         self._session = open_session(redis)
         self._history = None if dsn is None else History(dsn)
-        self._monotonic = MonotonicPositions[Published]()
+        self._monotonic = MonotonicPositions[PublishedPositions]()
         self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
 
     def __enter__(self) -> Self:
@@ -139,7 +139,7 @@ class Positions:
             stopping: once set, the iteration ends within about a second.
         """
         since = Token.parse(since) if isinstance(since, str) else since
-        return Follow(self, Following(stream, mode, since), stopping or threading.Event())
+        return Follow(self, FollowProgram(stream, mode, since), stopping or threading.Event())
 
     def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
@@ -171,10 +171,10 @@ class Positions:
                 pause(stopping, seconds)
         return None
 
-    def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+    def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         return read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
 
-    def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+    def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
             with self._session.use() as client:
                 keys = read_reply(request, send_request(client, request))
@@ -185,7 +185,7 @@ class Positions:
         self._redis_log.succeeded()
         return keys
 
-    def _read_postgres(self, stream: str) -> KeysFound:
+    def _read_postgres(self, stream: str) -> StreamKeys:
         assert self._history is not None
         return self._history.keys(stream)
 
@@ -202,7 +202,7 @@ class Follow(Iterator[Event]):
     `place` is after the events that were handed over so far: another `follow` can go on from there.
     """
 
-    def __init__(self, positions: Positions, following: Following, stopping: threading.Event) -> None:
+    def __init__(self, positions: Positions, following: FollowProgram, stopping: threading.Event) -> None:
         self._positions = positions
         self._following = following
         self._stopping = stopping
@@ -226,9 +226,9 @@ class Follow(Iterator[Event]):
 
 def read_either(
     request: ReadList | ReadNewest | ReadKeys,
-    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], KeysFound],
-    read_postgres: Callable[[str], KeysFound] | None,
-) -> KeysFound:
+    read_redis: Callable[[ReadList | ReadNewest | ReadKeys], StreamKeys],
+    read_postgres: Callable[[str], StreamKeys] | None,
+) -> StreamKeys:
     """The keys of a stream in Redis; from Postgres if Redis is down or does not know the stream."""
     try:
         keys = read_redis(request)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
-from tidemark.sinks.reader.checkpoint import Delivered, Kept, Ledger
+from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
 from tidemark.sinks.reader.databases import caught_up
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
-from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
+from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
@@ -61,7 +61,7 @@ class ReadPlan:
         is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in left)
         return Place(line, {**self.goal.positions, **writers}, self.goal.late, is_settled)
 
-    def with_null(self, kept: Kept, facts_upto: int | None) -> "ReadPlan":
+    def with_null(self, kept: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
         """With the rows whose writer is NULL: no position is theirs but the linear one.
 
         `facts_upto` is the farthest ID that may hold a fact, as far as moves before this burst showed; None: not known.
@@ -74,17 +74,17 @@ class ReadPlan:
             return self
         return replace(self, read=(*self.read, span))
 
-    def doubtful(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[Delivered]:
+    def doubtful(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
         """Of the (ID, writer if the row tells it) those for which a late completion may still come."""
         for id, writer in ids:
             for epoch, span in self.skipped:
                 if span.holds(id) and writer in {None, span.writer}:
                     assert span.writer is not None
-                    yield Delivered(id, span.writer, epoch)
+                    yield DeliveredFact(id, span.writer, epoch)
                     break
 
 
-def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
+def plan(kept: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> ReadPlan:
     """`goal` is the follower's place after the `events`, which all come after the place that is `kept`."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     lost = next((event for event in events if isinstance(event, LateLost)), None)
@@ -119,12 +119,12 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
     )
 
 
-def owes(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+def owes(kept: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The part of a late range that the burst passes."""
     yield from _parts(kept, late, goal)[1]
 
 
-def hands_over(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+def hands_over(kept: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The parts of a late range whose rows are handed over as late now, in order."""
     passed, _, beyond_it = _parts(kept, late, goal)
     for span in (*passed, *beyond_it):
@@ -138,7 +138,7 @@ def still_owed(owed: Iterable[Range], place: Place) -> tuple[Range, ...]:
     return tuple(span for span in owed if beyond(span.id, _at(place, span.writer)))
 
 
-def _parts(kept: Kept, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
+def _parts(kept: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
     """The parts that were passed, that the burst passes, and beyond; all empty where nothing but voids came late."""
     if not late.facts:
         return [], [], []
@@ -198,14 +198,14 @@ Steps = Generator[Request | Portion, Answer, None]
 BUSY = 0.5  # seconds until a copy looks again whose place another one has in hand
 
 
-class _Moved(Exception):
+class _PlaceMoved(Exception):
     """Another copy of the reader has moved the place, or (`busy`) has it in hand."""
 
     def __init__(self, *, busy: bool) -> None:
         self.busy = busy
 
 
-class Reading:
+class ReadProgram:
     """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
 
     `promised` is what it has read and committed, `usable` what is complete as far as it knows.
@@ -213,8 +213,8 @@ class Reading:
 
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
-        self.ledger = Ledger(config.reader, config.stream, config.mode)
-        self._kept = Kept()
+        self.ledger = CheckpointStore(config.reader, config.stream, config.mode)
+        self._kept = ReaderCheckpoint()
         self._transaction = ""
         self._patience = WaitLog()
         self._facts_upto: int | None = None  # the farthest ID that may hold a fact of the table
@@ -224,7 +224,7 @@ class Reading:
         while True:
             try:
                 yield from self._follow()
-            except _Moved as moved:
+            except _PlaceMoved as moved:
                 yield CommitTransaction()  # of nothing: it lets the place's row go
                 if moved.busy:
                     yield Pause(BUSY)
@@ -238,10 +238,10 @@ class Reading:
         since: Place | Token = self._kept.place
         if not self._kept.version and self._config.since != ZERO:
             since = self._config.since
-            self._kept = Kept(place=Place.after(since))
+            self._kept = ReaderCheckpoint(place=Place.after(since))
         self.promised = _least(self._kept.place)
         self._facts_upto = None
-        following = Following(self._config.stream, self._config.mode, since, reads_table=True)
+        following = FollowProgram(self._config.stream, self._config.mode, since, reads_table=True)
         driver: Driver[Event | CaughtUp] = Driver(following.steps())
         while True:
             events = yield from _burst(driver)
@@ -251,7 +251,7 @@ class Reading:
                 yield from self._read(following, events)
             self.promised = self.usable
 
-    def _read(self, following: Following, events: Sequence[Event]) -> Steps:
+    def _read(self, following: FollowProgram, events: Sequence[Event]) -> Steps:
         """Bring the place to where the follower is."""
         goal = following.place
         assert goal is not None
@@ -304,7 +304,7 @@ class Reading:
             stands = before.place.positions.get(late.writer, before.place.linear)
             ids = [row[self._config.table.id] for row in rows]
             remembered = [id for id in ids if late.why == "skipped" or beyond(id, stands)]
-            delivered = (Delivered(id, late.writer, late.epoch) for id in remembered)
+            delivered = (DeliveredFact(id, late.writer, late.epoch) for id in remembered)
             yield from self._save(replace(self._kept, late_part=(late.number, done)), delivered)
         yield from self._lock()
         place = replace(self._kept.place, late=late.number)
@@ -336,15 +336,15 @@ class Reading:
                 yield it.id
 
     def _lock(self) -> Generator[Request, Answer, None]:
-        """Begin a transaction in which nobody else moves the place. Raises `_Moved`."""
+        """Begin a transaction in which nobody else moves the place. Raises `_PlaceMoved`."""
         yield BeginTransaction()
         locked = yield from self.ledger.lock()
         if locked is None or locked[0] != self._kept.version:
-            raise _Moved(busy=locked is None)
+            raise _PlaceMoved(busy=locked is None)
         self._transaction = locked[1]
 
     def _save(
-        self, kept: Kept, more: Iterable[Delivered] = (), past: Iterable[int] = ()
+        self, kept: ReaderCheckpoint, more: Iterable[DeliveredFact] = (), past: Iterable[int] = ()
     ) -> Generator[Request, Answer, None]:
         """Write the place and commit it, with all that was done in the transaction."""
         added, gone = {it.id: it for it in more}, {*past}

@@ -18,7 +18,7 @@ from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.positions import Positions, run_to_next_value
-from tidemark.sinks.reader.read_loop import Portion, ReadConfig, Reading
+from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
@@ -85,7 +85,7 @@ class Reader(Iterator[ReadBatch[Connection]]):
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._reading = Reading(self._config)
+        self._reading = ReadProgram(self._config)
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, Connection] = {}
         self._transaction: psycopg.Transaction | None = None

@@ -16,7 +16,7 @@ import redis.asyncio
 from redis.commands import CoreCommands
 
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.requests import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
+from tidemark.sinks.reader.requests import AwaitEntry, ListEntry, ReadKeys, ReadList, ReadNewest, StreamKeys
 from tidemark.sinks.redis.client import (
     FOREIGN,
     SENTINEL,
@@ -173,13 +173,13 @@ def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
         queue_commands(pipe, request)
         return pipe.execute()
     # Its transactions for asyncio run on a loop of their own. A script is as much one moment, on the stream's node.
-    noted = _Noted()
+    noted = _CommandRecorder()
     queue_commands(noted, request)
     names = dict.fromkeys(command[1] for command in noted.commands)
     return client.eval(_AT_ONCE, len(names), *names, msgspec.msgpack.encode(noted.commands))
 
 
-class _Noted(CoreCommands):
+class _CommandRecorder(CoreCommands):
     """Takes redis-py's commands, and sends none."""
 
     _event_dispatcher: Any = None  # wanted by the type of these commands, and used by none of ours
@@ -207,7 +207,7 @@ def await_entry(client: Any, request: AwaitEntry) -> Any:
     return client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
-def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
     """Raises redis-py's `ResponseError` where the keys hold what is not ours."""
     try:
         return _read_reply(request, reply)
@@ -215,7 +215,7 @@ def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) 
         raise redis.ResponseError(f"stream {request.stream}: its keys hold what is no number: {error}") from None
 
 
-def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
     linear, positions, late, allocated, listed = reply
     entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"
@@ -229,7 +229,7 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
             joined = entries[:1] == [request.after]
             more = joined and len(entries) == PAGE + 1
             entries = entries[1:] if joined else []
-    return KeysFound(
+    return StreamKeys(
         linear=None if linear is None else int(linear),
         positions={writer: int(position) for writer, position in _texts(positions).items()},
         late=int(late or 0),

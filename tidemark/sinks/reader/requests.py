@@ -57,7 +57,7 @@ class ReadKeys(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class KeysFound:
+class StreamKeys:
     """The answer to `ReadList`, `ReadNewest` and `ReadKeys`. `linear` is None where Redis knows nothing of the stream;
     `allocated` is the highest ID that any record of it named, None where that is not known.
 
@@ -95,7 +95,7 @@ class AwaitEntry(Request):
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
     """Read what Postgres knows of `stream` beyond `place`, at most so many advances, and as many late completions.
-    Answered by `HistoryFound`, or None without a Postgres."""
+    Answered by `StreamHistory`, or None without a Postgres."""
 
     stream: str
     place: Place
@@ -103,7 +103,7 @@ class ReadHistory(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class HistoryFound:
+class StreamHistory:
     """`chains` has every writer that stands beyond the place: its position, and those of its newest advances up to
     there that are still kept, oldest first. `late`, oldest first, are late completions after the place's.
 
@@ -152,7 +152,7 @@ class CloseSessions(Request):
 
 Role = Literal["place", "source", "primary"]
 Row = dict[str, Any]
-Answer = KeysFound | HistoryFound | list[Row] | bool | None
+Answer = StreamKeys | StreamHistory | list[Row] | bool | None
 
 
 def patiently(request: Request) -> Generator[Request, Answer, Answer]:

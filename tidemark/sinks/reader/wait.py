@@ -11,11 +11,11 @@ from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
-    KeysFound,
     Pause,
     ReadKeys,
     ReadName,
     Request,
+    StreamKeys,
 )
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.values.direction import beyond, farther
@@ -64,14 +64,14 @@ class Standing:
         return self.token.covers(token)
 
 
-def standing(stream: str, seen: KeysFound) -> Standing | Recovering:
+def standing(stream: str, seen: StreamKeys) -> Standing | Recovering:
     if seen.linear is None:
         return Recovering(stream)
     return Standing(stream, seen.linear, seen.positions, seen.allocated)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedPositions:
     """The published positions of a stream.
 
     Attributes:
@@ -87,7 +87,7 @@ class Published:
     allocated: int | None
 
 
-P = TypeVar("P", bound=Published)
+P = TypeVar("P", bound=PublishedPositions)
 
 
 class MonotonicPositions(Generic[P]):
@@ -138,18 +138,18 @@ class MonotonicPositions(Generic[P]):
         )
 
 
-def raise_keys(monotonic: MonotonicPositions[Published], stream: str, keys: KeysFound) -> KeysFound:
+def raise_keys(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
     """The keys of a stream, with no position below what was given out before. What is not known stays so."""
     if keys.linear is None:
         return keys
-    farthest = monotonic.raise_to(stream, Published(keys.linear, keys.positions, keys.late, keys.allocated))
+    farthest = monotonic.raise_to(stream, PublishedPositions(keys.linear, keys.positions, keys.late, keys.allocated))
     return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
 
 def read_positions(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
     """Gives one `Standing` or `Recovering`."""
     seen = yield ReadKeys(stream)
-    assert isinstance(seen, KeysFound)
+    assert isinstance(seen, StreamKeys)
     yield standing(stream, seen)
 
 
@@ -180,7 +180,7 @@ def wait_for_token(
     while True:
         try:
             seen = yield ReadKeys(stream)
-            assert isinstance(seen, KeysFound)
+            assert isinstance(seen, StreamKeys)
             named = seen.linear is not None or (yield ReadName(stream))
         except Unavailable:
             left = deadline - clock()
