@@ -19,7 +19,6 @@ from tidemark.common.lock_waits import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import queries
-from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import AppendRelay
@@ -37,15 +36,11 @@ STALE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
-    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on.
-
-    `wire` 2: facts share a record where several wait, which a pipeline or sidecar that is too old refuses.
-    """
+    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on."""
 
     dsn: Dsn
     writer: str | None
     metrics: str | None
-    wire: int = 1
 
 
 def run(settings: Settings, plan: RelayPlan) -> None:
@@ -66,7 +61,6 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             plan.writer,
             metrics,
             halt,
-            MOST_FACTS if plan.wire > 1 else 1,
         ).run()
 
 

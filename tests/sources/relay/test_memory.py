@@ -52,7 +52,7 @@ def test_the_largest_facts_fit_into_the_memory_of_the_chart(
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
         "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
     }
-    command = [sys.executable, "-m", "tidemark", "relay", "--wire", "2"]
+    command = [sys.executable, "-m", "tidemark", "relay"]
     peaks = dict[str, int]()
     with subprocess.Popen(command, env=child_environment(settings)) as process:
         try:

@@ -38,7 +38,7 @@ def main() -> None:
         servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
         rooms_reading.read_rooms(part.room_client, servers, told)
     else:
-        relay.run(settings, relay.RelayPlan(part.facts, writer=None, metrics=None, wire=2))
+        relay.run(settings, relay.RelayPlan(part.facts, writer=None, metrics=None))
 
 
 def _await_orphanage() -> None:

@@ -14,14 +14,8 @@ _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_P
 @_dsn
 @click.option("--writer", help="What Tidemark calls this database; without it the database's name. Kept for life.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
-@click.option(
-    "--wire",
-    type=click.IntRange(1, 2),
-    default=1,
-    help="2: many facts of a backlog share a Kafka record. Pipelines and sidecars must be as new as this relay.",
-)
 @click.pass_context
-def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None, wire: int) -> None:
+def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
     """Send to Kafka what services appended to their database with `tidemark.append`, until SIGTERM or Ctrl-C.
 
     One for each database; a second one waits and takes over. It keeps nothing.
@@ -31,7 +25,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
         settings = loaded(other_database=dsn is not None)
         from tidemark.app import relay
 
-        relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics, wire))
+        relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics))
 
 
 @relay.command("migrate")

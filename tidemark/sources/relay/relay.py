@@ -20,7 +20,7 @@ from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import encode, epochs, queries
 from tidemark.sources.relay.decider import Decided, Decider
-from tidemark.sources.relay.encode import InFlight, parts
+from tidemark.sources.relay.encode import MOST_FACTS, InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, AppendedFact, silence
 from tidemark.sources.run_loop import RunLoop, set_lock_timeout
@@ -50,8 +50,8 @@ _JOINED_AT_ONCE = 500
 
 
 class AppendRelay(RunLoop):
-    """The relay. `writer` is what Tidemark calls the database, None for its own name. A record has `most_facts` of a
-    backlog."""
+    """The relay. `writer` is what Tidemark calls the database, None for its own name. Up to `most_facts` facts of a
+    backlog share a record."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AppendRelay(RunLoop):
         writer: str | None,
         metrics: RelayMetrics,
         halt: threading.Event,
-        most_facts: int = 1,
+        most_facts: int = MOST_FACTS,
     ) -> None:
         super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt)
         self._most_facts = most_facts

@@ -11,12 +11,21 @@ begin
 end
 $$;
 
+-- Two names that look the same cannot be distinguished by people.
+create function tidemark.has_invisible(_name text) returns boolean
+language sql immutable
+as $$
+    select _name ~ ('[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800'
+        || '\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]')
+$$;
+
 create table tidemark.append_streams (
     number      integer     primary key generated always as identity,
     -- As on Kafka (docs/design.md 3): no white space, no control characters.
     stream      text        not null unique check (
         char_length(stream) between 1 and 255
         and stream !~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
+        and not tidemark.has_invisible(stream)
     ),
     ids         regclass,
     direction   smallint    not null check (direction in (-1, 1)),
@@ -34,7 +43,10 @@ create table tidemark.append_progress (
     database    text,
     start       text,
     after       text,
-    writer      text
+    writer      text,
+    server      text,
+    published   bigint      not null default 0,
+    written_by  xid
 );
 comment on table tidemark.append_progress is 'How far the relay is with each stream';
 comment on column tidemark.append_progress.floor is
@@ -43,6 +55,23 @@ comment on column tidemark.append_progress.version is 'Rises as epochs begin and
 comment on column tidemark.append_progress.database is 'The history of this database in which the epochs began';
 comment on column tidemark.append_progress.start is 'The token of this history''s JOINs, which follows that of the one before';
 comment on column tidemark.append_progress.writer is 'The name under which Tidemark knows this database';
+comment on column tidemark.append_progress.server is
+    'When the server began on which the epochs began: on another one, which may have an older disk, others begin';
+comment on column tidemark.append_progress.published is
+    'The highest floor that was left when the database went back (a magnitude): up to here an ID without a row may have had a published fact';
+comment on column tidemark.append_progress.written_by is
+    'The transaction of the relay that wrote this row. Another one has put the row there if it differs from xmin: a restore, or replication';
+
+-- A row for each time: one that is changed for ever would leave its old versions where everybody has to pass them while
+-- a snapshot is old.
+create table tidemark.append_told (
+    number      integer     not null,
+    upto        bigint      not null,
+    primary key (number, upto)
+)
+with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+comment on table tidemark.append_told is
+    'Nothing beyond the highest of them was ever told (magnitudes); it is noted before anything is. They go with the rows below the floor';
 
 create table tidemark.append_writers (
     number      integer     not null references tidemark.append_streams on delete cascade,
@@ -78,7 +107,9 @@ comment on column tidemark.append_outbox.reserved_by is 'The transaction that ha
 comment on column tidemark.append_outbox.writer is
     'Whose fact it is: empty for the database itself; * is a beat, an ID at which the line of every writer is cut';
 
--- The next ones are for the functions behind them, whose search path they have.
+-- The next ones are for the functions behind them, whose search path they have. Those have row_security = off: row level
+-- security that is forced on a table is an error, and never just no rows, because the functions rely on rows that are not
+-- there.
 
 -- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, and has an ID of its
 -- transaction: both are taken first. The relay looks who holds it; only tidemark.retire_writer takes it exclusively.
@@ -107,9 +138,10 @@ as $$
 begin
     -- As on Kafka (docs/design.md 3); empty is the database itself.
     if _writer is null or char_length(_writer) > 255 or _writer = '*'
-        or _writer ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]' then
+        or _writer ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
+        or tidemark.has_invisible(_writer) then
         raise exception using errcode = 'invalid_parameter_value', message = format('no name of a writer: %L', _writer),
-            hint = 'It has 1 to 255 characters, no white space, no control characters, and is not *.';
+            hint = 'It has 1 to 255 characters, no white space, no control characters, no invisible ones, and is not *.';
     end if;
     return _writer;
 end
@@ -173,16 +205,38 @@ create function tidemark.append_bytes(_texts text[]) returns integer
 language sql immutable
 as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
 
+-- A fact has a bound, as each of its rows has: the relay sends a fact as a whole, within bounded memory.
+create function tidemark.fact_bytes(_stream text, _texts text[]) returns integer
+language plpgsql immutable
+as $$
+declare
+    _bytes integer := tidemark.append_bytes(_texts);
+begin
+    -- 16 MiB, counted as tidemark.append_bytes does.
+    if _bytes > 16777216 then
+        raise exception using errcode = 'program_limit_exceeded',
+            message = format('a fact of stream %L has %s bytes in %s rows, and a fact may have 16777216 (200 for each row,'
+                ' and its JSON)', _stream, _bytes, cardinality(_texts)),
+            hint = 'Give it in several facts, or leave in the rows what readers need to find them.';
+    end if;
+    return _bytes;
+end
+$$;
+
 -- One call and few expressions, of which each costs every transaction of a service a microsecond.
 create function tidemark.append_fact(_writer text, _stream text, _rows jsonb[]) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _texts text[] := tidemark.append_checked(_rows);
+    _bytes integer := tidemark.append_bytes(_texts);
     _number integer;
     _ids regclass;
     _id bigint;
 begin
+    if _bytes > 16777216 then
+        perform tidemark.fact_bytes(_stream, _texts);
+    end if;
     if _writer is distinct from '' then
         perform tidemark.append_writer(_writer);
     end if;
@@ -196,7 +250,7 @@ begin
     perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));
     _id := nextval(_ids);
     insert into tidemark.append_outbox (number, id, rows, bytes, writer)
-    values (_number, _id, _texts, tidemark.append_bytes(_texts), _writer);
+    values (_number, _id, _texts, _bytes, _writer);
     return _id;
 end
 $$;
@@ -212,7 +266,7 @@ language sql volatile return tidemark.append_fact(writer, stream, rows);
 comment on function tidemark.append_as is 'The same as a writer that has a position of its own';
 
 create function tidemark.append_many(stream text, rows jsonb[], writer text default '') returns bigint[]
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(append_many.stream);
@@ -234,7 +288,7 @@ $$;
 comment on function tidemark.append_many is 'Many facts of one row each; gives their stream IDs in the order of the rows';
 
 create function tidemark.reserve(stream text, writer text default '') returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(reserve.stream);
@@ -251,14 +305,15 @@ comment on function tidemark.reserve is
     'The next stream ID, for tidemark.complete in the same transaction; without that it is an ID without a fact';
 
 create function tidemark.complete(stream text, id bigint, variadic rows jsonb[] default '{}') returns void
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(complete.stream);
     _texts text[] := tidemark.append_checked(complete.rows);
+    _bytes integer := tidemark.fact_bytes(complete.stream, _texts);
 begin
     update tidemark.append_outbox as kept
-    set rows = _texts, bytes = tidemark.append_bytes(_texts), reserved_by = null
+    set rows = _texts, bytes = _bytes, reserved_by = null
     where kept.number = _of.number and kept.id = complete.id and kept.reserved_by = pg_current_xact_id();
     if not found then
         raise exception using errcode = 'object_not_in_prerequisite_state',
@@ -271,7 +326,7 @@ $$;
 comment on function tidemark.complete is 'A fact with these rows has the reserved ID, if this transaction commits';
 
 create function tidemark.create_stream(stream text, direction text default 'forward', after bigint default 0) returns void
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _sign integer := case create_stream.direction when 'forward' then 1 when 'backward' then -1 end;
@@ -318,7 +373,7 @@ comment on function tidemark.create_stream is
 -- Whoever has taken an ID holds the sequence until its transaction ends, also where a savepoint gave up the lock of the
 -- writer. What is known of the stream stays, so that no ID is given out twice and no epoch comes again.
 create function tidemark.drop_stream(stream text) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '1s'
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '1s' set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(drop_stream.stream);
@@ -373,7 +428,7 @@ comment on function tidemark.drop_stream is
 
 -- For the relay: where a stream has several writers, the lines of those who are idle end here.
 create function tidemark.append_beat(stream text) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(append_beat.stream);
@@ -388,7 +443,7 @@ $$;
 -- The writer's epoch ends at the ID that this gives: whoever held an ID in its name has ended, all its facts are in Kafka,
 -- and none can come below. It waits for nobody, because whoever appends in that name would wait behind it.
 create function tidemark.retire_writer(writer text, stream text) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(retire_writer.stream);
@@ -440,7 +495,8 @@ comment on function tidemark.retire_writer is
 
 revoke all on function
     tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
-    tidemark.append_writer(text), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
+    tidemark.has_invisible(text), tidemark.append_writer(text), tidemark.append_stream(text),
+    tidemark.append_checked(jsonb[]), tidemark.fact_bytes(text, text[]),
     tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
     tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text),
     tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint),
@@ -480,6 +536,7 @@ begin
         grant select on tidemark.append_streams, tidemark.relay_schema_version to tidemark_relay;
         grant select, update on tidemark.append_progress to tidemark_relay;
         grant select, insert, update on tidemark.append_writers to tidemark_relay;
+        grant select, insert, delete on tidemark.append_told to tidemark_relay;
         grant execute on function tidemark.append_beat(text), tidemark.retire_writer(text, text) to tidemark_relay;
         grant select, delete on tidemark.append_outbox to tidemark_relay;
     end if;

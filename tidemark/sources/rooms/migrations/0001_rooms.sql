@@ -24,11 +24,13 @@ create table rooms.state_deltas (
 create table rooms.rooms (
     room        text    primary key,
     state_group bigint  references rooms.state_groups,
-    version     bigint  not null default 0
+    version     bigint  not null default 0,
+    turn        bigint  not null default 0
 );
 create index rooms_by_group on rooms.rooms (state_group);
 comment on table rooms.rooms is 'Whoever persists an event holds the lock of its room''s row';
 comment on column rooms.rooms.state_group is 'Of the current state; none where there is no forward extremity';
+comment on column rooms.rooms.turn is 'How often the room''s lock was taken';
 comment on column rooms.rooms.version is 'Of the current state: one more for each change';
 
 create table rooms.events (
@@ -73,10 +75,13 @@ create table rooms.timeline (
     room        text    not null,
     depth       bigint  not null,
     writer      text    not null,
-    recipient   text
+    recipient   text,
+    turn        bigint  not null default 0
 );
 comment on table rooms.timeline is 'The facts of the streams events (1, 2, ...) and backfill (-1, -2, ...)';
-comment on column rooms.timeline.recipient is 'The user to whom alone it is sent: an out-of-band membership';
+comment on column rooms.timeline.recipient is
+    'The user to whom alone it is sent: an out-of-band membership, or what ended a stay in the room';
+comment on column rooms.timeline.turn is 'Of the room as the event was persisted: the order of IDs may be another';
 create index timeline_by_arrival on rooms.timeline (room, stream_ordering) where recipient is null;
 create index timeline_by_depth on rooms.timeline (room, depth, stream_ordering) where recipient is null;
 create index timeline_by_recipient on rooms.timeline (recipient, stream_ordering) where recipient is not null;
@@ -103,3 +108,49 @@ create table rooms.invalidations (
 comment on table rooms.invalidations is 'The facts of the stream caches';
 comment on column rooms.invalidations.keys is 'None: all of the cache';
 comment on column rooms.invalidations.version is 'Of the room''s state that is no more cached';
+
+-- Who is sent the events of a room: each stay of a member, by the turns of its first and last event (docs/explanation/rooms.md).
+create table rooms.stays (
+    member      text    not null,
+    room        text    not null references rooms.rooms,
+    began       bigint  not null,
+    ended       bigint,
+    left_by     bigint  references rooms.timeline,
+    primary key (member, room, began)
+);
+create index stays_by_end on rooms.stays (member, left_by);
+create unique index stays_open on rooms.stays (room, member) where ended is null;
+comment on column rooms.stays.left_by is 'The fact that tells the member of its end: greater than those of all events of the stay';
+
+-- What clients hold of the rooms is of one incarnation of their database (docs/explanation/rooms.md).
+
+create table rooms.incarnations (began bigint primary key);
+comment on table rooms.incarnations is 'When the database was opened again after it went back: microseconds since 1970; 0: the first one';
+insert into rooms.incarnations values (0);
+
+-- To be called in a database that may lack what clients were told, before they are let in: a backup that was put back, a
+-- standby that was not in step. `heads` are the IDs up to which Tidemark knows each stream: {"events": 950, ...}; `margin`
+-- is more than were given out and had not come to Tidemark.
+create function rooms.begin_anew(heads jsonb, margin bigint default 10000) returns bigint
+language plpgsql volatile
+as $$
+declare
+    _now constant bigint := (extract(epoch from clock_timestamp()) * 1000000)::bigint;
+    _of record;
+begin
+    for _of in select * from tidemark.append_streams where ids is not null order by number loop
+        if heads->>_of.stream is null then
+            raise exception using errcode = 'invalid_parameter_value',
+                message = format('up to where Tidemark knows the stream %L is not given', _of.stream),
+                hint = 'Ask Tidemark''s Postgres: select jsonb_object_agg(stream, head) from tidemark.streams';
+        end if;
+        -- Whoever has taken an ID holds the sequence until its transaction ends.
+        execute format('alter sequence %s no cycle', _of.ids);
+        perform setval(_of.ids, _of.direction * (margin + greatest(
+            abs((heads->>_of.stream)::bigint), abs(coalesce(pg_sequence_last_value(_of.ids), _of.after))
+        )));
+    end loop;
+    insert into rooms.incarnations values (greatest(_now, (select max(began) + 1 from rooms.incarnations)));
+    return (select max(began) from rooms.incarnations);
+end
+$$;
