@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import structlog
 from pyspark.sql import DataFrame
 
 from tidemark.app import metrics
@@ -27,12 +26,13 @@ from tidemark.common.errors import (
     Stopping,
     TidemarkError,
 )
+from tidemark.common.log import get_logger
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.engine.query import collect, decoded
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LET_GO_AFTER = 50
 """Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks

@@ -152,7 +152,7 @@ def loaded(*, other_database: bool = False) -> "Settings":
     context = click.get_current_context(silent=True)
     settings: Settings = (context and context.meta.get(_SETTINGS)) or load()
 
-    logs.configure(settings)
+    logs.configure_at_first_line(settings)
     bypass_proxies_for_loopback()
     if not other_database and settings.synapse_dsn is None and _is_of_stack(settings):
         forget([Foreign.POSTGRES])

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, model_validator
 
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
@@ -126,7 +125,7 @@ _LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
 _OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret"))
 
 
-class Connections(BaseSettings):
+class Connections(BaseModel):
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
     kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
     kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")
@@ -240,7 +239,7 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def go_together(settings: BaseSettings, *pair: str) -> None:
+def go_together(settings: BaseModel, *pair: str) -> None:
     """Raises `ValueError` where one of two is set."""
     missing = [name for name in pair if getattr(settings, name) is None]
     if len(missing) == 1:

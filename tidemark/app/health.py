@@ -4,18 +4,23 @@ Positions stand in Postgres however dead it is, so whoever shows them says this 
 """
 
 import shlex
+import socket
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from tidemark.app.output import counted, one_line
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+    from tidemark.sinks.redis.client import RedisAddress
 
 PATIENCE = 3.0  # seconds for Kafka, and for Redis: people wait for the answer
 QUIET_AFTER = 60.0  # seconds without a batch that are none of a healthy pipeline for which records wait
@@ -103,9 +108,13 @@ class PipelineCondition:
 
 
 def read(
-    postgres: Postgres, kafka: KafkaConnection, redis: RedisAddress | str, patience: float = PATIENCE
+    postgres: Postgres, kafka: KafkaConnection, redis: "RedisAddress | str | None", patience: float = PATIENCE
 ) -> PipelineCondition:
-    """Waits `patience` seconds for Kafka, and for Redis. Raises `Unavailable` and `Refused` of Postgres alone."""
+    """Waits `patience` seconds for Kafka, and for Redis (None: known to answer).
+
+    Raises:
+        Unavailable, Refused: Postgres did not answer, or refused us. The result has the problems of Kafka and Redis.
+    """
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
@@ -124,11 +133,50 @@ def read(
     return PipelineCondition(condition, waiting, None, _said_by(redis, patience), kafka.bootstrap)
 
 
-def _said_by(redis: RedisAddress | str, patience: float) -> str | None:
-    """None where it lets us in."""
+def _said_by(redis: "RedisAddress | str | None", patience: float) -> str | None:
+    """None if Redis lets us in."""
+    if redis is None:
+        return None
+    from tidemark.sinks.redis.publish import Redis, RedisConfig  # noqa: PLC0415 - redis-py is slow to import
+
     try:
         with Redis(RedisConfig(redis, timeout=patience)) as sink:
             sink.check()
     except TidemarkError as problem:
         return one_line(problem)
     return None
+
+
+def of(settings: "Settings", postgres: Postgres) -> PipelineCondition:
+    """`read` with the servers that the settings name."""
+    return read(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
+
+
+def _answers_ping(settings: "Settings") -> bool:
+    """Whether a single Redis server answers PING.
+
+    A short form without redis-py, whose import takes a third of the time of `tidemark status`. If anything is unusual
+    the answer is False, and redis-py is asked, which also knows what to say of a problem.
+    """
+    url = urlsplit(settings.redis_url.get_secret_value())
+    if url.scheme not in ("redis", "rediss") or url.query or not url.hostname:
+        return False
+    user, password = unquote(url.username or ""), settings.secret("redis_password") or unquote(url.password or "")
+    login = [_command("AUTH", *([user] if user else []), password)] if password else []
+    calls = [*login, _command("PING")]
+    try:
+        with socket.create_connection((url.hostname, url.port or 6379), PATIENCE) as plain:
+            connection = plain
+            if url.scheme == "rediss":
+                context = ssl.create_default_context(cafile=settings.redis_ca_file)
+                connection = context.wrap_socket(plain, server_hostname=url.hostname)
+            connection.sendall(b"".join(calls))
+            answers = connection.makefile("rb")
+            return [answers.readline() for _ in calls][-1] == b"+PONG\r\n"
+    except (OSError, ValueError):
+        return False
+
+
+def _command(*words: str) -> bytes:
+    parts = [word.encode() for word in words]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
-import structlog
 
 from tidemark.common.errors import ContentRefused, QueryFailed, RecordsRefused, TidemarkError
+from tidemark.common.log import get_logger
 from tidemark.sinks.port import Batch, Fence
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core.batch import advance
@@ -29,7 +29,7 @@ from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
 from tidemark.streaming.wire.runs import Packet
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_REFUSED = 100
 """Records of a stream that are found at once; the next attempt finds the rest."""

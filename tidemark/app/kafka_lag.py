@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-import structlog
-
 from tidemark.app import metrics
 from tidemark.app.stream_metrics import Board, Crossings
 from tidemark.common.errors import Retry, Stop, TopicMissing
+from tidemark.common.log import get_logger
 from tidemark.sources.topic_checks import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 
@@ -75,7 +74,7 @@ class LagTracker:
         return PartitionLag(end - read, waited, stable, 0.0 if watched.since is None else now - watched.since)
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SECONDS = 2.0  # between two rounds
 ROUNDS_PER_CHECK = 15

@@ -7,22 +7,44 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
-
-import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from typing import TYPE_CHECKING, Any, Literal
 
 from tidemark.app.output import printable
 from tidemark.app.settings import Settings, called
+from tidemark.common.log import configure_later, configure_now, get_logger
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor, WrappedLogger
 
 
 def configure(settings: Settings) -> None:
     """Call once per process, before the first line is logged."""
+    configure_at_first_line(settings)
+    configure_now()
+
+
+def configure_at_first_line(settings: Settings) -> None:
+    """The same for a process that may log nothing: structlog is imported with the first line."""
     # What these libraries complain of reaches us as an exception too, and whatever handles that logs it.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_py4j)  # of a lost connection py4j tells the root logger itself
+    if settings.log_format == "json":
+        sys.excepthook = lambda *error: _ended(error)
+        threading.excepthook = lambda it: _ended((it.exc_type, it.exc_value or it.exc_type(), it.exc_traceback))
+    root = logging.getLogger()
+    for handler in [it for it in root.handlers if isinstance(it, _OfLibraries)]:
+        root.removeHandler(handler)
+    root.addHandler(_OfLibraries())
+    logging.captureWarnings(capture=True)
+    configure_later(partial(_configure_structlog, settings))
+
+
+def _configure_structlog(settings: Settings) -> None:
+    import structlog  # noqa: PLC0415 - its import takes a tenth of a second
+
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -32,16 +54,9 @@ def configure(settings: Settings) -> None:
     shape: list[Processor]
     if settings.log_format == "json":
         shape = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
-        sys.excepthook = lambda *error: _ended(error)
-        threading.excepthook = lambda it: _ended((it.exc_type, it.exc_value or it.exc_type(), it.exc_traceback))
     else:
         colours = sys.stderr.isatty() and not settings.no_color
         shape = [_that_no_terminal_obeys, structlog.dev.ConsoleRenderer(colors=colours)]
-    root = logging.getLogger()
-    for handler in [it for it in root.handlers if isinstance(it, _OfLibraries)]:
-        root.removeHandler(handler)
-    root.addHandler(_OfLibraries())
-    logging.captureWarnings(capture=True)
     structlog.configure(
         processors=[*common, *shape],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
@@ -53,19 +68,19 @@ class _OfLibraries(logging.Handler):
     """What they log, from warnings up, as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        log = structlog.get_logger(record.name)
+        log = get_logger(record.name)
         log.log(record.levelno, " ".join(record.getMessage().split()), exc_info=record.exc_info or False)
 
 
 def _ended(error: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
-    structlog.get_logger(__name__).critical("Ended by an error that nobody expected", exc_info=error)
+    get_logger(__name__).critical("Ended by an error that nobody expected", exc_info=error)
 
 
-def _that_no_terminal_obeys(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
+def _that_no_terminal_obeys(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: printable(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
-def _by_the_names_that_the_reader_knows(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
+def _by_the_names_that_the_reader_knows(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: called(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 

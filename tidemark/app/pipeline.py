@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 
-import structlog
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -43,6 +42,7 @@ from tidemark.common.errors import (
     Stopping,
     Unavailable,
 )
+from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.port import Sink
@@ -63,7 +63,7 @@ from tidemark.streaming.engine.spark import executors
 from tidemark.streaming.ingest.compact import RefusedPlaces
 from tidemark.streaming.wire.records import Topic
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 # A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
 LAST_BATCH_SECONDS = 6.0

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import structlog
-
 from tidemark.common.errors import Outdated, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.operators import PolicyTable
 from tidemark.streaming.values.policies import Policies
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SECONDS = 2.0  # between two looks
 SHOWN = 10  # names in the log

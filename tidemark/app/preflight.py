@@ -7,10 +7,9 @@ import uuid
 from collections.abc import Set
 from dataclasses import dataclass
 
-import structlog
-
 from tidemark.app.settings import Settings
 from tidemark.common.errors import ShardsChanged
+from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
 from tidemark.sources.topic_checks import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
@@ -20,7 +19,7 @@ from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.policies import Policies
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
-import structlog
 import uvicorn
 
 from tidemark.app.connections import THIS_MACHINE, host_port, is_loopback
@@ -32,9 +31,10 @@ from tidemark.app.sidecar.service import Limits
 from tidemark.app.signals import told_to_end
 from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.common.errors import BadSetting, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sources.kafka_lookup import Tail
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 RESERVE = 192  # files for probes, for whoever is told that there is no place, and for Redis, Postgres, Kafka and Python
 FEWEST = 8  # connections of each kind, below which it makes no sense to serve

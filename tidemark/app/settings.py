@@ -13,14 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
 
 from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, masked, variable
 from tidemark.app.sidecar_settings import SidecarSettings
@@ -39,7 +33,7 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 class Settings(SidecarSettings, Connections):
     """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True)
 
     home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
         default_factory=default_home, description="Directory of the jars and of the local stack's data."
@@ -180,47 +174,39 @@ class Settings(SidecarSettings, Connections):
     def metrics_url(self) -> str:
         return f"http://{self.metrics_host}:{self.metrics_port}/metrics"
 
+    @model_validator(mode="before")
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _SecretFiles(settings_cls), _StackEnv(settings_cls)
+    def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The given values, and for every other field that of the environment. An empty variable counts as unset."""
+        stack = read_stack_env()
+        values: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            text = _secret_of_file(name, field) or os.environ.get(variable_of(name)) or stack.get(variable(name))
+            if text:
+                values[str(field.validation_alias or name)] = text
+        if "setting_names" in values:
+            try:
+                values["setting_names"] = json.loads(values["setting_names"])
+            except ValueError:
+                raise BadSetting(variable("setting_names"), "not JSON: an object of texts is expected") from None
+        return values | given
 
 
-class _SecretFiles(PydanticBaseSettingsSource):
-    """Secrets from the files that `TIDEMARK_..._FILE` name, as container platforms hand them out."""
+def _secret_of_file(name: str, field: FieldInfo) -> str | None:
+    """A secret from the file that `TIDEMARK_..._FILE` names, as container platforms hand secrets out.
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """Raises `BadSetting` for a file that cannot be read, and where the variable itself is set too."""
-        variable = f"{variable_of(field_name)}_FILE"
-        if not is_secret(field) or not (path := os.environ.get(variable)):
-            return None, field_name, False
-        if os.environ.get(variable_of(field_name)):
-            raise BadSetting(variable, f"{variable_of(field_name)} is set too; keep one of them")
-        try:
-            return _read(Path(path)), field_name, False
-        except OSError as error:
-            raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
-
-    def __call__(self) -> dict[str, Any]:
-        values = {name: self.get_field_value(field, name)[0] for name, field in Settings.model_fields.items()}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class _StackEnv(PydanticBaseSettingsSource):
-    """Settings of the local stack, from the file that `tidemark up` writes."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return read_stack_env().get(variable(field_name)), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        values = read_stack_env()
-        return {name: text for name in Settings.model_fields if (text := values.get(variable(name)))}
+    Raises:
+        BadSetting: the file cannot be read, or the variable itself is set too.
+    """
+    variable = f"{variable_of(name)}_FILE"
+    if not is_secret(field) or not (path := os.environ.get(variable)):
+        return None
+    if os.environ.get(variable_of(name)):
+        raise BadSetting(variable, f"{variable_of(name)} is set too; keep one of them")
+    try:
+        return _read(Path(path))
+    except OSError as error:
+        raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
 
 
 def _read(secret: Path) -> str:
@@ -233,8 +219,6 @@ def load() -> Settings:
         return Settings()
     except ValidationError as error:
         raise _bad_setting(error) from None
-    except SettingsError:  # of the one that is JSON
-        raise BadSetting(variable_of("setting_names"), "not JSON: an object of texts is expected") from None
 
 
 def _bad_setting(error: ValidationError) -> BadSetting:

@@ -12,12 +12,12 @@ from heapq import merge, nsmallest
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-import structlog
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
+from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, summarize
@@ -176,7 +176,7 @@ class BoardEntries:
             del self.restless[name]
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series

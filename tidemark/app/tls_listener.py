@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import structlog
-
 from tidemark.app.eviction import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 from tidemark.common.file_watcher import FileWatcher
+from tidemark.common.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
 

@@ -12,7 +12,6 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-import structlog
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -23,6 +22,7 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_co
 
 from tidemark.app.connections import masked_url
 from tidemark.app.versions import OURS
+from tidemark.common.log import get_logger
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tidemark.sinks.publisher import Published
     from tidemark.streaming.core.effects import ShardEffects
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SECONDS = 2.0  # that a collector may take: the pipeline ends in ten, whatever that one does
 MS = 1_000_000  # ns

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import structlog
-
 from tidemark.common.errors import Stopping, Unavailable
+from tidemark.common.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

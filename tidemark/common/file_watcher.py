@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import structlog
-
 from tidemark.common.errors import BadSetting
+from tidemark.common.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 CHECK_EVERY = 1.0  # seconds
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from typing import TypeVar
 
 import psycopg
-import structlog
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import OthersFirst, TidemarkError
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.resources import files
 
-import structlog
 from psycopg import errors, sql
 
 from tidemark.common.errors import SchemaMismatch
 from tidemark.common.lock_waits import run_locking
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILINE)
 

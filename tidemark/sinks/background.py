@@ -9,15 +9,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Self
 
-import structlog
-
 from tidemark.common.errors import LeaseLost, Stop, TidemarkError
+from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.batch_wait import BatchWait
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 POLL = 1.0
 LOG_EVERY = 30.0

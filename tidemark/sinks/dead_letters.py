@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemark.common.errors import BadRecord, TidemarkError, TopicMissing
 from tidemark.common.kafka_errors import ErrorListener
+from tidemark.common.log import get_logger
 from tidemark.common.partition_reader import PartitionReader
 from tidemark.streaming.values.limits import Reason, Rejected, printable
 from tidemark.streaming.wire.records import FactRun, Topic, read
@@ -138,7 +138,7 @@ class KafkaConnections:
             self._writer = None
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 FAR = 2_000  # offsets that are read and thrown away rather than sought over
 LONGEST_DETAIL = 500  # characters: it may quote the record

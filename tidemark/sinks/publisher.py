@@ -14,10 +14,10 @@ from types import EllipsisType
 from typing import TypeVar
 
 import psycopg
-import structlog
 
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import ContentRefused, LeaseLost, Stopping, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import first_line
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
 from tidemark.sinks.port import Batch, Committed, Sink
@@ -26,7 +26,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.postgres.transaction import is_about_content
 from tidemark.streaming.core.effects import ShardEffects
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
-import structlog
 from confluent_kafka import KafkaException
 
 from tidemark.common.errors import LeaseLost, TidemarkError, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.dead_letters import KafkaConnections, Outbox, Outgoing
 from tidemark.sinks.postgres.deferred import KeptRecall
@@ -20,7 +20,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core.deferred import is_edge
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 AGAIN = 5.0  # seconds after a problem
 

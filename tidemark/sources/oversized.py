@@ -5,14 +5,14 @@ A record is judged by its size before compression.
 
 from collections.abc import Callable
 
-import structlog
 from prometheus_client import Gauge
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sources.producer import RecordProducer
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SHORTEST, LONGEST = 5.0, 60.0
 """Seconds between two queries for the topic's limit, at first and in the end."""

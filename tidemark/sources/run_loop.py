@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-import structlog
 from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry
 from tidemark.common.lock_waits import sessions_of, with_lockers
+from tidemark.common.log import get_logger
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.oversized import OversizedRecords
@@ -23,7 +23,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.transactions import OldestOpen, OpenTransaction, Reports
 from tidemark.streaming.wire import records
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 _STEADY = 60.0

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
-import structlog
-
 from tidemark.common.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
+from tidemark.common.log import get_logger
 from tidemark.sources.kafka import Offsets
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 Acceptance = Literal["partitions", "loss", "shards"]
 """What an operator gives up for one start. `partitions`: the partition count changed, and streams may have moved.

@@ -13,8 +13,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import structlog
-
 from tidemark.app.lines.channel_leader import ChannelConfig, ChannelLeader
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
@@ -22,11 +20,12 @@ from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader import translated
 from tidemark.sinks.redis.client import database_of, in_database, lines_channel
 from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateCommand, parse
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 WAITING = 10_000  # commands that may wait for Redis
 WAITING_CHARACTERS = 8 << 20  # of all of these together: one command may have 64 KiB

@@ -16,7 +16,6 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
-import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
@@ -26,11 +25,12 @@ from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import Stop, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader import translated
 from tidemark.sinks.redis.client import tag
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 AT_ONCE = 500  # lines of one script, about: others of Redis wait meanwhile
 ANSWER_EVERY = 0.5  # seconds between answers: each answers every REPLICATE before it

@@ -10,21 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import structlog
-
 from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader import Advance, Event, Reread
 from tidemark.sources.kafka_lookup import Tail
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.wire.line_protocol import PositionCommand
 from tidemark.streaming.wire.records import Record
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PATIENCE = 0.5  # seconds that an advance waits for its rows
 OVERDUE_EVERY = 0.1  # seconds until advances that have waited for long enough are announced without their rows

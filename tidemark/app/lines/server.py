@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-import structlog
-
 from tidemark.app.eviction import NoFreeSlot, SlotPool
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.hub import Hub
@@ -23,6 +21,7 @@ from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.tls_listener import ListenerConfig, TlsListener
 from tidemark.common.errors import BadCommand
+from tidemark.common.log import get_logger
 from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 
 Why = Literal["slow", "silent", "bad", "crowded"]
@@ -169,7 +168,7 @@ class LineConnection(asyncio.Protocol):
         return self._conversation.name or str(peer)
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 A_TURN = 100
 """What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""

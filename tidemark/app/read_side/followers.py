@@ -9,8 +9,6 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-import structlog
-
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.notifications import Notifications
@@ -21,6 +19,7 @@ from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader import (
     LONGEST_WAIT,
@@ -38,7 +37,7 @@ from tidemark.sinks.reader import (
 )
 from tidemark.streaming.values.direction import beyond
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 DISCOVER_EVERY = 1.0  # seconds until new streams are looked for again
 LARGEST = 500  # events of one slice

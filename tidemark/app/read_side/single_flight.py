@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator,
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-import structlog
-
 from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
+from tidemark.common.log import get_logger
 
 SMALL = 16  # keys: a request for more is a large one
 PIECE = 200  # keys of one read at most
@@ -87,7 +86,7 @@ class _Queue(Generic[K, T]):
                 raise
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 REST_SECONDS = 0.5
 REST_TIMES = 2  # as long as the failure took: so that a server that never answers costs few requests its time-out

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-import structlog
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -45,6 +44,7 @@ from tidemark.app.sidecar.problems import (
 from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.common.errors import BadSetting
 from tidemark.common.file_watcher import FileWatcher
+from tidemark.common.log import get_logger
 from tidemark.streaming.wire.records import is_name
 
 _PROBES = (b"/livez", b"/readyz")
@@ -70,7 +70,7 @@ class AllowedHosts:
         await self._app(scope, receive, send)
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PARAMETERS = 256  # of one request
 

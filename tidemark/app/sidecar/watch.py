@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
-import structlog
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -26,6 +25,7 @@ from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.app.sidecar.event_stream import encode_event
 from tidemark.common.errors import Stop, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.core.effects import Blocker
 from tidemark.streaming.values.direction import beyond, farther
@@ -275,7 +275,7 @@ def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
     return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.unknown]
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PACE = 1.0  # seconds between two rounds
 SHARE = 10  # a round that takes long is followed by a pause of so many times that: very many streams are read less

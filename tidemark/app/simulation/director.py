@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import structlog
-
 from tidemark.app.simulation.company import Actor, Company, Member
 from tidemark.app.simulation.replacing import Replacing
+from tidemark.common.log import get_logger
 from tidemark.sources.simulator.script import OF_SERVERS, Act, Fault
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Servers
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import structlog
-
 from tidemark.app.simulation.company import Member
+from tidemark.common.log import get_logger
 from tidemark.sources.simulator.script import Act, Fault
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Replacement, Servers
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 AGAIN_AFTER = 2.0  # seconds until a fault is tried again whose server is away, or another one in hand
 

@@ -152,7 +152,7 @@ def _versions() -> str:
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:
-    how = health.read(postgres, settings.kafka, settings.redis)
+    how = health.of(settings, postgres)
     return status.to_json(status.of(postgres, postgres.states()), time.time(), how)
 
 

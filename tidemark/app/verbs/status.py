@@ -264,7 +264,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         found = of(postgres, postgres.states(), stream)
-        how = health.read(postgres, settings.kafka, settings.redis)
+        how = health.of(settings, postgres)
     if stream is not None and not found:
         raise CommandFailed(no_stream(stream))
     if as_json:
@@ -289,7 +289,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
         for look in itertools.count(1):
             try:
                 stored = postgres.states(None if stream is None else [stream])
-                how = health.read(postgres, settings.kafka, settings.redis)
+                how = health.of(settings, postgres)
                 now = time.time()
                 found = of(postgres, stored)
                 held = open_ranges.of(postgres, stored, now, settings.policy_defaults)

@@ -18,15 +18,15 @@ import time
 from dataclasses import dataclass
 from typing import LiteralString, Self
 
-import structlog
 from psycopg.errors import LockNotAvailable
 
 from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 from tidemark.common.lock_waits import run_locking, sessions_of
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
 from tidemark.sinks.postgres.database import session_of
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
 _HOLDERS = f"""

@@ -10,8 +10,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Self
 
 import msgspec
-import structlog
 
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import changes as tail
@@ -30,7 +30,7 @@ from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply, forget
 from tidemark.streaming.core.effects import Recall
 from tidemark.streaming.values.limits import Bounds, Encoded
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import psycopg
-import structlog
 
 from tidemark.common.errors import Retry, Stop
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import explained, first_line
 from tidemark.sinks.reader.checkpoint import CheckpointStore
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.requests import Row
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 C = TypeVar("C")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import psycopg
-import structlog
 from psycopg import sql
 from psycopg.adapt import Transformer
 
 from tidemark.common.errors import Refused, RowUnreadable
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import address, answers, conninfo, explained, first_line
 from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
 
@@ -89,7 +89,7 @@ def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exceptio
     return error
 
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 POLL = 0.01  # seconds
 SAY_AFTER = 1000  # polls

@@ -10,8 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import structlog
-
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader.events import Advance, Event, Late, Place, Reread
 from tidemark.sinks.reader.merge import EventMerge, LinearEvidence
 from tidemark.sinks.reader.redis import parse_entry
@@ -30,7 +29,7 @@ from tidemark.sinks.reader.requests import (
 )
 from tidemark.sinks.reader.token import Token
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PAGE = 5000  # advances that Postgres is asked for at once: what is in hand is not let grow, and servers answer in time
 

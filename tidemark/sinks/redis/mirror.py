@@ -8,9 +8,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import structlog
-
 from tidemark.common.errors import LeaseLost
+from tidemark.common.log import get_logger
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.history import PastAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
@@ -18,7 +17,7 @@ from tidemark.sinks.redis.client import beside_keys
 from tidemark.sinks.redis.publish import Change, Mode, Redis, of_batch, of_history
 from tidemark.sinks.redis.snapshot import RedisPositions
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 STREAMS_AT_ONCE = 500
 ENTRIES = 100_000  # of the history, copied by one refill: what takes about four seconds; older ones stay in Postgres

@@ -12,10 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import structlog
-
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import BadSetting
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import encode, epochs, queries
@@ -28,7 +27,7 @@ from tidemark.sources.transactions import Reports, history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _NAMES_BYTES = 2 * 4 * 255
 """Bytes of the names of stream and writer, at most."""

@@ -12,12 +12,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from random import Random
 
-import structlog
-
+from tidemark.common.log import get_logger
 from tidemark.sources.simulator.drivers import BrokenOff, Driver, ServiceConnection, Undone, installed
 from tidemark.sources.simulator.script import Fault, PlayedStream
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 CONNECTIONS = 3
 TRANSACTION_SECONDS = 0.03  # mean, between the reservation and the end

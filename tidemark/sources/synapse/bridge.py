@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import structlog
-
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.run_loop import PATIENCE, RunLoop, set_lock_timeout
@@ -28,7 +27,7 @@ from tidemark.sources.transactions import OpenTransaction, Reports, durable, end
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_UNSENT = 20_000
 """Records that wait for Kafka's acknowledgement; the rest waits in Synapse's database."""

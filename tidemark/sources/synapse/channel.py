@@ -14,12 +14,12 @@ from enum import Enum
 from typing import Any
 
 import redis
-import structlog
 
 from tidemark.common.errors import BadCommand
+from tidemark.common.log import get_logger
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, ReplicateCommand, parse
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_LINES = 200_000
 _PING_EVERY, _SILENCE = 5.0, 15.0

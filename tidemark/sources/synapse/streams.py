@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import structlog
-
 from tidemark.common.errors import FactsReplaced, SequenceWentBack
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, queries, state
 from tidemark.sources.synapse.decider import StreamDecider
@@ -16,7 +15,7 @@ from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import durable
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_LATE = 500
 """Late facts that are published at once."""

@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import structlog
-
 from tidemark.common.errors import BadSetting
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, state
 from tidemark.sources.synapse.evidence import MOST_FACTS, PublishedFacts
@@ -20,7 +19,7 @@ from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire.records import Timeline
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import structlog
 from py4j.java_gateway import is_instance_of
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import IllegalArgumentException
 from pyspark.sql import SparkSession
 
 from tidemark.common.errors import CheckpointNotWritable, Stopping, Unavailable
+from tidemark.common.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _PREFIX = "query-"
 _OURS = _PREFIX + "[0-9a-f]" * 32

@@ -14,7 +14,6 @@ from subprocess import Popen
 from threading import Thread
 
 import pyspark
-import structlog
 from py4j.java_gateway import JavaGateway
 from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
@@ -23,6 +22,7 @@ from pyspark.java_gateway import launch_gateway
 from tidemark.common.environment import LOCALE, Foreign, forget
 from tidemark.common.errors import SparkDied
 from tidemark.common.failure_cause import failure_cause, is_noise
+from tidemark.common.log import get_logger
 
 DRIVER_OPTIONS = "spark.driver.extraJavaOptions"
 
@@ -37,7 +37,7 @@ done
 PYTHONPATH=${kept#:} exec %s "$@"
 """
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LINES = 50
 """Of the JVM's output that are kept, of its beginning and of its end: the cause of an end is among them."""
