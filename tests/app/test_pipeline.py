@@ -381,10 +381,10 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
     shared.first.says("the query begins anew: bounds of streams changed")
     shared.send(*(fact("own", id) for id in (3, 5, 7, 9)))
 
-    def put_off() -> bool:
+    def deferred() -> bool:
         return "put off" in CliRunner(env=shared.variables).invoke(main, ["status", "own"]).stdout
 
-    eventually(put_off, PATIENCE, lambda: "what is put off")
+    eventually(deferred, PATIENCE, lambda: "what is put off")
     eventually(lambda: shared.first.metric('tidemark_policy_gap_seconds{stream="own"}') == 5)
     shared.send(*(fact("own", id) for id in (2, 4, 6, 8)))
     shared.reaches("own", first=9, linear=9)

@@ -42,7 +42,7 @@ def a_backward_stream() -> StreamState:
     """At -4, with -6 complete and -5 not, seen first at 10 s."""
     chain = Chain(4, [Span(5, 6, Evidence(facts=1), 1, since=10_000)])
     return StreamState(
-        direction=Direction.BACKWARD, line=LinearPosition(4), writers=Writers({"importer": WriterState(1, chain)})
+        direction=Direction.BACKWARD, linear=LinearPosition(4), writers=Writers({"importer": WriterState(1, chain)})
     )
 
 

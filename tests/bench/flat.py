@@ -126,7 +126,7 @@ def _steps(play: WritersAtWork, plan: FlatPlan) -> Iterator[tuple[Completions, i
 
 def _check(stored: bytes, play: WritersAtWork) -> None:
     stream = state.decode(stored)
-    found = {name: writer.position for name, writer in stream.writers.items()}, stream.line.position
+    found = {name: writer.position for name, writer in stream.writers.items()}, stream.linear.position
     wanted = play.positions(0), play.linear(0)
     if found != wanted:
         raise WrongResult(f"the state stands at {found}, the workload ends at {wanted}")

@@ -98,7 +98,7 @@ class StreamOutput(msgspec.Struct):
     oldest_gap: OldestGapOutput | None
     behind: LinearLagOutput | None
     open_transactions: dict[str, list[str]]
-    put_off: list[str]
+    deferred: list[str]
     recalled: list[RequeuedOutput]
     bridge: BridgeStatus | None
     not_shown: list[SinkFaultOutput]

@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from tidemark.streaming.wire.records import LIVING, Marker, Record, Retire, Skip, Topic
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Marker, Record, Retire, Skip, Topic
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE: Final = "#/$defs/"
@@ -68,7 +68,7 @@ def _of_kind(topic: Topic, kind: type[msgspec.Struct], schema: Schema) -> Schema
             fields["writer"] = fields["stream"]  # "*" too: all writers that never joined
     elif kind in get_args(Marker):
         fields["by"] = fields["why"] = {"type": "null", "default": None}
-    if fields["epoch"].get("default") == LIVING:
+    if fields["epoch"].get("default") == CURRENT_EPOCH:
         if topic is Topic.CONTROL:
             del fields["epoch"]["default"]  # the epoch that the writer has at that moment
         else:

@@ -27,8 +27,8 @@ from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.core.effects import Forced, ShardEffects
 
 NEVER = threading.Event()
-NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects
-DEAD_LETTERS = DeadLettersConfig("dead", NOWHERE, NOWHERE)
+NO_POSITION = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects
+DEAD_LETTERS = DeadLettersConfig("dead", NO_POSITION, NO_POSITION)
 
 
 def effects(number: int) -> list[ShardEffects]:

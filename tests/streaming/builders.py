@@ -22,7 +22,7 @@ from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.wire.records import LIVING, Kind, Timeline, Topic
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Kind, Timeline, Topic
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, PackedRuns, Packet
 
 STREAM = "events"
@@ -227,7 +227,7 @@ def _topic(record: Record) -> str:
 
 def as_json(record: Record) -> bytes:
     value: dict[str, object] = {"stream": record.stream, "writer": record.writer}
-    if record.epoch != LIVING:
+    if record.epoch != CURRENT_EPOCH:
         value["epoch"] = record.epoch
     if record.kind == "ROW":
         value |= {"kind": "RDATA", "id": "batch", "row": {}}

@@ -131,7 +131,7 @@ class Exploration:
         for name, last in active.items():
             if stands.chains[name] != last or stands.spans[name]:
                 raise Broken(f"{name} has completed all up to {last}, and not so {stands}\n{self.story(place)}")
-        if active and stands.line < min(active.values()):
+        if active and stands.linear < min(active.values()):
             raise Broken(f"all is complete up to {min(active.values())}, and not so {stands}\n{self.story(place)}")
 
     def cuts(self, *, edges: bool) -> int:

@@ -29,7 +29,7 @@ class Standing:
     that wait, as `(prev, id, evidence)`.
     """
 
-    line: int
+    linear: int
     positions: dict[str, int]
     chains: dict[str, int]
     spans: dict[str, list[tuple[int, int, Evidence]]]
@@ -37,7 +37,7 @@ class Standing:
     @property
     def brief(self) -> tuple[int, ...]:
         """The line and the positions."""
-        return self.line, *self.positions.values()
+        return self.linear, *self.positions.values()
 
     def has_settled(self, name: str, id: int) -> bool:
         return id <= self.positions[name] or any(prev < id <= high for prev, high, _ in self.spans[name])
@@ -46,7 +46,7 @@ class Standing:
     def of(cls, stream: StreamState) -> "Standing":
         found = {name: stream.writers.get(name) or WriterState(0, Chain()) for name in WRITERS}
         return cls(
-            stream.line.position,
+            stream.linear.position,
             {name: it.position for name, it in found.items()},
             {name: it.chain.position for name, it in found.items()},
             {name: [(span.prev, span.id, span.evidence) for span in it.chain.pending] for name, it in found.items()},
@@ -101,7 +101,7 @@ class Core:
         for writer in batch.stream.writers.values():
             writer.chain.empty = writer.chain.empty.above(writer.position)
             writer.seen = 0  # for people: no position depends on it
-        for held in batch.stream.held.values():
+        for held in batch.stream.unjoined.values():
             held.seen = 0
         effects = batch.effects()
         core = batch.encoded.whole
@@ -148,7 +148,7 @@ class Look:
     def _joins(self, fed: Fed) -> None:
         """Rules 2 and 3."""
         before, after = self.before.positions, self.after.positions
-        self._must(self.before.line <= self.after.line, "the line goes back")
+        self._must(self.before.linear <= self.after.linear, "the line goes back")
         self._must(all(before[name] <= after[name] for name in WRITERS), "a position goes back")
         moved = {name: (before[name], after[name]) for name in WRITERS if before[name] != after[name]}
         told = {move.writer: (move.prev, move.id) for move in fed.effects.advances}
@@ -162,12 +162,12 @@ class Look:
         world, before, after = self.world, self.before, self.after
         if not self.size.told and world.history > 1:
             return
-        for id in range(max(before.line, world.heard_of) + 1, after.line + 1):
+        for id in range(max(before.linear, world.heard_of) + 1, after.linear + 1):
             self._must(world.may_be_passed(id), "the line passes what will be given out")
         for name, id in world.in_flight():
             if dict(world.running())[name].is_signed(id):
                 continue
-            self._must(not before.line < id <= after.line, f"the line passes {id}, which {name} has in flight")
+            self._must(not before.linear < id <= after.linear, f"the line passes {id}, which {name} has in flight")
             passed = before.positions[name] < id <= after.positions[name]
             self._must(not passed, f"{name}'s position passes {id}, which it has in flight")
         for name, process in world.running():
@@ -182,7 +182,7 @@ class Look:
         outcome = "applied"
         if (self.world.history > 1 or self.world.acts < self.size.acts) and edge:
             passed = self.before.has_settled(record.writer, record.id)
-            if passed or (completes and (record.id <= self.before.line or (late and self._is_lost))):
+            if passed or (completes and (record.id <= self.before.linear or (late and self._is_lost))):
                 outcome = "late" if completes else "duplicate"
             elif not self.size.told and late:
                 outcome = "late"

@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record
-from tidemark.streaming.wire.records import LIVING, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
 
 # How an ID was settled. BARE: it lies strictly inside somebody's edge, so it is another writer's, or nobody's.
 FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "bare"
 
 Settled = dict[int, str]
 
-EVERYTHING = 2**63 - 1
+UNBOUNDED = 2**63 - 1
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
     `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned
-    away although it may be true, or EVERYTHING. `denied` are IDs of which the writer said that they are no facts of its
+    away although it may be true, or UNBOUNDED. `denied` are IDs of which the writer said that they are no facts of its
     own. `joined` is what the JOIN of its epoch says, None if it is not known. `blurred` is set once a settled range was
     taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are upper bounds.
     """
@@ -102,9 +102,9 @@ class Incarnated:
 class Model:
     direction: int = 0
     home: int | None = None
-    line: int = 0
+    linear: int = 0
     writers: dict[str, Incarnated] = field(default_factory=dict)
-    held: dict[tuple[str, int], Incarnated] = field(default_factory=dict)
+    unjoined: dict[tuple[str, int], Incarnated] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     late_facts: Counter[tuple[str, str]] = field(default_factory=Counter)
     timeline: int = 1
@@ -117,7 +117,7 @@ class Model:
     def feed(self, record: Record) -> str:
         """The record's outcome; a rejected one gives `rejected: <reason>`. IDs are magnitudes from here on."""
         outcome = self._take(record)
-        self.line = self._linear()
+        self.linear = self._linear()
         return outcome
 
     def positions(self) -> dict[str, int]:
@@ -125,17 +125,17 @@ class Model:
 
     def _linear(self) -> int:
         """docs/design.md 3, word for word; never back, and not past what came before an unknown writer."""
-        if self.held or not self.writers:
-            return self.line
+        if self.unjoined or not self.writers:
+            return self.linear
         active = [writer for writer in self.writers.values() if not writer.retired]
         if active and all(it.timeline < self.timeline for it in active):
-            return self.line
+            return self.linear
         ends = [
             it.passed if it.timeline == self.timeline else min(it.passed, self.began) for it in self.writers.values()
         ]
         passed = min(it.passed for it in active) if active else max(ends)
         at = 0
-        while at + 1 <= self.line or at + 1 in self.done or at + 1 <= passed:
+        while at + 1 <= self.linear or at + 1 in self.done or at + 1 <= passed:
             at += 1
         return at
 
@@ -147,7 +147,7 @@ class Model:
         sign = (named > 0) - (named < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
-        if record.epoch == LIVING:
+        if record.epoch == CURRENT_EPOCH:
             record = replace(record, epoch=self._living(record.writer))
         if record.control and not record.beyond and abs(record.id) > self._allocated():
             return "rejected: beyond_allocated"
@@ -163,18 +163,20 @@ class Model:
         writer = self.writers.get(name)
         if writer is not None and not writer.retired:
             return writer.epoch
-        held = [epoch for held, epoch in self.held if held == name]
+        held = [epoch for held, epoch in self.unjoined if held == name]
         return max([writer.epoch if writer else 0, *held])
 
     def _allocated(self) -> int:
         """The highest ID that is settled anywhere, or that the line has passed."""
-        return max([self.line, *(it.reach for it in self.writers.values()), *(it.reach for it in self.held.values())])
+        return max(
+            [self.linear, *(it.reach for it in self.writers.values()), *(it.reach for it in self.unjoined.values())]
+        )
 
     def astray(self, record: Record) -> None:
         """Another partition: no order against this one, so an incarnation that is not joined here holds the line."""
         if record.kind == "RETIRE":
             return
-        reach = {"JOIN": 0, "ROW": EVERYTHING}.get(record.kind, abs(record.id))
+        reach = {"JOIN": 0, "ROW": UNBOUNDED}.get(record.kind, abs(record.id))
         writer = self.writers.get(record.writer)
         if record.epoch == 0 and self._is_new():
             self.refused = max(self.refused, reach)
@@ -184,7 +186,7 @@ class Model:
         ):
             writer.refused = max(writer.refused, reach if record.epoch == writer.epoch else 0)
         elif writer is None or record.epoch > writer.epoch or reach > writer.position:
-            held = self._held(record)
+            held = self._unjoined(record)
             held.refused = max(held.refused, reach)
 
     def _act(self, record: Record) -> str:
@@ -200,12 +202,12 @@ class Model:
             return "rejected: zombie"
         if record.kind == "ROW":
             if writer is None or record.epoch > writer.epoch or writer.retired:
-                self._held(record).refused = EVERYTHING
+                self._unjoined(record).refused = UNBOUNDED
             return "batch"
         prev, id = abs(record.prev), abs(record.id)
         if writer is None or record.epoch > writer.epoch or (writer.retired and id > writer.position):
-            outcome = self._edge(self._held(record), record, prev, id)
-            return {"applied": "held", "final": "late", "denied": "late"}.get(outcome, outcome)
+            outcome = self._edge(self._unjoined(record), record, prev, id)
+            return {"applied": "buffered", "final": "late", "denied": "late"}.get(outcome, outcome)
         return self._edge_of(writer, record, prev, id)
 
     def _begun(self, record: Record) -> Incarnated | None:
@@ -216,10 +218,10 @@ class Model:
         return self.writers.get(record.writer)
 
     def _is_new(self) -> bool:
-        return not self.writers and not self.held and self.line == 0
+        return not self.writers and not self.unjoined and self.linear == 0
 
-    def _held(self, record: Record) -> Incarnated:
-        return self.held.setdefault((record.writer, record.epoch), Incarnated(record.epoch))
+    def _unjoined(self, record: Record) -> Incarnated:
+        return self.unjoined.setdefault((record.writer, record.epoch), Incarnated(record.epoch))
 
     # -- edges
 
@@ -254,7 +256,7 @@ class Model:
         if kind == "POSITION":
             return "applied"
         writer.settled[id] = FACTS if kind == "RDATA" else EMPTY
-        if id in self.done or id <= self.line:
+        if id in self.done or id <= self.linear:
             self.late_facts[record.writer, "final"] += kind == "RDATA"
             return "final"
         self._complete(record, id)
@@ -355,9 +357,9 @@ class Model:
         writer, retire = self.writers.setdefault(name, Incarnated(record.epoch, refused=self.refused)), None
         refused = 0
         self._go_back(writer, name, stands)
-        for key in sorted(self.held):
+        for key in sorted(self.unjoined):
             if key[0] == name and key[1] <= record.epoch:
-                held = self.held.pop(key)
+                held = self.unjoined.pop(key)
                 if key[1] < record.epoch:
                     self._take_back(held, name, stands, held.reach)
                 else:
@@ -386,7 +388,7 @@ class Model:
     def _went_back(self, record: Record, id: int) -> str | None:
         """`id`: up to here its database says that nothing is given out again."""
         writer, told = self.writers.get(record.writer), record.timeline
-        held = [it for key, it in self.held.items() if key[0] == record.writer and key[1] < record.epoch]
+        held = [it for key, it in self.unjoined.items() if key[0] == record.writer and key[1] < record.epoch]
         if told is not None and self.database not in (None, told.database):
             return "database"
         if any(it.reach > id for it in held):
@@ -427,8 +429,8 @@ class Model:
     def _retire(self, record: Record) -> str:
         id, key = abs(record.id), (record.writer, record.epoch)
         if record.writer == "*":
-            return self._throw_out([*self.held])
-        writer, held = self.writers.get(record.writer), self.held.get(key)
+            return self._throw_out([*self.unjoined])
+        writer, held = self.writers.get(record.writer), self.unjoined.get(key)
         if writer is not None and record.epoch < writer.epoch:
             return "rejected: zombie"
         if record.control and held is not None and max(held.settled, default=0) > id:
@@ -440,7 +442,7 @@ class Model:
         elif record.epoch > writer.epoch:
             return self._throw_out([key])
         elif writer.retired and record.control and held is not None:
-            writer.adopt(self.held.pop(key))
+            writer.adopt(self.unjoined.pop(key))
         elif writer.retired:
             return "duplicate" if id <= writer.position else "rejected: conflict"
         else:
@@ -453,21 +455,21 @@ class Model:
         return "applied"
 
     def _throw_out(self, keys: list[tuple[str, int]]) -> str:
-        if not self.held.keys() & keys:
+        if not self.unjoined.keys() & keys:
             return "rejected: unknown_writer"
         for key in keys:
-            held = self.held.pop(key)
+            held = self.unjoined.pop(key)
             self.late_facts[key[0], "skipped"] += sum(how == FACTS for how in held.settled.values())
             doubted = self.writers.get(key[0], self)
             doubted.refused = max(doubted.refused, held.refused)
         return "applied"
 
     def _retire_held(self, record: Record) -> str:
-        held = self._held(record)
+        held = self._unjoined(record)
         if held.retire is not None:
             return "duplicate" if held.retire == abs(record.id) else "rejected: conflict"
         held.retire = abs(record.id)
-        return "held"
+        return "buffered"
 
     def _skip(self, record: Record) -> str:
         writer = self.writers.get(record.writer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tests.streaming.builders import Record
-from tidemark.streaming.wire.records import LIVING, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
 
 WRITERS = ("a", "b")
 
@@ -259,11 +259,11 @@ def _is_operated(world: World, at: int, process: Process, size: Size) -> Iterato
     for id in range(len(WRITERS) * size.ids + 2):
         for prev in range(id):
             skipped = process._replace(signed=tuple(sorted({*process.signed, (prev, id)})))
-            yield fewer._with(at, skipped), Record("SKIP", name, LIVING, prev, id, by="ann", beyond=True)
+            yield fewer._with(at, skipped), Record("SKIP", name, CURRENT_EPOCH, prev, id, by="ann", beyond=True)
         if process.signed:
             signed = tuple((prev, min(high, id)) for prev, high in process.signed if prev < id)
-            taken_back = process._replace(signed=signed)
-            yield fewer._with(at, taken_back), Record("JOIN", name, LIVING, id=id, by="ann", beyond=True)
+            record_rolled_back = process._replace(signed=signed)
+            yield fewer._with(at, record_rolled_back), Record("JOIN", name, CURRENT_EPOCH, id=id, by="ann", beyond=True)
 
 
 def _goes_back(world: World, head: int, size: Size) -> Iterator[Step]:

@@ -80,7 +80,7 @@ def test_every_record_has_one_outcome() -> None:
         rdata("a", -3, -2, epoch=1),
     ]
     done = shard.feed(*log)
-    assert done.counts == {"applied": 3, "batch": 1, "duplicate": 1, "held": 1}
+    assert done.counts == {"applied": 3, "batch": 1, "duplicate": 1, "buffered": 1}
     assert shard.rejected == {5: "conflict", 6: "zombie", 8: "mixed_sign"}
     assert sum(done.counts.values()) + len(shard.rejected) == len(log)
     done = shard.feed(rdata("a", 2, 1, epoch=1))
@@ -100,7 +100,7 @@ def test_a_refused_record_settles_no_home() -> None:
     """After the partitions changed a zombie comes first, from where it does not matter: the JOIN says where to live."""
     shard = Shard()
     shard.feed(join("a", 3, epoch=2))
-    shard.states[STREAM] = state.homeless(shard.states[STREAM]).whole
+    shard.states[STREAM] = state.without_home(shard.states[STREAM]).whole
     zombie = replace(rdata("a", 2, 1, epoch=1), partition=1)
     alone = shard.feed_packets(packets([Sent(10, zombie)]))
     assert (rejections(alone), shard.stream().home) == ({10: "zombie"}, None)

@@ -84,8 +84,8 @@ def standing(stream: StreamState) -> object:
     return (
         stream.direction,
         stream.home,
-        stream.line.position,
-        list(stream.line.completed),
+        stream.linear.position,
+        list(stream.linear.completed),
         [
             (
                 name,
@@ -100,7 +100,7 @@ def standing(stream: StreamState) -> object:
         ],
         [
             (key, it.retire, it.chain.refused, [(span.prev, span.id) for span in it.chain.pending])
-            for key, it in sorted(stream.held.items())
+            for key, it in sorted(stream.unjoined.items())
         ],
     )
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streaming.builders import Shard, join, rdata, skip
-from tidemark.streaming.core.chain import NOWHERE, Chain, Span
+from tidemark.streaming.core.chain import NO_POSITION, Chain, Span
 from tidemark.streaming.values.limits import Evidence
 
 FACT = Evidence(facts=1)
@@ -86,8 +86,8 @@ def test_a_cut_divides_a_span_and_closes_only_gaps_that_were() -> None:
 
 def test_nothing_joins_a_chain_that_never_began() -> None:
     """Without a JOIN not even an edge from 0 is a position."""
-    chain = settled(Chain(NOWHERE), (0, 3))
-    assert chain.position == NOWHERE
+    chain = settled(Chain(NO_POSITION), (0, 3))
+    assert chain.position == NO_POSITION
     assert [(it.prev, it.id) for it in chain.pending] == [(0, 3)]
 
 

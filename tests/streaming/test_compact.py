@@ -133,7 +133,7 @@ def logs_with_acts(draw: st.DrawFn) -> list[Message]:
 def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int, held: int, completed: int) -> None:
     """A log and the same with a record for each edge have equal effects, in batches that end at the same places: but
     for offsets, and for each dead letter, which is one record and names the first ID that does not fit."""
-    whole, apart = (Shard(bounds=Bounds(held=held, completed=completed)) for _ in range(2))
+    whole, apart = (Shard(bounds=Bounds(unjoined=held, completed=completed)) for _ in range(2))
     for first in range(0, len(log), cut):
         batch = log[first : first + cut]
         one = whole.feed_packets(packed(map(as_taken, batch)))

@@ -63,7 +63,7 @@ def test_an_unknown_writer_is_named_before_those_that_wait_with_it() -> None:
     """It holds the line alone as long as it has not joined; it counts from its first record."""
     shard = Shard()
     shard.feed(join("a", 5))
-    assert shard.stream().line.position == 5
+    assert shard.stream().linear.position == 5
     done = shard.feed(rdata("new", 7, 6, epoch=4))
     assert held(done.summary) == [("new", "unknown", 2000), ("a", "silent", 2000)]
     assert done.summary.behind is not None

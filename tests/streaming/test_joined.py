@@ -20,13 +20,13 @@ from tidemark.streaming.core.writer_codec import PackedTable, StoredWriter, Stra
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import NOTHING, Bounds
-from tidemark.streaming.wire.runs import EVERYTHING, RunColumns
+from tidemark.streaming.wire.runs import UNBOUNDED, RunColumns
 
 Tracer = Callable[[FrameType, str, Any], Any]
 NAMES = [f"writer-{number}" for number in range(12)]
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["add", "advance", "wait", "retire", "return", "fall back", "drop", "doubt", "pack"]),
+        st.sampled_from(["add", "advance", "wait", "retire", "return", "fall back", "drop", "mark_uncertain", "pack"]),
         st.sampled_from(NAMES),
         st.integers(1, 5),
     ),
@@ -43,10 +43,10 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
         for now, (act, name, number) in enumerate(steps):
             if act == "pack":
                 writers = packed_again(writers)
-            elif act == "doubt":
-                writers.doubt()
+            elif act == "mark_uncertain":
+                writers.mark_uncertain()
                 for writer in plain.values():
-                    writer.chain.refuse(EVERYTHING)
+                    writer.chain.refuse(UNBOUNDED)
             elif act == "add" and name not in plain:
                 plain[name], writers[name] = WriterState(number, Chain(number)), WriterState(number, Chain(number))
             elif name in plain:

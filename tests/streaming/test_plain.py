@@ -68,7 +68,7 @@ class Twins:
             signed, summary = stream.direction.signed, effects.summarize(stream)
             positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
             if summary == effects.Summary(0, 0, None, [], 0, None):
-                assert at_rest(stored) in (None, (signed(stream.line.position), positions))
+                assert at_rest(stored) in (None, (signed(stream.linear.position), positions))
             else:
                 assert at_rest(stored) is None
 
@@ -194,7 +194,7 @@ def test_runs_that_continue_are_plain() -> None:
     assert twins.send(void("a", 8, 9, 1), void("a", 9, 10, 1))
     assert twins.send(void("a", 10, 11, 1))
     assert twins.send(rdata("a", 12, 11, 1))
-    assert twins.shard.stream().line.position == 12
+    assert twins.shard.stream().linear.position == 12
 
 
 def test_many_voids_are_remembered_as_far_as_any() -> None:
@@ -223,7 +223,7 @@ def test_when_a_writer_was_seen_last_is_no_later_than_the_batch() -> None:
     for now in (-997, -990, -999):
         twins.shard.now = twins.slow.now = now
         position = twins.shard.stream().writers["a"].position
-        assert twins.send(rdata("a", twins.shard.stream().line.position + 1, position, 1))
+        assert twins.send(rdata("a", twins.shard.stream().linear.position + 1, position, 1))
 
 
 def test_runs_that_came_in_another_order_are_not_plain() -> None:
@@ -276,7 +276,7 @@ def test_no_stream_reaches_so_far_that_others_cannot_be_told_apart() -> None:
     twins.send(replace(join("a", 0), stream="r"), *joins)
     edges = [replace(it, stream=stream) for stream in ("s", "t") for it in (rdata("a", 1, 0, 1), rdata("b", 2, 0, 1))]
     twins.send(replace(position("a", 0, MAX_ID, 1), stream="r"), *edges)
-    assert {name: state.decode(stored).line.position for name, stored in twins.shard.states.items()} == {
+    assert {name: state.decode(stored).linear.position for name, stored in twins.shard.states.items()} == {
         "r": MAX_ID,
         "s": 2,
         "t": 2,
@@ -336,7 +336,7 @@ def test_what_stands_in_the_way(few: int, why: str, standing: list[Record], reco
     with packing(few):
         twins.send(*standing)
         for shard in (twins.shard, twins.slow) if not standing else ():
-            shard.states = {name: state.homeless(stored).whole for name, stored in shard.states.items()}
+            shard.states = {name: state.without_home(stored).whole for name, stored in shard.states.items()}
         assert twins.send(*(records or [rdata("a", 5, 3, 1)])) == 0, why
 
 

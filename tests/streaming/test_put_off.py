@@ -24,8 +24,8 @@ from tests.streaming.builders import (
 )
 from tests.streaming.protocol import Database
 from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import deferred as put_off
-from tidemark.streaming.core.deferred import PutOff, is_edge, united
+from tidemark.streaming.core import deferred as deferred
+from tidemark.streaming.core.deferred import DeferredRange, is_edge, united
 from tidemark.streaming.core.effects import Recall, StreamEffects, summarize
 from tidemark.streaming.values.limits import Bounds
 
@@ -90,7 +90,7 @@ def test_all_orders_of_a_few_edges_end_in_the_same_place() -> None:
         assert topic.shard.positions == {"a": 8}, order
         assert topic.told == Counter(facts=3, empty=3, width=8), order
         chain = topic.shard.stream().writers["a"].chain
-        assert (chain.pending, chain.put_off) == ([], []), order
+        assert (chain.pending, chain.deferred) == ([], []), order
 
 
 OPS = ["reserve"] * 5 + ["commit"] * 4 + ["roll back", "heartbeat", "read", "read", "recall"]
@@ -113,7 +113,7 @@ def test_every_fact_is_applied_without_a_join_once_the_gaps_close(
     database, topic = Database(sign, ("a", "b", "c")), Topic(Bounds(pending=pending))
     queue: list[Record] = []
     with packing(few), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(put_off, "RANGES_KEPT", ranges)
+        patch.setattr(deferred, "RANGES_KEPT", ranges)
         for name in "abc":
             queue += database.start(name)
         for name, op, which in acts:
@@ -184,14 +184,14 @@ def test_a_join_retire_or_end_of_a_writer_forgets_what_was_put_off() -> None:
         assert move.facts == 2
         assert move.skipped or (move.unseen, move.empty) == (7, 0)
         assert not topic.recalls
-        assert not topic.feed(join("b", 9)).summary.put_off
+        assert not topic.feed(join("b", 9)).summary.deferred
 
 
 def test_what_was_put_off_before_the_join_of_its_epoch_comes_again_after_it() -> None:
     """A writer that has not joined is held, and its chain is bounded too; the JOIN answers for what lies below it."""
     topic = Topic(Bounds(pending=1))
     done = topic.feed(*(rdata("a", id, id - 1, epoch=2) for id in (3, 5, 7)))
-    assert (done.counts, done.summary.put_off) == ({"held": 1, "put_off": 2}, ["a/2"])
+    assert (done.counts, done.summary.deferred) == ({"buffered": 1, "deferred": 2}, ["a/2"])
     topic.feed(join("a", 4, epoch=2))
     topic.settle()
     topic.feed(rdata("a", 6, epoch=2))
@@ -222,13 +222,13 @@ def test_late_completions_without_room_come_again() -> None:
 
 def test_a_stream_whose_offsets_mean_nothing_any_more_waits_for_the_join() -> None:
     """It may live in another partition, or records may be gone: nothing is recalled, and nothing stepped over."""
-    for changed in (state.homeless, state.doubtful):
+    for changed in (state.without_home, state.marked_uncertain):
         topic = overfull(rdata("b", 4, 3, epoch=3))
         parts = changed(topic.shard.states[STREAM])
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
         topic.shard.states[STREAM] = parts.whole
         done = topic.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4, 6)))
-        assert (topic.shard.positions, done.recalls, done.summary.put_off) == ({"a": 6}, [], [])
+        assert (topic.shard.positions, done.recalls, done.summary.deferred) == ({"a": 6}, [], [])
         (move,) = topic.feed(join("a", 9, epoch=2)).advances
         assert move.unseen == 3
 
@@ -240,9 +240,9 @@ def test_a_writer_with_nothing_pending_is_still_named_for_what_was_put_off() -> 
         topic.feed(*A1, *(rdata("a", id, epoch=1) for id in (3, 5)), join("b", 0), rdata("a", 7, epoch=1))
         topic.feed(rdata("a", 1, epoch=1), rdata("a", 2, epoch=1))
         assert topic.recalls == [Recall("a", 1, 0, 2, 2)]
-        assert summarize(topic.shard.stream()).put_off == ["a/1"]
-        moved = state.decode(state.homeless(topic.shard.states[STREAM]).whole)
-        assert not moved.writers["a"].chain.put_off
+        assert summarize(topic.shard.stream()).deferred == ["a/1"]
+        moved = state.decode(state.without_home(topic.shard.states[STREAM]).whole)
+        assert not moved.writers["a"].chain.deferred
 
 
 def test_only_the_writers_own_edges_come_again() -> None:
@@ -257,14 +257,14 @@ def test_only_the_writers_own_edges_come_again() -> None:
     assert not any(is_edge(*it, STREAM, "a", 1) for it in bad)
 
 
-ranges = st.lists(st.builds(lambda low, width, prev: PutOff(low, low + width, prev), *[st.integers(0, 300)] * 3))
+ranges = st.lists(st.builds(lambda low, width, prev: DeferredRange(low, low + width, prev), *[st.integers(0, 300)] * 3))
 
 
 @given(ranges)
-def test_ranges_are_bounded_and_lose_nothing(found: list[PutOff]) -> None:
+def test_ranges_are_bounded_and_lose_nothing(found: list[DeferredRange]) -> None:
     """Each is in one of them, with a `prev` that is no higher; they are apart and in order."""
     kept = united(found)
-    assert len(kept) <= put_off.RANGES_KEPT
+    assert len(kept) <= deferred.RANGES_KEPT
     assert all(one.last + 1 < other.first for one, other in pairwise(kept))
     for it in found:
         assert any(one.first <= it.first and it.last <= one.last and one.prev <= it.prev for one in kept)

@@ -245,8 +245,8 @@ def test_no_text_that_postgres_cannot_store_is_taken(kind: str, field: str) -> N
 @pytest.mark.parametrize("kind", ["JOIN", "RETIRE", "SKIP"])
 def test_only_an_operators_record_without_an_epoch_means_the_writer_as_it_lives(kind: str) -> None:
     """On the facts topic it is epoch 0, as ever; and nobody can send the number that stands for it."""
-    assert read(raw({**SKIP, "kind": kind}), topic=Topic.CONTROL).epoch == records.LIVING
-    assert reason(raw(SKIP, epoch=records.LIVING), topic=Topic.CONTROL) == Reason.NEGATIVE_EPOCH
+    assert read(raw({**SKIP, "kind": kind}), topic=Topic.CONTROL).epoch == records.CURRENT_EPOCH
+    assert reason(raw(SKIP, epoch=records.CURRENT_EPOCH), topic=Topic.CONTROL) == Reason.NEGATIVE_EPOCH
     if kind != "SKIP":
         assert read(without({**SKIP, "kind": kind}, "by", "why")).epoch == 0
 

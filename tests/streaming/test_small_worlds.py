@@ -21,7 +21,7 @@ from tidemark.streaming.core import stream as timelines
 from tidemark.streaming.core import stream_input as inbox
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.outcome import Changes
+from tidemark.streaming.core.outcome import BatchOutcome
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import Mark, WriterState
 from tidemark.streaming.values.intervals import EMPTY, Intervals
@@ -126,9 +126,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """The line goes to the highest position, not to the lowest."""
 
     def settle(self: StreamState) -> None:
-        self.line.settle(max(writer.chain.position for writer in self.writers.values()))
+        self.linear.settle(max(writer.chain.position for writer in self.writers.values()))
 
-    patch.setattr(StreamState, "settle_line", settle)
+    patch.setattr(StreamState, "advance_linear", settle)
 
 
 @bent(PLAIN, "the line passes")
@@ -147,7 +147,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """A JOIN below another writer's position begins a timeline."""
     rule = StreamState._begin
 
-    def begin(self: StreamState, mark: Mark, changes: Changes) -> Any:
+    def begin(self: StreamState, mark: Mark, changes: BatchOutcome) -> Any:
         if any(mark.id < writer.position for writer in self.writers.values()):
             self.database = "another"
         return rule(self, mark, changes)
@@ -194,14 +194,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "no timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""
-    rule = timelines.went_back
-    patch.setattr(stream, "went_back", lambda writer, held, mark, timeline, _: rule(writer, held, mark, timeline, None))
+    rule = timelines.rollback_signal
+    patch.setattr(
+        stream, "rollback_signal", lambda writer, held, mark, timeline, _: rule(writer, held, mark, timeline, None)
+    )
 
 
 @bent(SAME_EPOCH, "a JOIN is not applied")
 def _(patch: pytest.MonkeyPatch) -> None:
     """Every further JOIN of an epoch counts as a repetition."""
-    patch.setattr(stream, "is_repeated", lambda writer, mark, *_: mark.epoch == writer.epoch)
+    patch.setattr(stream, "is_repetition", lambda writer, mark, *_: mark.epoch == writer.epoch)
 
 
 @bent(BACK, "the line passes")
@@ -217,7 +219,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     joins: list[str] = []
     begin = writers.begin
 
-    def go_back(self: WriterState, limit: int, name: str, changes: Changes) -> None:
+    def go_back(self: WriterState, limit: int, name: str, changes: BatchOutcome) -> None:
         if joins:
             rule(self, limit, name, changes)
 
@@ -242,10 +244,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     """Late completions are counted as duplicates."""
 
-    def be_late(self: Changes, run: Run, _: str) -> None:
+    def record_late(self: BatchOutcome, run: Run, _: str) -> None:
         self.counts["duplicate"] += len(run)
 
-    patch.setattr(Changes, "be_late", be_late)
+    patch.setattr(BatchOutcome, "record_late", record_late)
 
 
 @bent(BACK, "is not late")
@@ -258,7 +260,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "late is not")
 def _(patch: pytest.MonkeyPatch) -> None:
     """What was taken back is told to nobody."""
-    patch.setattr(writers, "taken_back", lambda *_: None)
+    patch.setattr(writers, "record_rolled_back", lambda *_: None)
 
 
 @bent(BACK, "a RDATA is")

@@ -19,7 +19,7 @@ from tests.streaming.builders import (
 from tidemark.common.errors import StateTooNew
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.codec import FORMAT
-from tidemark.streaming.core.deferred import PutOff
+from tidemark.streaming.core.deferred import DeferredRange
 from tidemark.streaming.core.effects import Recall, summarize
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
@@ -60,7 +60,7 @@ def test_a_state_comes_back_as_it_went() -> None:
     assert state.encode(once) == stored
     assert [*once.writers["a"].late] == [(2, 4)]
     assert once.writers["a"].chain.refused == 8
-    assert once.held["b", 2].retire == 3
+    assert once.unjoined["b", 2].retire == 3
     assert once.writers["d"].retired == 1000
 
 
@@ -111,7 +111,7 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     assert shard.states[STREAM] == done.state[:-1] + done.retired
     assert [*state.decode(done.state).writers] == ["a"]
     assert shard.feed(rdata("a", 1, epoch=1)).retired is None
-    for parts in (state.homeless(shard.states[STREAM]), state.doubtful(shard.states[STREAM])):
+    for parts in (state.without_home(shard.states[STREAM]), state.marked_uncertain(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
 
@@ -124,7 +124,7 @@ def test_what_was_put_off_comes_back_as_it_went() -> None:
         stored = shard.states[STREAM]
         once = state.decode(stored)
         assert state.encode(once) == stored
-        assert (summarize(once).put_off, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
-        assert once.writers["a"].chain.put_off == [PutOff(3, 3, 4), PutOff(5, 5, 6)]
-        recalls = [*state.put_off(stored)]
+        assert (summarize(once).deferred, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
+        assert once.writers["a"].chain.deferred == [DeferredRange(3, 3, 4), DeferredRange(5, 5, 6)]
+        recalls = [*state.deferred(stored)]
         assert recalls == [Recall(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

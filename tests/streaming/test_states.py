@@ -12,12 +12,12 @@ from tests.streaming.test_plain import logs
 from tidemark.streaming.core import effects
 from tidemark.streaming.core import store as states
 from tidemark.streaming.core.batch import advance
-from tidemark.streaming.core.store import NONE, UNREAD, PackedStates, States
+from tidemark.streaming.core.store import NONE, UNREADABLE, PackedStates, States
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds
 
 names = st.text(max_size=3) | st.sampled_from(["a", "ab", "é", "\U0001f600", "￿"])
-dictionaries = st.dictionaries(names, st.sampled_from([UNREAD, b"1", b"22", b"333"]), max_size=12)
+dictionaries = st.dictionaries(names, st.sampled_from([UNREADABLE, b"1", b"22", b"333"]), max_size=12)
 
 
 @given(dictionaries, names, st.integers(0, 2))
@@ -27,7 +27,7 @@ def test_packed_states_are_found_by_name(given_: dict[str, bytes], other: str, e
     assert {name: packed.get(name) for name in [*given_, other]} == {**dict.fromkeys([other]), **given_}
     assert dict(packed.items()) == given_
     assert packed.data == PackedStates.of(dict(reversed(given_.items()))).data
-    assert packed.unread == [*given_.values()].count(UNREAD)
+    assert packed.unread == [*given_.values()].count(UNREADABLE)
 
 
 @given(dictionaries, dictionaries, dictionaries, names)
@@ -43,7 +43,7 @@ def test_the_newest_state_of_a_stream_counts(
     for found in (layered, States.kept(layered.keep(), below), packed_anew):
         assert {name: found.get(name) for name in together} == together
         assert (other in found) == (other in together)
-        assert found.unread() == [*together.values()].count(UNREAD)
+        assert found.unread() == [*together.values()].count(UNREADABLE)
 
 
 @settings(max_examples=examples(100))
@@ -81,8 +81,8 @@ def test_what_a_batch_does_not_touch_is_neither_kept_nor_passed_on() -> None:
 
 
 def test_streams_of_which_nothing_can_be_read_are_counted_in_the_seed() -> None:
-    """Past the bound of them a new stream is in doubt, as it was before the line of batches began anew."""
-    seed = PackedStates.of({f"k{number}": UNREAD for number in range(3)})
+    """Past the bound of them a new stream is marked as uncertain, as it was before the line of batches began anew."""
+    seed = PackedStates.of({f"k{number}": UNREADABLE for number in range(3)})
     for most, doubted in ((3, True), (4, False)):
         found = States.kept(None, seed)
         done = advance(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unread=most))

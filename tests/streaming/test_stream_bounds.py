@@ -10,9 +10,9 @@ def test_an_edge_past_the_bound_of_pending_spans_is_put_off() -> None:
     shard = Shard(bounds=Bounds(pending=2))
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 6, 5, epoch=1))
     done = shard.feed(rdata("a", 9, 8, epoch=1), rdata("a", 7, 6, epoch=1), rdata("a", 2, 1, epoch=1))
-    assert (done.counts, done.recalls, done.summary.put_off) == ({"applied": 2, "put_off": 1}, [], ["a/1"])
+    assert (done.counts, done.recalls, done.summary.deferred) == ({"applied": 2, "deferred": 1}, [], ["a/1"])
     done = shard.feed(rdata("a", 1, epoch=1))
-    assert (shard.positions, done.recalls, done.summary.put_off) == ({"a": 3}, [Recall("a", 1, 0, 3, 3)], [])
+    assert (shard.positions, done.recalls, done.summary.deferred) == ({"a": 3}, [Recall("a", 1, 0, 3, 3)], [])
     shard.feed(rdata("a", 9, 8, epoch=1), position("a", 3, 5, epoch=1), rdata("a", 8, 7, epoch=1))
     assert shard.positions == {"a": 9}
 
@@ -39,9 +39,9 @@ def test_completed_ids_past_their_bound_are_forgotten() -> None:
 
 def test_unknown_writers_past_their_bound_are_rejected() -> None:
     """Rule 9: the line is held by those that are there already."""
-    shard = Shard(bounds=Bounds(held=1))
+    shard = Shard(bounds=Bounds(unjoined=1))
     shard.feed(join("a", 0), rdata("b", 2, epoch=1), rdata("c", 3, epoch=1), row("c", 1), retire("d", 3))
-    assert shard.rejected == {2: "held_overflow", 3: "held_overflow", 4: "held_overflow"}
+    assert shard.rejected == {2: "buffer_overflow", 3: "buffer_overflow", 4: "buffer_overflow"}
     shard.feed(rdata("a", 1, epoch=1))
     assert shard.linear == 0
 

@@ -63,7 +63,7 @@ def test_an_unknown_writer_is_held_and_holds_the_line() -> None:
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 1, epoch=1))
     done = shard.feed(rdata("b", 2, epoch=1), rdata("a", 3, 1, epoch=1))
-    assert done.counts == {"applied": 1, "held": 1}
+    assert done.counts == {"applied": 1, "buffered": 1}
     assert done.summary.unknown == ["b/1"]
     assert (shard.positions, shard.linear) == ({"a": 3}, 1)
     done = shard.feed(join("b", 3))
@@ -157,7 +157,7 @@ def test_the_retire_of_an_unknown_writer_waits_for_its_join() -> None:
     """It has said nothing that may move a position: held, and counted once."""
     shard = Shard()
     shard.feed(join("a", 0))
-    assert shard.feed(retire("b", 4)).counts == {"held": 1}
+    assert shard.feed(retire("b", 4)).counts == {"buffered": 1}
     assert (shard.positions, shard.linear) == ({"a": 0}, 0)
     assert shard.feed(join("b", 2), retire("a", 1)).counts == {"applied": 2}
     assert (shard.positions, shard.linear) == ({"a": 1, "b": 4}, 4)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tidemark.streaming.core.effects import StreamEffects
-from tidemark.streaming.wire.records import LIVING
+from tidemark.streaming.wire.records import CURRENT_EPOCH
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:
@@ -80,12 +80,12 @@ def test_skips_of_unknown_zombie_and_retired_writers_are_refused(shard: Shard) -
 def test_an_act_without_an_epoch_means_the_writer_as_it_lives_now(shard: Shard) -> None:
     """An operator need not look an epoch up: joined, else the newest that is held; the audit names it."""
     shard.feed(join("a", 6, epoch=7), rdata("a", 9, 8, epoch=7), rdata("b", 9, 8, epoch=3), rdata("b", 8, epoch=2))
-    done = shard.feed(skip("a", 6, 8, epoch=LIVING), forced(join("b", 7, epoch=LIVING)))
+    done = shard.feed(skip("a", 6, 8, epoch=CURRENT_EPOCH), forced(join("b", 7, epoch=CURRENT_EPOCH)))
     assert [(it.kind, it.writer, it.epoch) for it in done.forced] == [("SKIP", "a", 7), ("JOIN", "b", 3)]
     assert (shard.rejected, shard.positions) == ({}, {"a": 9, "b": 7})
     shard.feed(retire("a", 9, epoch=7), rdata("a", 12, 9, epoch=8))
-    (act,) = shard.feed(forced(retire("a", 12, epoch=LIVING))).forced
-    assert (act.epoch, [*shard.stream().held]) == (8, [])
+    (act,) = shard.feed(forced(retire("a", 12, epoch=CURRENT_EPOCH))).forced
+    assert (act.epoch, [*shard.stream().unjoined]) == (8, [])
 
 
 @pytest.mark.parametrize("act", [skip("a", 0, 7), forced(retire("a", 7)), forced(join("a", 7, epoch=2))])
@@ -148,5 +148,5 @@ def test_an_edge_across_a_forced_retire_is_held() -> None:
     shard.feed(join("a", 0), join("b", 9), forced(retire("a", 4)))
     assert shard.linear == 9
     done = shard.feed(rdata("a", 12, 2, epoch=1), rdata("b", 20, 9, epoch=1))
-    assert done.counts == {"applied": 1, "held": 1}
+    assert done.counts == {"applied": 1, "buffered": 1}
     assert (shard.positions, shard.linear) == ({"a": 4, "b": 20}, 9)

@@ -17,7 +17,7 @@ from tidemark.streaming.core import codec as state
 from tidemark.streaming.core import writer_table as joined
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.wire.records import LIVING
+from tidemark.streaming.wire.records import CURRENT_EPOCH
 
 WRITERS = ("a", "b", "c")
 writers = st.sampled_from(WRITERS)
@@ -69,7 +69,7 @@ class Compared(RuleBasedStateMachine):
         self.model = Model()
         self.queue: list[Record] = []
         self.history: list[Record] = []
-        self.stands: dict[str, int] = {}
+        self.no_reuse_below: dict[str, int] = {}
         self.apart = b"\xc0"
         self.packing = ExitStack()
 
@@ -129,10 +129,10 @@ class Compared(RuleBasedStateMachine):
         """Anything that decoding lets through, whatever was sent before."""
         self.send(*(self.near(hint) for hint in seen))
 
-    @rule(hint=hints("SKIP SKIP SKIP RETIRE JOIN"), living=st.booleans(), beyond=st.booleans())
-    def operate(self, hint: Hint, *, living: bool, beyond: bool) -> None:
+    @rule(hint=hints("SKIP SKIP SKIP RETIRE JOIN"), current_epoch=st.booleans(), beyond=st.booleans())
+    def operate(self, hint: Hint, *, current_epoch: bool, beyond: bool) -> None:
         record = replace(self.near(hint), partition=0, unseen=False)
-        self.send(forced(replace(record, epoch=LIVING) if living else record, beyond=beyond))
+        self.send(forced(replace(record, epoch=CURRENT_EPOCH) if current_epoch else record, beyond=beyond))
 
     @rule(luck=st.integers(0, 3))
     def throw_out_everybody(self, luck: int) -> None:
@@ -167,7 +167,7 @@ class Compared(RuleBasedStateMachine):
         batch = [Sent(at, record) for at, record in enumerate(self.queue, self.shard.next_offset)]
         self.queue = []
         self.shard.next_offset += len(batch)
-        before = self.model.late_facts.copy(), len(self.model.timelines), self.model.line
+        before = self.model.late_facts.copy(), len(self.model.timelines), self.model.linear
         # Operators' records have no order against the facts: they come last. Those of other partitions have none
         # either: they may have come before all others, and after all others.
         ordered = sorted(batch, key=lambda it: (it.record.control, it.record.partition != self.home(batch), it.offset))
@@ -213,17 +213,17 @@ class Compared(RuleBasedStateMachine):
         """Positions, line, gaps, what is held: all that the state says."""
         model = self.model
         assert {name: it.position for name, it in sorted(stored.writers.items())} == model.positions()
-        assert self.sign * effects.linear == stored.line.position == model.line
+        assert self.sign * effects.linear == stored.linear.position == model.linear
         assert stored.direction == effects.direction == model.direction
         for name, writer in stored.writers.items():
             twin = model.writers[name]
             assert (writer.epoch, writer.retired is not None) == (twin.epoch, twin.retired)
             assert [(low, top) for low, top, _ in writer.chain.gaps()] == twin.gaps()
-        assert {key: [(it.prev, it.id) for it in held.chain.pending] for key, held in stored.held.items()} == {
-            key: held.ranges() for key, held in model.held.items()
+        assert {key: [(it.prev, it.id) for it in held.chain.pending] for key, held in stored.unjoined.items()} == {
+            key: held.ranges() for key, held in model.unjoined.items()
         }
-        completed = {at for low, high in stored.line.completed for at in range(low + 1, high + 1)}
-        assert completed == {at for at in model.done if at > model.line}
+        completed = {at for low, high in stored.linear.completed for at in range(low + 1, high + 1)}
+        assert completed == {at for at in model.done if at > model.linear}
 
     def compare_encoded(self, effects: StreamEffects, stored: StreamState) -> None:
         """What Postgres has of the state by parts, each written when it changed, is the whole."""
@@ -234,8 +234,8 @@ class Compared(RuleBasedStateMachine):
         """Each advance begins where the last one ended, and its evidence is that of its IDs."""
         for move in effects.advances:
             prev, id = self.sign * move.prev, self.sign * move.id
-            assert self.stands.get(move.writer, 0) == prev < id
-            self.stands[move.writer] = id
+            assert self.no_reuse_below.get(move.writer, 0) == prev < id
+            self.no_reuse_below[move.writer] = id
             counts = {FACTS: move.facts, EMPTY: move.empty, UNSEEN: move.unseen, SKIPPED: move.skipped}
             twin = self.model.writers[move.writer]
             exact = twin.evidence(prev, id)
@@ -243,7 +243,7 @@ class Compared(RuleBasedStateMachine):
                 assert all(exact[how] <= count <= id - prev for how, count in counts.items())
             else:
                 assert +Counter(counts) == +exact
-        assert {name: at for name, at in self.model.positions().items() if at} == self.stands
+        assert {name: at for name, at in self.model.positions().items() if at} == self.no_reuse_below
 
     def compare_late(self, effects: StreamEffects, expected: Counter[tuple[str, str]]) -> None:
         """No fact that came too late vanishes."""
@@ -273,7 +273,7 @@ def test_what_was_told_before_it_was_taken_back_is_not_late() -> None:
     act = Hint("JOIN", "c", 2, 0, 1)
     compared.babble(seen=[Hint("RDATA", "c", 0, 0, 1)])
     for _ in range(2):
-        compared.operate(beyond=False, hint=act, living=False)
+        compared.operate(beyond=False, hint=act, current_epoch=False)
     compared.babble(seen=[Hint("RDATA", "a", 0, 0, 1), Hint("RDATA", "c", 2, 0, 2)])
     compared.flush(seed=0)
     compared.work(count=0, ends=[], name="a")

@@ -43,14 +43,14 @@ def test_open_transactions_end_with_the_epoch_that_named_them(end: Record) -> No
 
 
 def test_only_a_writer_that_has_joined_may_name_them() -> None:
-    """Of an unknown writer, an earlier epoch or one that retired they are refused, and put nothing in doubt."""
+    """OPEN of an unknown writer, an earlier epoch or a retired one is refused, and marks nothing as uncertain."""
     shard = Shard()
     shard.feed(join("shop", 0, epoch=2), join("old", 0), retire("old", 0))
     shard.feed(opened("stranger", "x"), opened("shop", "x", epoch=1), opened("shop", "x", epoch=3), opened("old", "x"))
     unknown = Reason.UNKNOWN_WRITER
     assert [shard.rejected[offset] for offset in sorted(shard.rejected)] == [unknown, Reason.ZOMBIE, unknown, unknown]
     assert shown(shard) == {}
-    assert shard.stream(STREAM).held == {}
+    assert shard.stream(STREAM).unjoined == {}
 
 
 def test_what_a_terminal_would_obey_is_not_kept() -> None:

@@ -10,7 +10,7 @@ from tests.streaming.builders import Record, Shard, forced, join, position, rdat
 from tests.streaming.protocol import Database
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.wire.records import LIVING, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Timeline
 
 FAR = 2_000_000_000
 WRITERS = ("a", "b", "c")
@@ -55,8 +55,8 @@ def test_a_join_below_what_came_late_into_a_skip_begins_a_timeline(shard: Shard)
 
 @pytest.mark.parametrize("id", [0, 6])
 def test_an_operator_takes_a_skip_back(shard: Shard, id: int) -> None:
-    """A JOIN at the living epoch: what only an operator settled beyond its ID is open again, and the line waits."""
-    done = shard.feed(forced(join("a", id, epoch=LIVING)))
+    """A JOIN at the current epoch: what only an operator settled beyond its ID is open again, and the line waits."""
+    done = shard.feed(forced(join("a", id, epoch=CURRENT_EPOCH)))
     assert [(it.kind, it.epoch, it.id) for it in done.forced] == [("JOIN", 1, id)]
     assert (done.counts, late(done), done.timelines, shard.rejected) == ({"applied": 1}, [], [], {})
     assert (shard.positions, chain(shard, "a"), done.allocated) == ({"a": FAR, "b": 7}, 6, 7)
@@ -65,12 +65,12 @@ def test_an_operator_takes_a_skip_back(shard: Shard, id: int) -> None:
     done = shard.feed(rdata("a", 8, 6, epoch=1), rdata("a", 11, 8, epoch=1))
     assert late(done) == [("a", 6, 11, 2, "regressed")]
     assert (shard.positions, shard.linear) == ({"a": FAR, "b": 12}, 12)
-    assert shard.feed(forced(join("a", 11, epoch=LIVING))).counts == {"duplicate": 1}
+    assert shard.feed(forced(join("a", 11, epoch=CURRENT_EPOCH))).counts == {"duplicate": 1}
 
 
 def test_what_is_taken_back_may_be_less_than_what_was_skipped(shard: Shard) -> None:
     """Up to the ID of the act the skip stands, also where no edge of the writer ends there."""
-    shard.feed(forced(join("a", 7, epoch=LIVING)))
+    shard.feed(forced(join("a", 7, epoch=CURRENT_EPOCH)))
     assert chain(shard, "a") == 7
     shard.feed(rdata("a", 8, 6, epoch=1))
     assert chain(shard, "a") == 8
@@ -80,7 +80,7 @@ def test_what_is_taken_back_may_be_less_than_what_was_skipped(shard: Shard) -> N
 
 def test_what_its_writer_completed_in_a_skip_stays_when_the_skip_is_taken_back(shard: Shard) -> None:
     """Its record came once, late, and will not come again; what is open below it holds the line as ever."""
-    done = shard.feed(rdata("a", 11, 8, epoch=1), forced(join("a", 6, epoch=LIVING)))
+    done = shard.feed(rdata("a", 11, 8, epoch=1), forced(join("a", 6, epoch=CURRENT_EPOCH)))
     assert late(done) == [("a", 8, 11, 1, "skipped")]
     assert (chain(shard, "a"), [*shard.stream().writers["a"].chain.gaps()]) == (6, [(6, 8, shard.now)])
     shard.feed(rdata("b", 12, 7, epoch=1), rdata("a", 8, 6, epoch=1))
@@ -94,7 +94,7 @@ def test_a_skip_above_a_gap_is_taken_back_whole() -> None:
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 9, 8, epoch=1), skip("a", 9, FAR, beyond=True))
     assert shard.positions == {"a": 0}
-    done = shard.feed(forced(join("a", 0, epoch=LIVING)), rdata("a", 12, 9, epoch=1))
+    done = shard.feed(forced(join("a", 0, epoch=CURRENT_EPOCH)), rdata("a", 12, 9, epoch=1))
     assert late(done) == [("a", 9, 12, 1, "skipped")]
     done = shard.feed(rdata("a", 14, 12, epoch=1), rdata("a", 8, 0, epoch=1))
     assert (late(done), shard.positions, done.counts) == ([], {"a": 14}, {"applied": 2})
@@ -124,7 +124,7 @@ def test_late_ranges_have_the_bound_of_pending_spans() -> None:
     shard.feed(join("a", 0), skip("a", 0, 100, beyond=True))
     shard.feed(*(rdata("a", id, epoch=1) for id in range(2, 40, 2)))
     assert [*shard.stream().writers["a"].late] == [(0, 1), (2, 3), (4, 100)]
-    shard.feed(forced(join("a", 0, epoch=LIVING)))
+    shard.feed(forced(join("a", 0, epoch=CURRENT_EPOCH)))
     assert [*shard.stream().writers["a"].chain.gaps()] == [(0, 1, shard.now), (2, 3, shard.now)]
 
 
@@ -180,13 +180,15 @@ class Operated(RuleBasedStateMachine):
     @rule(name=writers, at=st.integers(-4, 4), width=st.sampled_from([1, 2, 3, 50]))
     def skip(self, name: str, at: int, width: int) -> None:
         prev = max(0, self.database.processes[name].last + at)
-        if self.act(Record("SKIP", name, LIVING, self.database.sign * prev, self.database.sign * (prev + width))):
+        if self.act(
+            Record("SKIP", name, CURRENT_EPOCH, self.database.sign * prev, self.database.sign * (prev + width))
+        ):
             self.signed[name] |= {*range(prev + 1, prev + width + 1)}
 
     @rule(name=writers, at=st.integers(-6, 4))
     def take_back(self, name: str, at: int) -> None:
         id = max(0, self.database.processes[name].last + at)
-        if self.act(Record("JOIN", name, LIVING, id=self.database.sign * id)):
+        if self.act(Record("JOIN", name, CURRENT_EPOCH, id=self.database.sign * id)):
             self.signed[name] = {it for it in self.signed[name] if it <= id}
 
     def act(self, record: Record) -> bool:
@@ -224,7 +226,7 @@ class Operated(RuleBasedStateMachine):
         self.advance()
         for name, process in self.database.processes.items():
             if process.alive:
-                self.act(Record("JOIN", name, LIVING))
+                self.act(Record("JOIN", name, CURRENT_EPOCH))
                 self.signed[name].clear()
         for name, process in self.database.processes.items():
             for _ in range(len(process.open)):

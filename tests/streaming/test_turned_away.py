@@ -61,7 +61,7 @@ def evidence(done: Sequence[StreamEffects]) -> list[tuple[str, int, int, int, in
 
 
 def linear(shard: Shard) -> int:
-    return shard.stream().line.position
+    return shard.stream().linear.position
 
 
 # -- nobody can read it
@@ -76,7 +76,7 @@ def test_a_join_after_an_unreadable_record_leaves_its_range_unseen() -> None:
 
 
 def test_the_doubt_outlasts_its_batch_and_falls_on_all_writers() -> None:
-    """Nobody knows who sent it, so each writer's next join is in doubt, whenever it comes."""
+    """Nobody knows who sent it, so each writer's next join is marked as uncertain, whenever it comes."""
     shard = Shard()
     feed(shard, join("a", 2), join("b", 2))
     feed(shard, unread(), unread(b"more nonsense"))
@@ -117,7 +117,7 @@ def test_a_key_that_is_no_name_makes_no_stream() -> None:
 
 
 def test_nonsense_under_many_keys_makes_a_bounded_number_of_streams() -> None:
-    """Past the bound, each stream that begins in the shard is in doubt: its name may have been among them."""
+    """Past the bound each stream that begins in the shard is marked as uncertain: its name may have been among them."""
     shard = Shard(bounds=Bounds(unread=2))
     feed(shard, *(replace(unread(), key=b"k%d" % number) for number in range(5)))
     assert sorted(shard.states) == ["k0", "k1"]
@@ -181,7 +181,7 @@ def test_a_join_under_a_wrong_key_holds_the_line() -> None:
 @pytest.mark.parametrize("astray", [{"partition": 1}, {"key": b"x", "partition": 1}, {"topic": Topic.CONTROL}])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_fact_elsewhere_in_one_batch_with_the_join(astray: dict[str, Any], *, first: bool) -> None:
-    """There is no order between the two, so that JOIN is in doubt, and so is the one after it."""
+    """There is no order between the two, so that JOIN is marked as uncertain, and so is the one after it."""
     shard = Shard()
     feed(shard, join("a", 0))
     found = [replace(rdata("a", 4), **astray), join("a", 5, 2)]
@@ -189,7 +189,7 @@ def test_a_fact_elsewhere_in_one_batch_with_the_join(astray: dict[str, Any], *, 
 
 
 def test_a_stream_that_begins_with_facts_in_two_partitions() -> None:
-    """The writer is the first, by epoch 0; what went elsewhere is in doubt."""
+    """The writer is the first, by epoch 0; what went elsewhere is marked as uncertain."""
     shard = Shard()
     feed(shard, rdata("a", 1, 0, 0), replace(rdata("a", 2, 1, 0), partition=1))
     assert evidence(feed(shard, join("a", 3, 1))) == [("a", 1, 3, 1, 1)]
@@ -222,10 +222,10 @@ def test_an_act_without_a_signature_puts_nothing_in_doubt() -> None:
 
 def test_an_unknown_writer_past_the_bound_holds_the_line_after_the_others_have_joined() -> None:
     """It was turned away, so nobody knows what it has open; its JOIN alone does not tell that it was the only one."""
-    shard = Shard(bounds=Bounds(held=1))
+    shard = Shard(bounds=Bounds(unjoined=1))
     feed(shard, join("a", 0))
     feed(shard, rdata("b", 3, 2), rdata("c", 2, 1))
-    assert sorted(shard.rejected.values()) == ["held_overflow"]
+    assert sorted(shard.rejected.values()) == ["buffer_overflow"]
     feed(shard, join("b", 4, 2), join("a", 4, 2))
     assert linear(shard) == 0
     assert evidence(feed(shard, join("c", 4, 2))) == [("c", 0, 4, 0, 4)]
@@ -233,15 +233,15 @@ def test_an_unknown_writer_past_the_bound_holds_the_line_after_the_others_have_j
 
 
 def test_facts_past_the_bound_of_unknown_writers_are_in_doubt() -> None:
-    """Those who were turned away are not known by name, so every next JOIN is in doubt."""
-    shard = Shard(bounds=Bounds(held=1))
+    """Those who were turned away are not known by name, so every next JOIN is marked as uncertain."""
+    shard = Shard(bounds=Bounds(unjoined=1))
     feed(shard, join("a", 0), rdata("b", 3, 2), rdata("a", 2, 1, epoch=2))
     assert evidence(feed(shard, join("a", 4, 3))) == [("a", 0, 4, 0, 4)]
 
 
 def test_an_operator_gets_rid_of_all_that_never_joined() -> None:
     """RETIRE of `*`: what they completed is late, and the line goes on."""
-    shard = Shard(bounds=Bounds(held=1))
+    shard = Shard(bounds=Bounds(unjoined=1))
     feed(shard, join("a", 0), rdata("b", 3, 2), rdata("c", 2, 1))
     feed(shard, rdata("a", 4))
     act = replace(record("RETIRE", "*", 0, by="ann", why="load test"), topic=Topic.CONTROL)

@@ -60,11 +60,11 @@ class World:
 
     def __init__(self, sign: int) -> None:
         self.database = Database(sign, WRITERS)
-        self.shard = Shard(bounds=Bounds(pending=2, held=1, retired=0, unread=1))
+        self.shard = Shard(bounds=Bounds(pending=2, unjoined=1, retired=0, unread=1))
         self.topic: list[Produced] = []
         self.kept: dict[int, Produced] = {}  # what was read from the facts topic, by offset
         self.linear = 0
-        self.stands = dict.fromkeys(WRITERS, 0)
+        self.no_reuse_below = dict.fromkeys(WRITERS, 0)
         self.late: set[tuple[str, int]] = set()
         self.nameless: set[str] = set()  # whose last JOIN nobody could read
         self.dropped: set[str] = set()  # retired writers that left the state
@@ -126,9 +126,9 @@ class World:
         for move in stream.advances:
             prev, id = abs(move.prev), abs(move.id)
             if move.writer in self.dropped:  # it begins at 0 again, and Postgres tells what is beyond its old position
-                prev, id = max(prev, self.stands[move.writer]), max(id, self.stands[move.writer])
-            assert self.stands[move.writer] == prev
-            self.stands[move.writer] = id
+                prev, id = max(prev, self.no_reuse_below[move.writer]), max(id, self.no_reuse_below[move.writer])
+            assert self.no_reuse_below[move.writer] == prev
+            self.no_reuse_below[move.writer] = id
             committed = {it for name, it in self.database.facts if name == move.writer and prev < it <= id}
             told = {it for name, it in self.late if name == move.writer}
             assert move.unseen or move.facts >= len(committed - told)
@@ -184,7 +184,7 @@ odd_records = st.tuples(PLACES, KEYS, ODD | st.binary(max_size=9))
 def test_a_hostile_producer_breaks_no_rule(batches: list[list[tuple[tuple[Topic, int], bytes | None, bytes]]]) -> None:
     """Rules 2 and 5: whatever it sends, under whatever key and to whatever topic, each record has one outcome, and no
     line goes back."""
-    shard = Shard(bounds=Bounds(pending=2, held=2, retired=1, unread=2))
+    shard = Shard(bounds=Bounds(pending=2, unjoined=2, retired=1, unread=2))
     linear: dict[str, int] = {}
     for batch in batches:
         taken = [(at, at, place, key, value) for at, (place, key, value) in enumerate(batch, shard.next_offset)]

@@ -42,7 +42,7 @@ AHEAD_PLAUSIBLE_SECONDS = 3600.0
 
 RECORDS = Counter(
     "tidemark_records",
-    "Records by outcome, each fact of a RUN counted: applied, held (their writer never joined), put_off (too much of"
+    "Records by outcome, each fact of a RUN counted: applied, held (their writer never joined), deferred (too much of"
     " their writer is pending; they come again), duplicate, late, batch (rows without a number),"
     " forgotten (completed IDs dropped at a bound). `held` or `late` rising: see `tidemark status` for the writer.",
     ["outcome"],
@@ -57,7 +57,7 @@ DEAD_LETTERS = Counter(
 )
 RECALLED = Counter(
     "tidemark_requeued_records",
-    "Records that were put off (`put_off` of tidemark_records_total) and produced to the facts topic again. Not rising"
+    "Records that were put off (`deferred` of tidemark_records_total) and produced to the facts topic again. Not rising"
     " although gaps close: `tidemark status` says what hinders it.",
     registry=REGISTRY,
 )
@@ -184,7 +184,7 @@ RETRIES = Counter(
 )
 
 # Prometheus sees no increase in a counter that was not there before.
-for _outcome in ("applied", "held", "put_off", "duplicate", "late", "batch", "forgotten"):
+for _outcome in ("applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"):
     RECORDS.labels(_outcome)
 for _reason in Reason:
     DEAD_LETTERS.labels(_reason)

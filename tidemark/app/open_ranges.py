@@ -13,7 +13,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.linear_lag import behind, is_brief
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.writers import HeldWriter, WriterState
+from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
 from tidemark.streaming.values.policies import Policies
 
 NO_POLICIES = Policies()
@@ -77,7 +77,7 @@ def silence(policies: Policies, stream: str) -> float:
 def _of_stream(name: str, stream: StreamState, now: float, silent: float) -> Iterator[OpenRange]:
     holding = behind(stream)
     stream.writers.open_waiting()
-    for (writer, epoch), held in stream.held.items():
+    for (writer, epoch), held in stream.unjoined.items():
         yield _unknown(name, stream, writer, epoch, held)
     owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
     for writer, known in owing.items():
@@ -105,7 +105,7 @@ def _with_remedy(it: OpenRange, stream: StreamState, *, bridged: bool) -> OpenRa
     if known is not None:
         id = stream.direction.signed(known.chain.reach) if it.top is not None else it.low
     else:
-        id = stream.direction.signed(max(stream.held[it.writer, it.epoch].chain.reach, 0))
+        id = stream.direction.signed(max(stream.unjoined[it.writer, it.epoch].chain.reach, 0))
     found = remedy(
         it.verdict,
         it.stream,
@@ -148,7 +148,7 @@ def _gaps(
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
 
 
-def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: HeldWriter) -> OpenRange:
+def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: UnjoinedWriter) -> OpenRange:
     chain = held.chain
     waiting = chain.waiting
     facts = sum(span.evidence.facts for span in chain.pending)

@@ -104,13 +104,15 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
-        put_off = [(name, it) for name, stored in postgres.states().items() for it in state.put_off(stored)]
-        postgres.give_up_recalls(put_off, f"an operator accepted {', '.join(sorted(accept))}")
+        deferred = [(name, it) for name, stored in postgres.states().items() for it in state.deferred(stored)]
+        postgres.give_up_recalls(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
         # Each stream may live in another partition now: the first record after this says which.
-        postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
+        postgres.replace_states({stream: state.without_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
         # The lost records may have been facts: what the writers settle next was not proven empty
         # (docs/design.md, rule 1).
-        postgres.replace_states({stream: state.doubtful(stored) for stream, stored in postgres.states().items()})
+        postgres.replace_states(
+            {stream: state.marked_uncertain(stored) for stream, stored in postgres.states().items()}
+        )
         postgres.set_offsets(offsets)

@@ -46,7 +46,7 @@ class BoardEntry:
         stream = state.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
-        return cls(signed(stream.line.position), signed(stream.allocated), positions, summarize(stream))
+        return cls(signed(stream.linear.position), signed(stream.allocated), positions, summarize(stream))
 
     @property
     def ended(self) -> bool:
@@ -339,7 +339,7 @@ class Board(Collector):
         used = {
             "pending": summary.spans / bounds.pending,
             "completed": summary.completed / bounds.completed,
-            "unknown": len(summary.unknown) / bounds.held,
+            "unknown": len(summary.unknown) / bounds.unjoined,
         }
         return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
 

@@ -19,7 +19,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail
 
 Address = tuple[str, int]
-NOWHERE = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+NO_POSITION = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
 """For a server that is to know of no stream."""
 MIB = 1 << 20
 RELAYED = [

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.app.lines.given import NOWHERE, RELAYED, LineClient, client, served
+from tests.app.lines.given import NO_POSITION, RELAYED, LineClient, client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines.protocol import KeepAlive
@@ -19,7 +19,7 @@ BRISK = LineServerConfig(keep_alive=KeepAlive(interval=0.2, timeout=0.6), tick=0
 
 def test_server_says_its_name_then_ping() -> None:
     """The first two lines are SERVER and PING, before the client says anything."""
-    with served(NOWHERE, LineServerConfig(name="example.org")) as address, client(address) as one:
+    with served(NO_POSITION, LineServerConfig(name="example.org")) as address, client(address) as one:
         assert one.line() == "SERVER example.org"
         word, _, time_ms = (one.line() or "").partition(" ")
         assert word == "PING"
@@ -82,7 +82,12 @@ def test_client_that_comes_back_learns_what_it_missed(pipeline: Pipeline, server
 
 def test_relayed_commands_reach_all_others() -> None:
     """All of them go to every other connection in their order, whether it sent REPLICATE or not, and never back."""
-    with served(NOWHERE) as address, client(address) as one, client(address, "REPLICATE") as two, client(address) as me:
+    with (
+        served(NO_POSITION) as address,
+        client(address) as one,
+        client(address, "REPLICATE") as two,
+        client(address) as me,
+    ):
         assert all(it.line() == "SERVER tidemark" for it in (one, two, me))
         me.send(*RELAYED)
         assert one.lines(len(RELAYED)) == two.lines(len(RELAYED)) == RELAYED
@@ -102,7 +107,7 @@ def test_relayed_commands_reach_all_others() -> None:
 )
 def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) -> None:
     """Malformed, binary and oversized lines: one ERROR that says what was wrong, then the connection closes."""
-    with served(NOWHERE, LineServerConfig(longest=1000)) as address, client(address) as one:
+    with served(NO_POSITION, LineServerConfig(longest=1000)) as address, client(address) as one:
         one.socket.sendall(sent)
         said = one.said()
         assert said
@@ -113,7 +118,7 @@ def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) 
 
 def test_half_line_is_not_acted_on() -> None:
     """What has no newline yet is no command, also when the connection ends there."""
-    with served(NOWHERE) as address, client(address) as one:
+    with served(NO_POSITION) as address, client(address) as one:
         other = LineClient(address)
         other.socket.sendall(b"REMOTE_SERVER_UP exam")
         other.close()
@@ -123,7 +128,7 @@ def test_half_line_is_not_acted_on() -> None:
 def test_pings_come_and_silence_ends_a_connection_that_sent_one() -> None:
     """A PING comes whenever nothing else did; who sent one and then nothing is left, who sent none stays."""
     began = time.monotonic()
-    with served(NOWHERE, BRISK) as address, client(address) as person, client(address, "PING 1") as one:
+    with served(NO_POSITION, BRISK) as address, client(address) as person, client(address, "PING 1") as one:
         while one.line() is not None:
             pass
         assert time.monotonic() - began > 0.5
@@ -136,7 +141,7 @@ def test_pings_come_and_silence_ends_a_connection_that_sent_one() -> None:
 def test_clients_are_told_that_the_server_stops() -> None:
     """The last line is ERROR, and then the connection ends."""
     with ExitStack() as stack:
-        with served(NOWHERE) as address:
+        with served(NO_POSITION) as address:
             one = stack.enter_context(client(address, "NAME x"))
             assert one.line() == "SERVER tidemark"
         assert (one.said(), one.line()) == ("ERROR server stopping", None)

@@ -9,7 +9,7 @@ from typing import cast
 
 import psutil
 
-from tests.app.lines.given import MIB, NOWHERE, RELAYED, LineClient, client, no_facts, served
+from tests.app.lines.given import MIB, NO_POSITION, RELAYED, LineClient, client, no_facts, served
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
@@ -31,7 +31,7 @@ def test_client_that_never_reads_is_dropped() -> None:
     """It is cut off at the bound of its buffer, the memory stays, and who reads is told everything."""
     process = psutil.Process()
     with (
-        served(NOWHERE, LineServerConfig(unread=200_000)) as address,
+        served(NO_POSITION, LineServerConfig(unread=200_000)) as address,
         client(address, "REPLICATE", receive_buffer=4096) as deaf,
         client(address, "REPLICATE") as one,
     ):
@@ -48,7 +48,7 @@ def test_client_that_never_reads_is_dropped() -> None:
 def test_clients_that_read_nothing_fill_no_memory_together() -> None:
     """Where all of them have more unread than they may together, those with the most are dropped."""
     with (
-        served(NOWHERE, LineServerConfig(unread_by_all=2_000_000, tick=0.05)) as address,
+        served(NO_POSITION, LineServerConfig(unread_by_all=2_000_000, tick=0.05)) as address,
         client(address, "REPLICATE") as one,
         ExitStack() as crowd,
     ):
@@ -116,7 +116,7 @@ def test_relaying_counts_as_what_it_costs() -> None:
 def test_no_more_connections_than_allowed() -> None:
     """One too many is told so and closed; when another leaves there is room again. A connection that never sent a line
     gives way."""
-    with served(NOWHERE, LineServerConfig(connections=1)) as address:
+    with served(NO_POSITION, LineServerConfig(connections=1)) as address:
         before = taken()
         with client(address) as silent, client(address, "NAME one") as one:
             assert silent.line() == "SERVER tidemark"

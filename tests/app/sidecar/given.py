@@ -21,7 +21,7 @@ from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.tls_listener import ListenerConfig
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.chain import Chain, Span
-from tidemark.streaming.core.deferred import PutOff
+from tidemark.streaming.core.deferred import DeferredRange
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.stream import StreamState
@@ -81,14 +81,14 @@ def sidecar(
 @dataclass(frozen=True)
 class At:
     """A writer that moved from `prev` to `id`; where `pending` is given, that ID waits above a gap of one ID or more,
-    which is open since `since` (ms). `transactions` hold its open IDs, as it says. `put_off`: more found no room."""
+    which is open since `since` (ms). `transactions` hold its open IDs, as it says. `deferred`: more found no room."""
 
     prev: int
     id: int
     pending: int | None = None
     since: int = NOW
     transactions: tuple[str, ...] = ()
-    put_off: bool = False
+    deferred: bool = False
 
 
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
@@ -104,7 +104,7 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
 
 def _chain(at: At) -> Chain:
     pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, at.since)]
-    return Chain(at.id, pending, put_off=[PutOff(5, 8, at.pending or at.id)] if at.put_off else [])
+    return Chain(at.id, pending, deferred=[DeferredRange(5, 8, at.pending or at.id)] if at.deferred else [])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.app.lines.given import NOWHERE
+from tests.app.lines.given import NO_POSITION
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
 from tidemark.app.sidecar.admission import AdmissionConfig, AdmissionQueue
@@ -24,7 +24,7 @@ BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=60)
 
 @pytest.fixture
 def guarded() -> Iterator[SidecarClient]:
-    with sidecar(NOWHERE, SiteConfig(), admitted=BOUNDS) as client:
+    with sidecar(NO_POSITION, SiteConfig(), admitted=BOUNDS) as client:
         yield client
 
 
@@ -91,7 +91,7 @@ def test_request_that_is_no_http_is_a_problem(guarded: SidecarClient) -> None:
 def test_half_a_request_is_not_waited_for(sent: bytes) -> None:
     """A head that does not come in time costs its connection."""
     bounds = replace(BOUNDS, seconds=0.5)
-    with sidecar(NOWHERE, SiteConfig(), admitted=bounds) as client, connected(client, sent) as it:
+    with sidecar(NO_POSITION, SiteConfig(), admitted=bounds) as client, connected(client, sent) as it:
         assert answer(it) == b""
 
 
@@ -133,7 +133,7 @@ def test_request_has_one_host(guarded: SidecarClient, fields: bytes) -> None:
 def test_half_open_connections_keep_nobody_out() -> None:
     """However many connections say nothing, those that ask are answered: the oldest of the silent ones give way."""
     bounds = AdmissionConfig(places=20, seconds=60)
-    with sidecar(NOWHERE, SiteConfig(), admitted=bounds) as client, ExitStack() as crowd:
+    with sidecar(NO_POSITION, SiteConfig(), admitted=bounds) as client, ExitStack() as crowd:
         silent = [crowd.enter_context(connected(client, b"GET /li", source="127.0.0.2")) for _ in range(60)]
         for _ in range(5):
             with connected(client, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") as it:
@@ -244,7 +244,7 @@ def test_proxy_that_is_trusted_names_the_client() -> None:
 
     for trusted, others in ((["127.0.0.1"], 200), (["10.0.0.9"], 429)):
         site, bounds = SiteConfig(limits=Limits(held=4)), replace(BOUNDS, trusted_proxies=trusted)
-        with sidecar(NOWHERE, site, admitted=bounds) as client, ExitStack() as crowd:
+        with sidecar(NO_POSITION, site, admitted=bounds) as client, ExitStack() as crowd:
             assert [watch(client, crowd, "192.0.2.1") for _ in range(4)] == [200] * 4
             assert watch(client, crowd, "192.0.2.1") == 429
             assert watch(client, crowd, "192.0.2.2") == others

@@ -45,7 +45,7 @@ def test_gaps_are_named_with_their_range_and_age(pipeline: Pipeline, client: Sid
 
 def test_what_was_put_off_is_told(pipeline: Pipeline, client: SidecarClient, dsn: str) -> None:
     """Of whom records wait in Kafka for room, which of those are on their way back, and which are gone."""
-    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12, put_off=True), second=At(0, 7)))
+    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12, deferred=True), second=At(0, 7)))
     pipeline.publish(moved("t", 7, first=At(0, 7)))
     with psycopg.connect(dsn) as sql:
         sql.execute(
@@ -53,15 +53,15 @@ def test_what_was_put_off_is_told(pipeline: Pipeline, client: SidecarClient, dsn
             " values ('s', 'second', 1, 0, 9, 8, 3, 'retention')"
         )
     found = client.json("/v1/streams/s/gaps")
-    assert found["put_off"] == [{"writer": "first", "epoch": 1}]
+    assert found["deferred"] == [{"writer": "first", "epoch": 1}]
     [recalled] = found["recalled"]
     assert (recalled["writer"], recalled["gone"], recalled["problem"]) == ("second", 3, "retention")
     other = client.json("/v1/streams/t/gaps")
-    assert (other["put_off"], other["recalled"]) == ([], [])
+    assert (other["deferred"], other["recalled"]) == ([], [])
     with client.stream("GET", "/v1/watch") as watch:
         line = next(it for it in watch.iter_lines() if '"stream":"s"' in it)
     writers = json.loads(line.removeprefix("data: "))["writers"]
-    assert [(it["put_off"], it["gone"]) for it in writers] == [(True, 0), (True, 3)]
+    assert [(it["deferred"], it["gone"]) for it in writers] == [(True, 0), (True, 3)]
 
 
 @pytest.mark.parametrize("lost", [False, True])

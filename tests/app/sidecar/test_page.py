@@ -13,7 +13,7 @@ import redis
 from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.app.lines.given import NOWHERE
+from tests.app.lines.given import NO_POSITION
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_synapse import begun_by_a_bridge
 from tests.needs import CHROMIUM, chromium
@@ -73,10 +73,10 @@ def focused(page: Page) -> str:
     return str(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
 
 
-def held(name: str, seconds: float, *, put_off: bool = False) -> At:
+def held(name: str, seconds: float, *, deferred: bool = False) -> At:
     """A writer that owes 8 to 11 for so long."""
     since = int((time.time() - seconds) * 1000)
-    return At(7, 7, pending=12, since=since, transactions=("pid 4711, idle in transaction",), put_off=put_off)
+    return At(7, 7, pending=12, since=since, transactions=("pid 4711, idle in transaction",), deferred=deferred)
 
 
 def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None:
@@ -97,7 +97,7 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, ".trouble .verb", "select pg_terminate_backend(4711)")
     expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
-    pipeline.publish(moved("orders", 7, shop=held("shop", 200, put_off=True), web=At(9, 10)))
+    pipeline.publish(moved("orders", 7, shop=held("shop", 200, deferred=True), web=At(9, 10)))
     says(page, ".trouble .more", re.compile("more of its records are put off and come again once there is room$"))
     pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(10, 12)))
     says(page, "#headline", "The only stream is moving")
@@ -297,7 +297,7 @@ def test_pages_do_not_come_back_all_at_once(browser: Browser) -> None:
             "window.pauses = []; const set = setTimeout; Math.random = () => 1;"
             "window.setTimeout = (act, pause) => { pauses.push(pause); return set(act, pause); };"
         )
-        with sidecar(NOWHERE) as client:
+        with sidecar(NO_POSITION) as client:
             page.goto(str(client.base_url))
             says(page, "#headline", "No stream yet")
         says(page, "#headline", "No connection to the sidecar")

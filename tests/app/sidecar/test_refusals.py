@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.app.lines.given import NOWHERE
+from tests.app.lines.given import NO_POSITION
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.app.sidecar.test_admission import answer, connected, send_on
 from tests.sinks.reader.given import Pipeline
@@ -28,7 +28,7 @@ PAGE = ["/", "/page/page.js"]
 def alone() -> Iterator[SidecarClient]:
     """Of a sidecar that reaches no server, and takes little."""
     site = SiteConfig(origins=["https://ours.example"], hosts=["127.0.0.1"])
-    with sidecar(NOWHERE, site, admitted=AdmissionConfig(bytes=16_384)) as client:
+    with sidecar(NO_POSITION, site, admitted=AdmissionConfig(bytes=16_384)) as client:
         yield client
 
 
@@ -175,7 +175,7 @@ def test_metrics_want_a_token_and_the_right_host(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("ours\n")
     site = SiteConfig(tokens, hosts=["127.0.0.1"])
-    with sidecar(NOWHERE, site) as client:
+    with sidecar(NO_POSITION, site) as client:
         given = {"Authorization": "Bearer ours"}
         assert is_problem(client.get("/metrics"), 401, "unauthorized")
         assert client.get("/metrics", headers=given).status_code == 200

@@ -72,7 +72,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
             "gaps": [gap],
             "hidden": 0,
             "transactions": ["pid 7"],
-            "put_off": False,
+            "deferred": False,
             "gone": 0,
             "last_seen": None,
         }

@@ -13,7 +13,7 @@ from tidemark.app.verbs import overrides as acts
 from tidemark.app.verbs.overrides import IdRange
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.values.policies import Policies
-from tidemark.streaming.wire.records import LIVING, Join, Marker, Retire, Skip, Timeline
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Join, Marker, Retire, Skip, Timeline
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def stored() -> bytes:
     return shard.states[STREAM]
 
 
-def skip(prev: int, id: int, writer: str = "a", epoch: int = LIVING, *, beyond: bool = False) -> Skip:
+def skip(prev: int, id: int, writer: str = "a", epoch: int = CURRENT_EPOCH, *, beyond: bool = False) -> Skip:
     return Skip(
         stream=STREAM, writer=writer, epoch=epoch, prev=prev, id=id, beyond=beyond, by="ada", why="host is gone"
     )
@@ -61,7 +61,7 @@ def test_what_is_taken_back_is_shown() -> None:
     """From where the line waits for the writer again, and up to where it completes too late for its position."""
     shard = Shard()
     shard.feed(builders.join("a", -2), builders.skip("a", -2, -2_000_000_000, beyond=True))
-    act = Join(stream=STREAM, writer="a", epoch=LIVING, id=-2, by="ada", why="a zero too many")
+    act = Join(stream=STREAM, writer="a", epoch=CURRENT_EPOCH, id=-2, by="ada", why="a zero too many")
     assert shown(shard.states[STREAM], act) == [
         "JOIN of a in epoch 1, by ada: a zero too many",
         "a is waited for again from -2 on; what it completes up to -2000000000 is late",

@@ -17,7 +17,7 @@ from tidemark.app.cli import main
 from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.audit import TABLES
 
-NOWHERE = "http://127.0.0.1:1/metrics"
+NO_POSITION = "http://127.0.0.1:1/metrics"
 ALL_AWAY = {
     "TIDEMARK_POSTGRES_DSN": "postgresql://ada:geheim@127.0.0.1:1/tidemark",
     "TIDEMARK_REDIS_URL": "redis://ada:geheim@127.0.0.1:1/0",
@@ -26,7 +26,7 @@ ALL_AWAY = {
 
 
 def bundle(variables: Mapping[str, str], *words: str) -> Result:
-    return CliRunner(env=dict(variables)).invoke(main, ["bundle", *words, "--metrics", NOWHERE])
+    return CliRunner(env=dict(variables)).invoke(main, ["bundle", *words, "--metrics", NO_POSITION])
 
 
 def contents(file: Path) -> dict[str, str]:

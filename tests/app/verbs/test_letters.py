@@ -56,7 +56,10 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
             b'{"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":5,"ids":[6,8],"rows":[[{}],[]]}',
             "nothing moves; the line of events stays at 2; counted as: applied 2",
         ),
-        (FACT.replace(b'"epoch":1', b'"epoch":4'), "nothing moves; the line of events stays at 2; counted as: held 1"),
+        (
+            FACT.replace(b'"epoch":1', b'"epoch":4'),
+            "nothing moves; the line of events stays at 2; counted as: buffered 1",
+        ),
     ],
 )
 def test_every_kind_of_edge_can_come_again(stored: bytes, value: bytes, line: str) -> None:

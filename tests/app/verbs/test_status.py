@@ -124,7 +124,7 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         " what is open waits for its next JOIN",
     ]
     (told,) = json.loads(status.to_json(found, 1060.0, WELL))["streams"]
-    assert told["put_off"] == ["shop/1"]
+    assert told["deferred"] == ["shop/1"]
     assert [(it["writer"], it["gone"], it["problem"]) for it in told["recalled"]] == [
         ("web", 0, None),
         ("app", 0, "no right"),

@@ -163,7 +163,7 @@ def test_a_writer_that_is_retired_holds_nobody_back(
     assert retire() == "no stream has a writer pod-1 that is not retired\n"
     facts = append(sql)
     eventually(lambda: settled(sql))
-    assert orders().line.position >= max(facts)
+    assert orders().linear.position >= max(facts)
     sql.execute("select tidemark.append_as('pod-1', 'orders', '1')")
     eventually(lambda: orders().writers["pod-1"].retired is None)
     eventually(lambda: settled(sql))

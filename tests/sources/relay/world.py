@@ -457,7 +457,7 @@ class Core:
             self.timelines += [(it.id, it.why) for it in stream.timelines]
         self.told = max([self.told, *map(abs, self.facts), *map(abs, self.voids)])
         state = decode(self._states[self._stream])
-        self.line = state.line.position
+        self.linear = state.linear.position
         self.positions = {name: state.writers[name].position for name in state.writers}
         self.retired = {name for name in state.writers if state.writers[name].retired is not None}
         return [*done.streams]

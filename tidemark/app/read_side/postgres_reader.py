@@ -40,9 +40,9 @@ class Details:
     epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the batch time
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
-    word. `put_off`: writers, and their epochs, of whom records found no room and wait in Kafka; `recalls`, what of that
-    is on its way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: what holds positions back, with
-    what settles it.
+    word. `deferred`: writers, and their epochs, whose records found no room and wait in Kafka; `recalls`:
+    those that are on their way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: what holds positions back,
+    and what settles that.
     """
 
     epochs: Mapping[str, int]
@@ -56,7 +56,7 @@ class Details:
     transactions: Mapping[str, list[str]]
     behind: Behind | None
     seen: Mapping[str, int]
-    put_off: Sequence[tuple[str, int]]
+    deferred: Sequence[tuple[str, int]]
     recalls: Sequence[RecallStatus]
     bridged: bool
     open_ranges: Sequence[OpenRange] = ()
@@ -217,7 +217,7 @@ def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[Reca
         transactions=stream.transactions,
         behind=summary.behind,
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
-        put_off=[(name, int(epoch)) for name, _, epoch in (it.rpartition("/") for it in summary.put_off)],
+        deferred=[(name, int(epoch)) for name, _, epoch in (it.rpartition("/") for it in summary.deferred)],
         recalls=recalls,
         bridged=bridged,
     )

@@ -233,7 +233,7 @@ class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
 
 
-class PutOffAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Records of `writer` found no room, since too much of it is pending: they wait in Kafka and come again as it
     shrinks."""
 
@@ -264,7 +264,7 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, list[str]], Meta(description="Who holds the open IDs of a writer, where it tells.")
     ]
     total: Count
-    put_off: list[PutOffAnswer]
+    deferred: list[DeferredRangeAnswer]
     recalled: list[RecallAnswer]
     age_seconds: Annotated[float, Meta(ge=0)]
 
@@ -276,7 +276,7 @@ def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAn
         behind=behind_answer(details.behind),
         open_transactions=dict(sorted(details.transactions.items())),
         total=len(details.gaps),
-        put_off=[PutOffAnswer(writer=writer, epoch=epoch) for writer, epoch in details.put_off],
+        deferred=[DeferredRangeAnswer(writer=writer, epoch=epoch) for writer, epoch in details.deferred],
         recalled=[
             RecallAnswer(writer=it.writer, since=it.since, gone=it.gone, problem=it.problem) for it in details.recalls
         ],

@@ -56,7 +56,7 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
     transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
-    put_off: Annotated[
+    deferred: Annotated[
         bool, Meta(description="Whether records of it found no room, and wait in Kafka or are on their way back.")
     ]
     gone: Annotated[int, Meta(ge=0, description="Records of those that Kafka does not have any more, at most.")]
@@ -246,7 +246,7 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         gaps=gaps[:GAPS],
         hidden=max(0, len(gaps) - GAPS),
         transactions=details.transactions.get(name, []) if details else [],
-        put_off=details is not None and name in {it for it, _ in details.put_off} | {it.writer for it in recalls},
+        deferred=details is not None and name in {it for it, _ in details.deferred} | {it.writer for it in recalls},
         gone=sum(it.gone for it in recalls),
         last_seen=last_seen(details.seen.get(name, 0)) if details else None,
     )

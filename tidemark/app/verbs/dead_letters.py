@@ -38,7 +38,7 @@ from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
-_SETTLED: Final = {"duplicate", "put_off"}  # what a record counts as that comes once more
+_SETTLED: Final = {"duplicate", "deferred"}  # what a record counts as that comes once more
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def explain_at(past: StreamPast, stream: str, encoded: bytes, when: datetime) ->
     stand, now = past.stand(stream, when), state.decode(encoded)
     if stand is None:
         return None
-    line = now.direction.signed(now.line.position)
+    line = now.direction.signed(now.linear.position)
     if stand.until is None and beyond(line, stand.linear):
         stand = replace(stand, went_to=line)
     return _explained(past, stream, now, stand, when)

@@ -47,7 +47,7 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Bounds, Reason
 from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire import records, runs
-from tidemark.streaming.wire.records import EVERYBODY, Topic
+from tidemark.streaming.wire.records import ANY_WRITER, Topic
 from tidemark.streaming.wire.runs import PackedRuns
 
 KINDS: Final[dict[str, type[records.Marker]]] = {
@@ -142,7 +142,7 @@ class Trial:
 
     def _is_unheard_of(self) -> bool:
         writer, before = self.act.writer, self.before
-        return writer not in {EVERYBODY, *before.writers, *(name for name, _ in before.held)}
+        return writer not in {ANY_WRITER, *before.writers, *(name for name, _ in before.unjoined)}
 
     def _takes_back(self) -> bool:
         known = self.before.writers.get(self.act.writer)
@@ -155,7 +155,7 @@ class Trial:
     def settled(self) -> list[tuple[int, int]]:
         """Ranges that the act settles on the writer's chain, `(low, high]`, signed."""
         incarnation = self.act.writer, self.act.epoch
-        was = self.before.writers.get(self.act.writer) or self.before.held.get(incarnation)
+        was = self.before.writers.get(self.act.writer) or self.before.unjoined.get(incarnation)
         now = self.after.writers.get(self.act.writer)
         if was is None or now is None:
             return []
@@ -231,7 +231,9 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     waiting = [
         it
         for it in open_ranges.read({act.stream: stored}, now, policies)
-        if (it.verdict == "unknown" if act.writer == EVERYBODY else (it.writer == act.writer and it.epoch <= act.epoch))
+        if (
+            it.verdict == "unknown" if act.writer == ANY_WRITER else (it.writer == act.writer and it.epoch <= act.epoch)
+        )
     ]
     trial = Trial(
         act, state.decode(stored), state.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
@@ -246,7 +248,7 @@ def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: fl
     known = before.writers.get(act.writer)
     if not isinstance(act, records.Retire):
         return None
-    if (held := before.held.get((act.writer, act.epoch))) is not None:
+    if (held := before.unjoined.get((act.writer, act.epoch))) is not None:
         reach = before.direction.signed(max(held.chain.reach, 0))
         done = f"{act.writer} never joined in epoch {act.epoch} and has completed IDs up to {reach}"
         return f"{done}: --id={reach} settles them"
@@ -295,7 +297,7 @@ def standing(stored: bytes, writer: str) -> str:
     """Where the line and the writer are, in a line for people."""
     stream = state.decode(stored)
     signed, known = stream.direction.signed, stream.writers.get(writer)
-    where = f"the line is at {signed(stream.line.position)}"
+    where = f"the line is at {signed(stream.linear.position)}"
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
 
 

@@ -98,7 +98,7 @@ def _status(
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls, bridge)
+    return StreamStatus(name, signed(stream.linear.position), writers, summarize(stream), faults, recalls, bridge)
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
@@ -136,7 +136,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
         },
         "behind": None if stream.summary.behind is None else _plain_behind(stream.summary.behind, now),
         "open_transactions": stream.summary.transactions,
-        "put_off": stream.summary.put_off,
+        "deferred": stream.summary.deferred,
         "recalled": [
             {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.recalls
         ],
@@ -172,7 +172,7 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     lines += [
         f"{stream.stream}: records of {name.rpartition('/')[0]} are put off: too much of it is pending; they come again"
         for stream in streams
-        for name in stream.summary.put_off
+        for name in stream.summary.deferred
     ]
     lines += [f"{it.stream}: {_recalled(it, now)}" for stream in streams for it in stream.recalls]
     lines += [

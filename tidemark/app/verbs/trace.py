@@ -114,8 +114,8 @@ def of_postgres(past: IdPast, stream: str, encoded: bytes, id: int) -> IdTrace:
     now = state.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
-    passed = known and abs(id) <= now.line.position
-    it = IdTrace(stream, id, signed(now.line.position), signed(now.allocated), known, passed)
+    passed = known and abs(id) <= now.linear.position
+    it = IdTrace(stream, id, signed(now.linear.position), signed(now.allocated), known, passed)
     if not known:
         return it
     it.settled = past.settled(stream, id)
@@ -128,7 +128,7 @@ def of_postgres(past: IdPast, stream: str, encoded: bytes, id: int) -> IdTrace:
 
 def _standing(now: StreamState, id: int) -> Iterator[WriterStand]:
     signed, at = now.direction.signed, abs(id)
-    for (name, epoch), held in sorted(now.held.items()):
+    for (name, epoch), held in sorted(now.unjoined.items()):
         yield WriterStand(name, epoch, "unknown", since=moment(held.since))
     for name, known in sorted(now.writers.items()):
         if known.retired is not None or known.position >= at:

@@ -299,8 +299,8 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
     stored = state.decode(rows.state)
     stored.writers.open_waiting()
     signed = stored.direction.signed
-    if signed(stored.line.position) != rows.linear:
-        yield told(None, "linear", signed(stored.line.position), rows.linear)
+    if signed(stored.linear.position) != rows.linear:
+        yield told(None, "linear", signed(stored.linear.position), rows.linear)
     if stored.allocated > abs(rows.allocated):
         yield told(None, "allocated", signed(stored.allocated), rows.allocated)
     gaps: set[tuple[str, int]] = set()

@@ -148,10 +148,10 @@ class Postgres:
         with self._recalls.use() as connection:
             recalls.note(connection, recall, problem)
 
-    def give_up_recalls(self, put_off: Iterable[tuple[str, Recall]], why: str) -> None:
+    def give_up_recalls(self, deferred: Iterable[tuple[str, Recall]], why: str) -> None:
         """The offsets of these, and of all that are kept, mean nothing any more."""
         with self._batches.use() as connection, connection.transaction():
-            recalls.add_recalls(connection, put_off)
+            recalls.add_recalls(connection, deferred)
             recalls.give_up(connection, why)
 
     def note_lagging(self, found: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:

@@ -29,14 +29,14 @@ from tidemark.streaming.core.effects import (
     summarize,
 )
 from tidemark.streaming.core.fast_path import advance_plain
-from tidemark.streaming.core.outcome import Changes, LateRange, Refusal
-from tidemark.streaming.core.store import UNREAD, States
+from tidemark.streaming.core.outcome import BatchOutcome, LateRange, Refusal
+from tidemark.streaming.core.store import UNREADABLE, States
 from tidemark.streaming.core.stream import StreamState, complete
 from tidemark.streaming.core.stream_input import Fact, Inbox, Partition, inboxes_of, segments
-from tidemark.streaming.core.writers import HeldRows, HeldWriter, Mark, WriterState
+from tidemark.streaming.core.writers import Mark, PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected
-from tidemark.streaming.wire.records import LIVING, Kind
+from tidemark.streaming.wire.records import CURRENT_EPOCH, Kind
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, Run, RunColumns, TurnedAway
 
 
@@ -62,7 +62,7 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
             streams.append(done.effects)
             states[name] = done.whole
             continue
-        batch = StreamBatch(name, states.get(name) or (UNREAD if crowded else None), now, bounds.of(name))
+        batch = StreamBatch(name, states.get(name) or (UNREADABLE if crowded else None), now, bounds.of(name))
         batch.feed(inbox)
         for topic, partition, refusal in batch.rejected:
             rejected[topic, partition, refusal.reason].append(refusal)
@@ -101,12 +101,12 @@ class StreamBatch:
     def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
         self.name = name
         self.stream = StreamState() if stored is None else state.decode(stored)
-        self.changes = Changes(now)
+        self.changes = BatchOutcome(now)
         self.rejected: list[tuple[str, int, Refusal]] = []
         self.forced: list[tuple[Marker, str, str]] = []
         self.recalls: list[Recall] = []
         self._bounds = bounds
-        self._line_before = self.stream.line.position
+        self._line_before = self.stream.linear.position
         self._allocated_before = self.stream.allocated
         self.encoded = Encoded(b"", b"", None)
 
@@ -143,7 +143,7 @@ class StreamBatch:
         for segment, marker in segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [
-                HeldRows(item.writer, item.epoch, _offsets(item), item.first_offset)
+                PartialRows(item.writer, item.epoch, _offsets(item), item.first_offset)
                 if isinstance(item, BatchRows)
                 else item
                 for item in segment
@@ -165,7 +165,7 @@ class StreamBatch:
         """The writer lives, whatever became of the record. The time is the batch's: a record's own timestamp comes from
         the clock of the writer, which may be wrong."""
         incarnation = item.writer, item.epoch
-        found: WriterState | HeldWriter | None = self.stream.held.get(incarnation)
+        found: WriterState | UnjoinedWriter | None = self.stream.unjoined.get(incarnation)
         if found is None and ((found := self.stream.writers.get(item.writer)) is None or found.epoch != item.epoch):
             return
         found.seen = max(found.seen, self.changes.now)
@@ -176,13 +176,13 @@ class StreamBatch:
             self.rejected.append((topic, partition, Refusal.whole(Reason.WRONG_PARTITION, offsets)))
 
     def _mark(self, topic: str, partition: int, marker: Marker) -> None:
-        if marker.epoch == LIVING:
-            marker = msgspec.structs.replace(marker, epoch=self.stream.living(marker.writer))
+        if marker.epoch == CURRENT_EPOCH:
+            marker = msgspec.structs.replace(marker, epoch=self.stream.current_epoch(marker.writer))
         refused = self._take(marker)
         if refused is not None:
             self.rejected.append((topic, partition, Refusal.whole(refused, np.array([marker.offset]))))
             return
-        self.stream.face(marker.direction)
+        self.stream.set_direction(marker.direction)
         if marker.by is not None and marker.why is not None:
             self.forced.append((marker, marker.by, marker.why))
 
@@ -213,7 +213,7 @@ class StreamBatch:
         """What came of it; ends the batch. `encoded` is the new state from then on."""
         stream, changes = self.stream, self.changes
         signed, allocated = stream.direction.signed, stream.allocated
-        stream.line.follow(self._allocated_before, allocated, changes.now)
+        stream.linear.follow(self._allocated_before, allocated, changes.now)
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
         closed: list[GapClosed] = []
@@ -241,7 +241,7 @@ class StreamBatch:
             self.name,
             stream.direction,
             signed(self._line_before),
-            signed(stream.line.position),
+            signed(stream.linear.position),
             signed(self._allocated_before),
             signed(allocated),
             advances,

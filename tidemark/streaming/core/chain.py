@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from tidemark.streaming.core.deferred import PutOff, united
+from tidemark.streaming.core.deferred import DeferredRange, united
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import NOTHING, Evidence
 
 # A chain of a writer that never joined: not even an edge from 0 joins it.
-NOWHERE = -1
+NO_POSITION = -1
 
 ANNOUNCED_KEPT = 32  # of each writer: a few bytes in its state; an older contradiction counts as a duplicate
 
@@ -50,18 +50,18 @@ class Moves:
 
 @dataclass(slots=True)
 class Chain:
-    """`refused` is the highest ID of a record that was turned away although it may be true, or `runs.EVERYTHING` where
+    """`refused` is the highest ID of a record that was turned away although it may be true, or `runs.UNBOUNDED` where
     nobody can tell: what is open up to there may hold facts, whatever its writer says later. `empty` are the newest of
     the ranges that the writer declared to be without facts (`ANNOUNCED_KEPT`): a fact that comes from there contradicts
-    it (docs/design.md, rule 10). `put_off` says where the records stand that found no room and are to come again.
+    it (docs/design.md, rule 10). `deferred` says where the records stand that found no room and are to come again.
     """
 
     position: int = 0
     pending: list[Span] = field(default_factory=list)
     refused: int = 0
     empty: Intervals = EMPTY
-    put_off: list[PutOff] = field(default_factory=list)
-    _prev: int = field(default=NOWHERE, init=False)
+    deferred: list[DeferredRange] = field(default_factory=list)
+    _prev: int = field(default=NO_POSITION, init=False)
     _evidence: Evidence = field(default=NOTHING, init=False)
     _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)  # by top, before the first change
     _closed: dict[int, How] = field(default_factory=dict, init=False)
@@ -150,18 +150,18 @@ class Chain:
         """A record that may be a fact, up to `reach`, was turned away."""
         self.refused = max(self.refused, reach)
 
-    def wait_for_room(self, put_off: PutOff, reach: int) -> None:
+    def wait_for_room(self, deferred: DeferredRange, reach: int) -> None:
         """Records up to the ID `reach` found no room. Should they be gone when they are recalled, they were refused."""
-        self.put_off = united([*self.put_off, put_off])
+        self.deferred = united([*self.deferred, deferred])
         self.refuse(reach)
 
-    def recall(self, spans: int) -> PutOff | None:
+    def recall(self, spans: int) -> DeferredRange | None:
         """What is to come again next, put off no more: nothing before half of the `spans` that may wait are free, as
         each that frees a place would bring all of it; but for what the position itself has come to, which needs none.
         """
         free = len(self.pending) <= spans // 2
-        at = next((at for at, it in enumerate(self.put_off) if free or it.prev <= self.position), None)
-        return None if at is None else self.put_off.pop(at)
+        at = next((at for at, it in enumerate(self.deferred) if free or it.prev <= self.position), None)
+        return None if at is None else self.deferred.pop(at)
 
     def declare_empty(self, ranges: Intervals) -> None:
         """The writer says that it has no fact in `ranges`."""

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.core.chain import Chain
-from tidemark.streaming.core.deferred import PutOff
-from tidemark.streaming.core.outcome import Changes, Outcome, Refusal, Why
+from tidemark.streaming.core.deferred import DeferredRange
+from tidemark.streaming.core.outcome import BatchOutcome, Outcome, Refusal, Why
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import NOTHING, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
@@ -37,7 +37,7 @@ class Classifier:
 
     chain: Chain
     spans: int
-    changes: Changes
+    changes: BatchOutcome
     outcome: Outcome
     late: Intervals = EMPTY
     published: int = 0
@@ -98,7 +98,7 @@ class Classifier:
     def _settle(self, run: Run) -> Iterator[Completed]:
         if not self._has_room(run.start, run.end):
             self._put_off(run)
-            self.changes.counts["put_off"] += len(run)
+            self.changes.counts["deferred"] += len(run)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
         self.chain.declare_empty(run.empty())
@@ -129,7 +129,7 @@ class Classifier:
         self.changes.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
         for part in run.parts(denied):
             self.chain.empty = self.chain.empty.difference(Intervals.from_ids(part.ids))
-            self.changes.be_denied(part)
+            self.changes.record_contradiction(part)
             yield part, "late"
 
     def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
@@ -139,7 +139,7 @@ class Classifier:
         self.chain.refuse(int(run.ids[edges][-1]))
 
     def _put_off(self, run: Run) -> None:
-        self.chain.wait_for_room(PutOff(run.first_offset, int(run.offsets.max()), run.start), run.end)
+        self.chain.wait_for_room(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
 
     def _late(self, run: Run) -> Iterator[Completed]:
         completed, again = run.completes, run.ids <= self.published
@@ -147,7 +147,7 @@ class Classifier:
         reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
         for why, chosen in reasons:
             for part in run.parts(chosen):
-                self.changes.be_late(part, why)
+                self.changes.record_late(part, why)
         self._follow(run)
         yield run, "late"
 

@@ -24,7 +24,7 @@ from tidemark.streaming.core.writer_codec import (
     WaitingWriter,
 )
 from tidemark.streaming.core.writer_table import Writers
-from tidemark.streaming.core.writers import HeldWriter, HeldWriters
+from tidemark.streaming.core.writers import UnjoinedWriter, UnjoinedWriters
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 from tidemark.streaming.values.limits import Encoded
@@ -55,14 +55,14 @@ class _Leader(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredStream(_Leader, array_like=True, frozen=True, gc=False):
-    """A state as it is encoded. `line` is the linear position; `completed` is packed as `Intervals.pack` does."""
+    """A state as it is encoded. `linear` is the linear position; `completed` is packed as `Intervals.pack` does."""
 
     direction: int
     home: int | None
-    line: int
+    linear: int
     completed: bytes
     writers: list[StoredWriter]
-    held: list[_Held]
+    unjoined: list[_Held]
     timeline: int
     database: str | None
     ended: int
@@ -94,12 +94,12 @@ def encode_apart(stream: StreamState) -> Encoded:
             FORMAT,
             stream.direction,
             stream.home,
-            stream.line.position,
-            stream.line.completed.pack(),
+            stream.linear.position,
+            stream.linear.completed.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
                 _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, held.seen)
-                for (name, epoch), held in sorted(stream.held.items())
+                for (name, epoch), held in sorted(stream.unjoined.items())
             ],
             stream.timeline,
             stream.database,
@@ -110,7 +110,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.here,
             dict(sorted(stream.transactions.items())),
             waiting,
-            stream.line.heads,
+            stream.linear.heads,
         ),
         table,
     )
@@ -137,15 +137,18 @@ def decode(data: bytes) -> StreamState:
     return StreamState(
         Direction(stored.direction),
         stored.home,
-        LinearPosition(stored.line, Intervals.unpack(stored.completed), stored.heads),
+        LinearPosition(stored.linear, Intervals.unpack(stored.completed), stored.heads),
         Writers(
             {writer.name: writer.writer() for writer in stored.writers},
             _table(stored.active),
             _table(stored.retired),
             stored.waiting,
         ),
-        HeldWriters(
-            {(it.name, it.epoch): HeldWriter(it.chain.chain(), it.since, it.retire, it.seen) for it in stored.held}
+        UnjoinedWriters(
+            {
+                (it.name, it.epoch): UnjoinedWriter(it.chain.chain(), it.since, it.retire, it.seen)
+                for it in stored.unjoined
+            }
         ),
         stored.timeline,
         stored.database,
@@ -161,7 +164,7 @@ def _table(stored: StoredTable | None) -> PackedTable:
     return PackedTable(stored.columns, stored.rows) if stored else EMPTY
 
 
-def homeless(data: bytes) -> Encoded:
+def without_home(data: bytes) -> Encoded:
     """The same state for a stream that may have moved to another Kafka partition, with all its parts."""
     stream = decode(data)
     stream.home = None
@@ -169,21 +172,21 @@ def homeless(data: bytes) -> Encoded:
     return _anew(stream)
 
 
-def doubtful(data: bytes) -> Encoded:
+def marked_uncertain(data: bytes) -> Encoded:
     """The same state for a stream of which records may have gone before they were read, with all its parts."""
     stream = decode(data)
-    stream.doubt()
+    stream.mark_uncertain()
     stream.forget_offsets()
     return _anew(stream)
 
 
-def put_off(data: bytes) -> Iterator[Recall]:
+def deferred(data: bytes) -> Iterator[Recall]:
     """What is to come again once there is room."""
     stream = decode(data)
     stream.writers.open_waiting()
     chains = [(name, it.epoch, it.chain) for name, it in stream.writers.open.items()]
-    for name, epoch, chain in chains + [(name, epoch, it.chain) for (name, epoch), it in stream.held.items()]:
-        for it in chain.put_off:
+    for name, epoch, chain in chains + [(name, epoch, it.chain) for (name, epoch), it in stream.unjoined.items()]:
+        for it in chain.deferred:
             yield Recall(name, epoch, stream.home or 0, it.first, it.last)
 
 

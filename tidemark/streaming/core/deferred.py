@@ -15,7 +15,7 @@ from tidemark.streaming.wire.records import FactRun, Position, Rdata, Topic, Voi
 RANGES_KEPT = 32  # of each chain: a few hundred bytes in its state; fewer are wider, and more comes again in vain
 
 
-class PutOff(NamedTuple):
+class DeferredRange(NamedTuple):
     """The records from offset `first` to `last` of the partition in which the stream lives; the two at its ends were
     put off, and perhaps others between. `prev` is the lowest of theirs.
     """
@@ -24,14 +24,14 @@ class PutOff(NamedTuple):
     last: int
     prev: int
 
-    def joined(self, other: "PutOff") -> "PutOff":
+    def joined(self, other: "DeferredRange") -> "DeferredRange":
         """The smallest range that has both."""
-        return PutOff(min(self.first, other.first), max(self.last, other.last), min(self.prev, other.prev))
+        return DeferredRange(min(self.first, other.first), max(self.last, other.last), min(self.prev, other.prev))
 
 
-def united(ranges: Iterable[PutOff]) -> list[PutOff]:
+def united(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
     """The ranges by offset: those that touch as one, then the narrowest pairs, until they are `RANGES_KEPT`."""
-    found: list[PutOff] = []
+    found: list[DeferredRange] = []
     for it in sorted(ranges):
         if found and it.first <= found[-1].last + 1:
             found[-1] = found[-1].joined(it)

@@ -140,7 +140,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
     intervals of completed IDs kept above the line. `behind` says how far the line is below what is allocated and who
     holds it there, gap or no gap; None where nobody does. `transactions` says who holds a writer's open IDs, where it
-    tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room. `spans` counts the intervals
+    tells. `deferred` names writers (`writer/epoch`) of which edges wait in Kafka for room. `spans` counts the intervals
     that are pending of the writer that has most.
     """
 
@@ -151,7 +151,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     completed: int
     behind: Behind | None
     transactions: dict[str, list[str]] = {}
-    put_off: list[str] = []
+    deferred: list[str] = []
     spans: int = 0
 
 
@@ -160,7 +160,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     `allocated` is the highest ID that a record of the stream has named: how far IDs are known to be given out.
 
-    `counts` holds records by outcome: `applied`, `held`, `put_off`, `duplicate`, `late`, `batch`, and `forgotten`
+    `counts` holds records by outcome: `applied`, `held`, `deferred`, `duplicate`, `late`, `batch`, and `forgotten`
     (completed IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers
     that left the state. `state` is the stream's new state in `core.codec`'s encoding, without the table of its
     retired writers; that is `retired`, where the batch changed it.
@@ -228,20 +228,22 @@ def blockers(stream: "StreamState") -> list[Blocker]:
 def summarize(stream: "StreamState") -> Summary:
     found = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
-    chains = [writer.chain for writer in stream.writers.open.values()] + [held.chain for held in stream.held.values()]
+    chains = [writer.chain for writer in stream.writers.open.values()] + [
+        held.chain for held in stream.unjoined.values()
+    ]
     oldest = [Blocker(it.name, it.epoch, signed(it.low), signed(it.top), it.since, unknown=False) for it in waiting]
     return Summary(
         pending=sum(span.edges for chain in chains for span in chain.pending) + sum(it.edges for it in waiting),
         gaps=sum(not blocker.unknown for blocker in found) + sum(it.gaps for it in waiting),
         oldest=min([*found, *oldest], key=_age, default=None),
-        unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
-        completed=len(stream.line.completed),
+        unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
+        completed=len(stream.linear.completed),
         behind=behind(stream),
         transactions=stream.transactions,
-        put_off=sorted(
-            [f"{name}/{it.epoch}" for name, it in stream.writers.open.items() if it.chain.put_off]
-            + [f"{name}/{epoch}" for (name, epoch), it in stream.held.items() if it.chain.put_off]
-            + [f"{it.name}/{it.epoch}" for it in waiting if it.put_off]
+        deferred=sorted(
+            [f"{name}/{it.epoch}" for name, it in stream.writers.open.items() if it.chain.deferred]
+            + [f"{name}/{epoch}" for (name, epoch), it in stream.unjoined.items() if it.chain.deferred]
+            + [f"{it.name}/{it.epoch}" for it in waiting if it.deferred]
         ),
         spans=max([0, *(len(chain.pending) for chain in chains), *(it.gaps for it in waiting)]),
     )
@@ -252,7 +254,7 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
     for name, writer in stream.writers.open.items():
         for low, top, since in writer.chain.gaps():
             yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
-    for (name, epoch), held in stream.held.items():
+    for (name, epoch), held in stream.unjoined.items():
         yield Blocker(name, epoch, 0, 0, held.since, unknown=True)
 
 

@@ -193,7 +193,7 @@ class Links:
         good &= first | (offsets >= np.concatenate(([0], offsets[:-1])))
         befores = np.maximum(np.maximum.reduceat(positions, firsts), [beside(it) for it in stored])
         positions[writers] = ends  # the last of each counts
-        floors = np.maximum(np.minimum.reduceat(positions, firsts), [it.line for it in stored])
+        floors = np.maximum(np.minimum.reduceat(positions, firsts), [it.linear for it in stored])
         heads = np.maximum(np.maximum.reduceat(positions, firsts), befores)
         found = cls(candidates, columns, runs, writers, owners, directions, befores, floors, heads)
         return found if good.all() else found._without({*owners[~good].tolist()})
@@ -214,7 +214,7 @@ class Links:
             starts_at[first],
             starts_at[first][of_stream],
         )
-        plain = edges.reach(np.array([it.stored.line for it in self.candidates]), self.floors, self.heads)
+        plain = edges.reach(np.array([it.stored.linear for it in self.candidates]), self.floors, self.heads)
         declared: list[Ascending | None] = [None] * len(first)
         for at, ranges in edges.declared(ANNOUNCED_KEPT):
             declared[at] = ranges
@@ -270,7 +270,7 @@ def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Id
 def beside(stored: StoredStream) -> int:
     """The highest that anything but an active writer shows to be given out."""
     retired = 0 if stored.retired is None else int(columns_of(stored.retired)["chain"].max())
-    return max(stored.line, retired)
+    return max(stored.linear, retired)
 
 
 def columns_of(table: StoredTable) -> npt.NDArray[np.void]:
@@ -345,7 +345,7 @@ def _advanced(plain: Plain, now: int) -> Advanced:
     effects = StreamEffects(
         name,
         _DIRECTIONS[direction],
-        sign * stored.line,
+        sign * stored.linear,
         sign * head,
         sign * before,
         sign * head,
@@ -394,10 +394,10 @@ class AtRest(NamedTuple):
 def at_rest(data: bytes) -> AtRest | None:
     """None for a state of which anything else is to be told."""
     stored = decode_stored(data)
-    if stored.transactions or not _is_plain(stored) or _head(stored) != stored.line:
+    if stored.transactions or not _is_plain(stored) or _head(stored) != stored.linear:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
-    return AtRest(sign * stored.line, {it.name: sign * it.position for it in stored.writers})
+    return AtRest(sign * stored.linear, {it.name: sign * it.position for it in stored.writers})
 
 
 def _stored(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bounds) -> StoredStream | None:
@@ -427,10 +427,10 @@ def _slots(stored: StoredStream, names: list[str], first: int) -> list[int]:
 
 def _is_plain(stored: StoredStream) -> bool:
     """Whether all of it is positions of active writers, and what no run changes."""
-    if stored.completed or stored.held or stored.active or stored.waiting:
+    if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
     for it in stored.writers:  # no generator: a start asks this of each stream, of which there may be a million
-        if it.chain.pending or it.chain.put_off or it.retired is not None:
+        if it.chain.pending or it.chain.deferred or it.retired is not None:
             return False
     return len(stored.writers) <= joined.FEW
 

@@ -54,12 +54,12 @@ def is_brief(since: int | None, now: float) -> bool:
 
 def behind(stream: "StreamState") -> Behind | None:
     """None where the line has come as far as IDs are given out, and no writer is unknown. IDs come out signed."""
-    ids = stream.allocated - stream.line.position
-    if ids <= 0 and not stream.held:
+    ids = stream.allocated - stream.linear.position
+    if ids <= 0 and not stream.unjoined:
         return None
-    unknown = sorted((held.since, name, epoch, held.seen) for (name, epoch), held in stream.held.items())
-    lowest, count = stream.writers.stragglers(stream.line.position, NAMED)
-    heads = stream.line.heads
+    unknown = sorted((held.since, name, epoch, held.seen) for (name, epoch), held in stream.unjoined.items())
+    lowest, count = stream.writers.stragglers(stream.linear.position, NAMED)
+    heads = stream.linear.heads
     sinces = [heads[0][1]] if heads else [*(it[0] for it in unknown), *(it.owing for it in lowest if it.owing)]
     since = min(sinces, default=None)
     holders = [Holder(name, epoch, "unknown", 0, first, seen) for first, name, epoch, seen in unknown[:NAMED]]

@@ -10,13 +10,13 @@ from tidemark.streaming.values.intervals import Ids, Intervals
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire.runs import Run
 
-Outcome = Literal["applied", "held", "put_off", "duplicate", "late", "batch", "forgotten"]
+Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
 Why = Literal["skipped", "regressed", "final", "announced"]
 """Why a completion is late: an operator settled its ID, the source went back, the line or another writer had its ID
 already, or its own writer had said that it has no fact there."""
 
 
-Sign = Literal["position", "database", "start"]
+RollbackSignal = Literal["position", "database", "start"]
 """What showed that a database went back: a JOIN below what its own writer had completed, another history of the
 database, or a start that does not follow the writer's last one."""
 
@@ -42,7 +42,7 @@ class TimelineBegun:
     id: int
     position: int
     number: int
-    why: "Sign"
+    why: "RollbackSignal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Changes:
+class BatchOutcome:
     """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
 
     `rejected` is about facts; a rejected marker is told by the return value of its method.
@@ -77,12 +77,12 @@ class Changes:
     timelines: list[TimelineBegun] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
-    def be_late(self, run: Run, why: Why) -> None:
+    def record_late(self, run: Run, why: Why) -> None:
         """All edges of `run` are completions that come late; nothing else of their writer lies inside them."""
         self.counts["late"] += len(run)
         self.late.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
-    def be_denied(self, run: Run) -> None:
+    def record_contradiction(self, run: Run) -> None:
         """All edges of `run` are facts that their writer had denied. Their edges may reach over what came in time."""
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):

@@ -16,9 +16,9 @@ import msgspec
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import shard_of
-from tidemark.streaming.wire.runs import EVERYTHING
+from tidemark.streaming.wire.runs import UNBOUNDED
 
-UNREAD = state.encode(StreamState(refused=EVERYTHING))
+UNREADABLE = state.encode(StreamState(refused=UNBOUNDED))
 """A stream of which nothing could be read yet."""
 
 _FEW = 1 << 20
@@ -30,7 +30,7 @@ _SEARCH = 16
 
 
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
-    """Names, ascending, and their states, each end to end; where they end as uint32. `unread` counts the UNREAD."""
+    """Names, ascending, and their states, each end to end; where they end as uint32. `unread` counts the UNREADABLE."""
 
     name_ends: memoryview
     state_ends: memoryview
@@ -57,7 +57,7 @@ class PackedStates:
     def of(cls, states: Mapping[str, bytes]) -> "PackedStates":
         ordered = sorted((name.encode(), data) for name, data in states.items())
         names, values = [name for name, _ in ordered], [data for _, data in ordered]
-        unread = values.count(UNREAD)
+        unread = values.count(UNREADABLE)
         columns = _Columns(_ends(names), _ends(values), _joined(names), _joined(values), unread)
         return cls(msgspec.msgpack.encode(columns))
 
@@ -182,13 +182,13 @@ class States:
         self._recent[name] = data
 
     def unread(self) -> int:
-        """How many are UNREAD."""
+        """How many are UNREADABLE."""
         count = self._packed.unread + self._seed.unread
         if self._seed.unread:
-            count -= sum(self._seed.get(name) == UNREAD for name, _ in self._packed.items())
+            count -= sum(self._seed.get(name) == UNREADABLE for name, _ in self._packed.items())
         if count:
-            count -= sum(self._below(name) == UNREAD for name in self._recent)
-        return count + sum(data == UNREAD for data in self._recent.values())
+            count -= sum(self._below(name) == UNREADABLE for name in self._recent)
+        return count + sum(data == UNREADABLE for data in self._recent.values())
 
     def _below(self, name: str) -> bytes | None:
         found = self._packed.get(name) if len(self._packed) else None

@@ -9,7 +9,7 @@ import numpy as np
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Kind, Topic
-from tidemark.streaming.wire.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
+from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
 
 Partition = tuple[str, int]
 Fact = PackedRun | BatchRows | Marker
@@ -44,7 +44,7 @@ class Inbox:
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
                 yield TurnedAway(item.stream, item.writer, item.epoch, reach, item.first_offset)
             elif isinstance(item, BatchRows):
-                yield TurnedAway(item.stream, item.writer, item.epoch, EVERYTHING, item.first_offset)
+                yield TurnedAway(item.stream, item.writer, item.epoch, UNBOUNDED, item.first_offset)
             elif item.kind is Kind.JOIN:
                 yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
 

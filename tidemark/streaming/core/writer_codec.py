@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.core.chain import Chain, Span
-from tidemark.streaming.core.deferred import PutOff
+from tidemark.streaming.core.deferred import DeferredRange
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.intervals import Ids, Intervals
 from tidemark.streaming.values.limits import Evidence
-from tidemark.streaming.wire.runs import EVERYTHING
+from tidemark.streaming.wire.runs import UNBOUNDED
 
 Pairs = list[tuple[int, int]]
 
@@ -40,20 +40,20 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     refused: int
     pending: list[_Span]
     empty: bytes
-    put_off: list[tuple[int, int, int]]
+    deferred: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
         spans = [_Span(it.prev, it.id, *it.evidence.counts, it.edges, it.since) for it in chain.pending]
-        return cls(chain.position, chain.refused, spans, chain.empty.pack(), list(chain.put_off))
+        return cls(chain.position, chain.refused, spans, chain.empty.pack(), list(chain.deferred))
 
     def chain(self) -> Chain:
         spans = [
             Span(it.prev, it.id, Evidence(it.facts, it.empty, it.unseen, it.skipped), it.edges, it.since)
             for it in self.pending
         ]
-        put_off = [PutOff(*it) for it in self.put_off]
-        return Chain(self.position, spans, self.refused, Intervals.unpack(self.empty), put_off)
+        deferred = [DeferredRange(*it) for it in self.deferred]
+        return Chain(self.position, spans, self.refused, Intervals.unpack(self.empty), deferred)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -117,7 +117,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     top: int
     since: int
     row: bytes
-    put_off: bool
+    deferred: bool
     seen: int
 
     @classmethod
@@ -125,8 +125,8 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         chain = writer.chain
         oldest = min(chain.gaps(), key=itemgetter(2))
         row = _encoder.encode(StoredWriter.of(name, writer))
-        edges, gaps, put_off = chain.waiting, len(chain.pending), bool(chain.put_off)
-        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, put_off, writer.seen)
+        edges, gaps, deferred = chain.waiting, len(chain.pending), bool(chain.deferred)
+        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, deferred, writer.seen)
 
     def writer(self) -> WriterState:
         return _rows.decode(self.row).writer()
@@ -157,7 +157,7 @@ _names = msgspec.msgpack.Decoder(_Name)
 _rows = msgspec.msgpack.Decoder(StoredWriter)
 
 COLUMNS = np.dtype(
-    [("length", "<u4"), ("doubt", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
+    [("length", "<u4"), ("uncertain", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
 )
 """Of each row its bytes, whether anything may have been refused of its writer, the positions of its chain and its
 writer, and when (ms) that one retired, 0 where it has not. What a column says of a writer goes before what its row
@@ -188,14 +188,14 @@ class PackedTable:
 
     def writer(self, at: int) -> WriterState:
         writer = _rows.decode(self._row(at)).writer()
-        if self.columns["doubt"][at]:
-            writer.chain.refuse(EVERYTHING)
+        if self.columns["uncertain"][at]:
+            writer.chain.refuse(UNBOUNDED)
         return writer
 
     def doubted(self) -> "PackedTable":
-        """All of them in doubt."""
+        """All of them, marked as uncertain."""
         columns = self.columns.copy()
-        columns["doubt"] = True
+        columns["uncertain"] = True
         return PackedTable(columns.tobytes(), self.rows)
 
     def changed(self, gone: Collection[int], come: Mapping[str, WriterState]) -> "PackedTable":
@@ -212,8 +212,8 @@ class PackedTable:
             if not width:
                 writer = come[name]
                 rows.append(_encoder.encode(StoredWriter.of(name, writer)))
-                doubt = writer.chain.refused == EVERYTHING
-                numbers = (len(rows[-1]), doubt, writer.chain.position, writer.position, writer.retired or 0)
+                uncertain = writer.chain.refused == UNBOUNDED
+                numbers = (len(rows[-1]), uncertain, writer.chain.position, writer.position, writer.retired or 0)
                 columns.append(np.array([numbers], COLUMNS))
             at = place + width
         rows.append(self.rows[self._start(at) :])

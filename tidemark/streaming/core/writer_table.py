@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tidemark.streaming.core.writer_codec import EMPTY, PackedTable, Straggler, WaitingWriter
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.runs import EVERYTHING
+from tidemark.streaming.wire.runs import UNBOUNDED
 
 FEW = 32  # active writers of a stream that are not packed
 MANY = 32  # pending spans of a writer that is packed
@@ -129,13 +129,13 @@ class Writers(MutableMapping[str, WriterState]):
         for name in [*self.waiting]:
             self._open(name)
 
-    def doubt(self) -> None:
-        """Put all in doubt."""
+    def mark_uncertain(self) -> None:
+        """Mark all as uncertain."""
         self.open_waiting()
         for writer in self.open.values():
-            writer.chain.refuse(EVERYTHING)
-        self._active.doubt()
-        self._retired.doubt()
+            writer.chain.refuse(UNBOUNDED)
+        self._active.mark_uncertain()
+        self._retired.mark_uncertain()
 
     def outlived(self, line: int, kept: int, before: int, touched: Container[str]) -> list[str]:
         """Retired writers that the line has passed and the batch has not touched, longest retired first: those past the
@@ -163,7 +163,7 @@ class Writers(MutableMapping[str, WriterState]):
         for name, writer in sorted(self.open.items()):
             if len(writer.chain.pending) >= MANY and writer.retired is None:
                 waiting[name] = WaitingWriter.of(name, writer)
-            elif writer.chain.pending or writer.chain.put_off:
+            elif writer.chain.pending or writer.chain.deferred:
                 stay[name] = writer
             elif writer.retired is None:
                 active[name] = writer
@@ -261,7 +261,7 @@ class _Rest:
         passed = self._column("position") <= line
         return self._places()[passed], self._column("retired")[passed]
 
-    def doubt(self) -> None:
+    def mark_uncertain(self) -> None:
         if len(self):
             self._table = self._table.doubted()
 

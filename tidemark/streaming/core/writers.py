@@ -1,23 +1,23 @@
 """The writers of a stream, joined or held, and how an epoch begins. Pure; `streaming.core.stream` decides when.
 
-The functions change the writers, the line and the `Changes` that they are given. What a JOIN or RETIRE settles has no
+The functions change the writers and the `BatchOutcome` that they are given. What a JOIN or RETIRE settles has no
 record of its own: its evidence is the marker's (docs/design.md 3).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
-from tidemark.streaming.core.chain import NOWHERE, Chain, How, Moves, Span
-from tidemark.streaming.core.outcome import Changes, LateRange
+from tidemark.streaming.core.chain import NO_POSITION, Chain, How, Moves, Span
+from tidemark.streaming.core.outcome import BatchOutcome, LateRange
 from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.values.limits import NOTHING, Bounds, Evidence
-from tidemark.streaming.wire.records import EVERYBODY, Timeline
-from tidemark.streaming.wire.runs import EVERYTHING
+from tidemark.streaming.wire.records import ANY_WRITER, Timeline
+from tidemark.streaming.wire.runs import UNBOUNDED
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
-CROWD: Incarnation = (EVERYBODY, 0)
+OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
 """All that never joined and were turned away at the bound, as one: held until an operator retires `*`."""
 
 
@@ -60,9 +60,9 @@ class WriterState:
         self._told = self.position
         return moves
 
-    def go_back(self, limit: int, name: str, changes: Changes) -> None:
+    def go_back(self, limit: int, name: str, changes: BatchOutcome) -> None:
         """IDs beyond `limit` may be given out again. What was completed beyond it and not published is late."""
-        taken_back(self.epoch, self.chain.cut_above(limit), self.late, name, changes)
+        record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late, name, changes)
         if self.chain.position > limit:
             self.published = max(self.published, self.chain.position)
             self.chain.begin_again(limit)
@@ -92,7 +92,7 @@ class WriterState:
 
 
 @dataclass(slots=True)
-class HeldWriter:
+class UnjoinedWriter:
     """An incarnation that has not joined, since when (ms), the ID of its RETIRE, if it sent one, and the time (ms)
     of the batch that read its newest record.
     """
@@ -103,11 +103,11 @@ class HeldWriter:
     seen: int = 0
 
 
-class HeldWriters(MutableMapping[Incarnation, HeldWriter]):
+class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
     """Those that have not joined, of whatever writer and of one."""
 
-    def __init__(self, held: Mapping[Incarnation, HeldWriter] | None = None) -> None:
-        self._all: dict[Incarnation, HeldWriter] = {}
+    def __init__(self, held: Mapping[Incarnation, UnjoinedWriter] | None = None) -> None:
+        self._all: dict[Incarnation, UnjoinedWriter] = {}
         self._epochs: dict[str, set[int]] = {}
         self.update(held or {})
 
@@ -115,10 +115,10 @@ class HeldWriters(MutableMapping[Incarnation, HeldWriter]):
         """By epoch, ascending."""
         return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
 
-    def __getitem__(self, incarnation: Incarnation) -> HeldWriter:
+    def __getitem__(self, incarnation: Incarnation) -> UnjoinedWriter:
         return self._all[incarnation]
 
-    def __setitem__(self, incarnation: Incarnation, held: HeldWriter) -> None:
+    def __setitem__(self, incarnation: Incarnation, held: UnjoinedWriter) -> None:
         name, epoch = incarnation
         self._all[incarnation] = held
         self._epochs.setdefault(name, set()).add(epoch)
@@ -137,14 +137,16 @@ class HeldWriters(MutableMapping[Incarnation, HeldWriter]):
         return len(self._all)
 
 
-def place(held: HeldWriters, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> HeldWriter | None:
+def place(
+    held: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, changes: BatchOutcome
+) -> UnjoinedWriter | None:
     """Where the records of an incarnation wait that has not joined; None where the bound leaves no place."""
-    if incarnation not in held and len(held) - (CROWD in held) >= bounds.held:
+    if incarnation not in held and len(held) - (OVERFLOW_SLOT in held) >= bounds.unjoined:
         return None
-    return held.setdefault(incarnation, HeldWriter(Chain(NOWHERE), changes.now))
+    return held.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), changes.now))
 
 
-def throw_out(held: HeldWriters, incarnation: Incarnation, changes: Changes) -> int:
+def discard_unjoined(held: UnjoinedWriters, incarnation: Incarnation, changes: BatchOutcome) -> int:
     """Hold it no more: what it completed is late. Gives how far what was refused of it reaches."""
     chain = held.pop(incarnation).chain
     for span in chain.pending:
@@ -153,7 +155,7 @@ def throw_out(held: HeldWriters, incarnation: Incarnation, changes: Changes) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRows:
+class PartialRows:
     """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives.
 
     Of one that has not joined they are like facts that were refused: their number may never come.
@@ -166,7 +168,7 @@ class HeldRows:
 
     @property
     def reach(self) -> int:
-        return EVERYTHING
+        return UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class Mark:
     told: int | None = None
 
     @property
-    def stands(self) -> int:
+    def no_reuse_below(self) -> int:
         """Up to here no ID is given out again, whatever shows that the database went back."""
         return max(self.id, self.told or 0)
 
@@ -204,10 +206,10 @@ class Mark:
 
 def begin(
     writers: MutableMapping[str, WriterState],
-    held: HeldWriters,
+    held: UnjoinedWriters,
     mark: Mark,
     refused: int,
-    changes: Changes,
+    changes: BatchOutcome,
 ) -> tuple[WriterState, int | None]:
     """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
 
@@ -215,33 +217,35 @@ def begin(
     for all that was turned away of earlier epochs, but not for what came of its own epoch before it, and not for what
     has no order against it or cannot be told from others.
 
-    What earlier epochs completed up to `mark.stands` stays as evidence; what they left open up to the JOIN is settled
-    by it. What they completed beyond was taken back with the writer's database (docs/design.md 3): it is late.
+    What earlier epochs completed up to `mark.no_reuse_below` stays as evidence; what they left open up to the JOIN is
+    settled by it. What they completed beyond was taken back with the writer's database (docs/design.md 3): it is late.
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
-    writer.go_back(mark.stands, mark.writer, changes)
-    writer.chain.put_off.clear()
+    writer.go_back(mark.no_reuse_below, mark.writer, changes)
+    writer.chain.deferred.clear()
     retire, refused = None, 0
     for incarnation in [it for it in held.of(mark.writer) if it[1] <= mark.epoch]:
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
-            taken_back(incarnation[1], before.chain.cut_above(mark.stands), EMPTY, mark.writer, changes)
+            record_rolled_back(incarnation[1], before.chain.cut_above(mark.no_reuse_below), EMPTY, mark.writer, changes)
         else:
-            retire, refused, writer.chain.put_off = before.retire, before.chain.refused, before.chain.put_off
+            retire, refused, writer.chain.deferred = before.retire, before.chain.refused, before.chain.deferred
             for low, high in writer.late.above(mark.id):
-                taken_back(mark.epoch, before.chain.within(low, high), EMPTY, mark.writer, changes)
+                record_rolled_back(mark.epoch, before.chain.within(low, high), EMPTY, mark.writer, changes)
         writer.chain.adopt(before.chain, writer.published)
     # What was skipped there may come of the epoch that ends here only.
     writer.chain.declare_empty(writer.late.upto(mark.id))
     writer.epoch, writer.retired = mark.epoch, None
     writer.late = writer.late.above(mark.id)
     settle(writer, 0, mark, "joined", changes)
-    if not changes.elsewhere and CROWD not in held:
+    if not changes.elsewhere and OVERFLOW_SLOT not in held:
         writer.chain.refused = refused
     return writer, retire
 
 
-def taken_back(epoch: int, spans: Iterable[Span], forced: Intervals, writer: str, changes: Changes) -> None:
+def record_rolled_back(
+    epoch: int, spans: Iterable[Span], forced: Intervals, writer: str, changes: BatchOutcome
+) -> None:
     """What an earlier timeline completed, and nobody was told of, is late; nobody completed what was `forced`. There is
     nothing to tell of what holds no fact for certain.
     """
@@ -252,7 +256,7 @@ def taken_back(epoch: int, spans: Iterable[Span], forced: Intervals, writer: str
                 changes.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
 
 
-def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:
+def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: BatchOutcome) -> Intervals:
     """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on.
 
     What was published before needs no evidence: it was told then.

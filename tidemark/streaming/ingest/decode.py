@@ -21,7 +21,7 @@ from tidemark.streaming.ingest.record_batch import Fetched
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
-from tidemark.streaming.wire.runs import EVERYTHING, TurnedAway
+from tidemark.streaming.wire.runs import UNBOUNDED, TurnedAway
 
 _NOTHING: Final = Raw(b"null")
 
@@ -66,9 +66,9 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Turn
         if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
             yield TurnedAway(stream, writer, epoch, _reach(kind, found), offset)
         else:
-            yield TurnedAway(stream, None, 0, EVERYTHING, offset)
+            yield TurnedAway(stream, None, 0, UNBOUNDED, offset)
     if keyed != stream and is_name(keyed):
-        yield TurnedAway(keyed, None, 0, EVERYTHING, offset, only_known=is_name(stream))
+        yield TurnedAway(keyed, None, 0, UNBOUNDED, offset, only_known=is_name(stream))
 
 
 def _reach(kind: str, found: _AnyRecord) -> int:
@@ -81,7 +81,7 @@ def _reach(kind: str, found: _AnyRecord) -> int:
             number = max(map(abs, _numbers.decode(found.ids)), default=0)
     elif kind in _EDGES:
         number = abs(_integer(found.id) or 0)
-    return number if 0 < number <= MAX_ID else EVERYTHING
+    return number if 0 < number <= MAX_ID else UNBOUNDED
 
 
 def _string(raw: Raw) -> str:

@@ -31,7 +31,7 @@ from tidemark.streaming.ingest.json_scan import (
 )
 from tidemark.streaming.ingest.record_batch import Bytes, Fetched
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.records import EVERYBODY, LONGEST_NAME, ROW, Kind
+from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
 
 
 def _word(text: str) -> int:
@@ -248,7 +248,7 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
     return Fields(0, 0, 0, 0, 0, 0, 0, 0, 0, False, 0, 0)  # noqa: FBT003
 
 
-_SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
+_SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(ANY_WRITER)
 _LOW = 0xFFFFFFFF
 # Odd, with bits in all bytes (splitmix64).
 _ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)

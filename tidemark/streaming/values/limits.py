@@ -25,16 +25,16 @@ def fitting(name: str) -> Iterator[str]:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`pending`: spans per writer; an edge that would add one is put off. `completed`: intervals above the line; the
-    highest are forgotten. `held`: incarnations that never joined; further ones are rejected. `retired`: retired
+    highest are forgotten. `unjoined`: incarnations that never joined; further ones are rejected. `retired`: retired
     writers; the longest retired are dropped. `retirement` (ms): after that a retired writer is dropped in any case.
-    `unread`: streams of a shard of which nothing could be read yet; past that each new stream is in doubt.
+    `unread`: streams of a shard of which nothing could be read yet; past that each new stream is marked as uncertain.
 
     `own`, by what `fitting` gives, are the bounds of streams that have some of their own.
     """
 
     pending: int = 10_000
     completed: int = 10_000
-    held: int = 1_000
+    unjoined: int = 1_000
     retired: int = 10_000
     retirement: int = 7 * 24 * 3600 * 1000
     unread: int = 1_000
@@ -69,7 +69,7 @@ class Reason(StrEnum):
     UNKNOWN_WRITER = "unknown_writer"
     BEYOND_ALLOCATED = "beyond_allocated"
     WRONG_PARTITION = "wrong_partition"
-    HELD_OVERFLOW = "held_overflow"
+    BUFFER_OVERFLOW = "buffer_overflow"
     # found by the database
     NOT_STORABLE = "not_storable"
 

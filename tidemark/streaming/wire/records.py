@@ -21,10 +21,10 @@ from tidemark.streaming.values.limits import Reason
 
 MAX_ID: Final = 2**63 - 1
 
-EVERYBODY: Final = "*"
+ANY_WRITER: Final = "*"
 """In an operator's RETIRE in place of a writer: all that never joined. No writer's name."""
 
-LIVING: Final = -1
+CURRENT_EPOCH: Final = -1
 """In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
 
 LONGEST_NAME: Final = 255
@@ -42,7 +42,7 @@ _INVISIBLE = (
 )
 _NOT_IN_NAMES = rf"\s\x00-\x1f\x7f-\x9f{_INVISIBLE}"
 _name_schema: Final = {"minLength": 1, "maxLength": LONGEST_NAME, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
-_writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": EVERYBODY}}]}
+_writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": ANY_WRITER}}]}
 
 # JSON Schema only: msgspec decodes any text, and `read` refuses a bad name with a reason of its own.
 RecordName = Annotated[str, Meta(extra_json_schema=_name_schema)]
@@ -95,7 +95,7 @@ class _ActRecord(_Record, kw_only=True, frozen=True):
     what the stream has allocated; without meaning on the facts topic, where a writer knows what it took.
     """
 
-    epoch: Epoch = LIVING
+    epoch: Epoch = CURRENT_EPOCH
     by: str | None = None
     why: str | None = None
     beyond: bool = False
@@ -216,7 +216,7 @@ def is_name(name: str) -> bool:
 
 def is_writer(name: str) -> bool:
     """Whether a writer may be called so."""
-    return name != EVERYBODY and is_name(name)
+    return name != ANY_WRITER and is_name(name)
 
 
 def why_no_name(name: str) -> str:
@@ -224,7 +224,7 @@ def why_no_name(name: str) -> str:
     begin = name[: LONGEST_NAME + 1]
     return (
         f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
-        f" `{EVERYBODY}`"
+        f" `{ANY_WRITER}`"
     )
 
 
@@ -235,14 +235,14 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     before out of range), names, key, topic, texts, the order of `prev` and `id`.
     """
     record = decode(value)
-    of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == EVERYBODY
+    of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
     for field, name, fits in (
         ("stream", record.stream, is_name(record.stream)),
         ("writer", record.writer, of_everybody or is_writer(record.writer)),
     ):
         if not fits:
             raise BadRecord(Reason.BAD_NAME, f"{field} {why_no_name(name)}")
-    if isinstance(record, Marker) and record.epoch == LIVING and topic is Topic.FACTS:
+    if isinstance(record, Marker) and record.epoch == CURRENT_EPOCH and topic is Topic.FACTS:
         record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():
         raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")

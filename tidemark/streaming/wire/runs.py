@@ -159,7 +159,7 @@ class RunColumns:
 RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
 """As `Run.kinds` holds them: numpy takes ten times as long for a number that is an enum's."""
 
-EVERYTHING = MAX_ID
+UNBOUNDED = MAX_ID
 """How far the fact in a refused record may reach where nobody can tell."""
 
 
@@ -177,7 +177,7 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
 
-    `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
+    `epoch` is CURRENT_EPOCH if an operator gave none. `prev` has a meaning for a SKIP only. `direction` is unknown if
     `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
     `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it says one.
     """

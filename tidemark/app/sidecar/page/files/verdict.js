@@ -50,7 +50,7 @@ function further(writer) {
 // Of records that found no room on its chain.
 function putOff(writer) {
   if (writer.gone) return [`up to ${counted(writer.gone, "record")} of it that were put off are gone from Kafka: what is open waits for its next JOIN`];
-  return writer.put_off ? ["more of its records are put off and come again once there is room"] : [];
+  return writer.deferred ? ["more of its records are put off and come again once there is room"] : [];
 }
 
 function unknownWriters(stream) {
