@@ -24,7 +24,7 @@ from tests.streaming.builders import (
 )
 from tests.streaming.protocol import Database
 from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import deferred as deferred
+from tidemark.streaming.core import deferred
 from tidemark.streaming.core.deferred import DeferredRange, is_edge, united
 from tidemark.streaming.core.effects import Recall, StreamEffects, summarize
 from tidemark.streaming.values.limits import Bounds

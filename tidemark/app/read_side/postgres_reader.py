@@ -41,8 +41,8 @@ class Details:
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
     word. `deferred`: writers, and their epochs, whose records found no room and wait in Kafka; `recalls`:
-    those that are on their way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: what holds positions back,
-    and what settles that.
+    those that are on their way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: the ranges
+    that hold positions back, and what settles them.
     """
 
     epochs: Mapping[str, int]
