@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import uvloop
 
-from tests.app.lines.given import NOWHERE, Address, served
+from tests.app.lines.given import NO_POSITION, Address, served
 from tests.fix_tls import Authority
 from tidemark.app import tls_listener
 from tidemark.app.stack.processes import LOOPBACK
@@ -137,7 +137,7 @@ def _over(connection: socket.socket) -> bool:
 def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> None:
     """Past the bound the oldest of them gives way, and at last all do; whoever shook hands before is left alone."""
     acceptor = ListenerConfig(_certificate(authority), HandshakesConfig(open=3, seconds=1.5))
-    with served(NOWHERE, acceptor=acceptor) as address, ExitStack() as stack:
+    with served(NO_POSITION, acceptor=acceptor) as address, ExitStack() as stack:
         honest = stack.enter_context(_connected(address, authority))
         assert honest.recv(7) == b"SERVER "
         silent = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)]
@@ -153,7 +153,7 @@ def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> No
 def test_whoever_speaks_no_tls_is_sent_away(authority: Authority) -> None:
     """Noise, or a client without TLS, ends its own connection alone."""
     acceptor = ListenerConfig(_certificate(authority))
-    with served(NOWHERE, acceptor=acceptor) as address:
+    with served(NO_POSITION, acceptor=acceptor) as address:
         for said in (b"REPLICATE\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000)):
             with socket.create_connection(address, timeout=60) as connection:
                 connection.sendall(said)

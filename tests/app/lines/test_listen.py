@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from tests.app.lines.given import NOWHERE, Address, LineClient, served
+from tests.app.lines.given import NO_POSITION, Address, LineClient, served
 from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines import client as listen
@@ -99,7 +99,7 @@ def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: ReadSideCo
 def test_a_terminal_gets_colours_where_they_are_wanted(no_colour: str) -> None:
     """Of whoever has NO_COLOR in the environment they are not."""
     ours, theirs = pty.openpty()
-    with served(NOWHERE) as address, os.fdopen(ours, "rb") as shown:
+    with served(NO_POSITION) as address, os.fdopen(ours, "rb") as shown:
         command = [sys.executable, "-m", "tidemark.app.cli", "listen", f"{address[0]}:{address[1]}"]
         process = subprocess.Popen(command, env=child_environment({"NO_COLOR": no_colour}), stdout=theirs)
         os.close(theirs)
@@ -112,7 +112,7 @@ def test_a_terminal_gets_colours_where_they_are_wanted(no_colour: str) -> None:
 
 def test_another_server_is_told_in_one_line() -> None:
     """A client that expected another name leaves, with exit code 2."""
-    with served(NOWHERE, LineServerConfig(name="one")) as address, listening(address, "--server", "two") as process:
+    with served(NO_POSITION, LineServerConfig(name="one")) as address, listening(address, "--server", "two") as process:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 2
         assert error.count("\n") == 1
@@ -162,7 +162,7 @@ def test_server_that_ends_every_connection_is_pressed_less_and_less(monkeypatch:
     # In its module alone: who else sleeps in this process is no part of this.
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=pauses.append)
     monkeypatch.setattr(listen, "time", clock)
-    with served(NOWHERE, LineServerConfig(connections=0)) as address:
+    with served(NO_POSITION, LineServerConfig(connections=0)) as address:
         commands = listen.LinesClient(address).commands()
         while len(pauses) < 6:
             assert isinstance(next(commands), ErrorCommand)
