@@ -5,7 +5,7 @@ import click
 
 from tests.app.simulation.test_simulate import require_befell, require_right, require_rooms_right
 from tests.fix_stack import Terminal
-from tidemark.sources.simulator.script import Fault
+from tidemark.app.simulation.script import Fault
 
 SECONDS = 600
 

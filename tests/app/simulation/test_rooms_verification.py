@@ -9,18 +9,16 @@ import psycopg
 import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
-from tidemark.app.simulation.rooms_comparison import RoomCount
-from tidemark.app.simulation.rooms_reading import ANSWERS
-from tidemark.app.simulation.rooms_verification import RoomsVerification
+from tidemark.app.simulation import tables
+from tidemark.app.simulation.room_services import ANSWERS, REMOTE, played, room_streams
+from tidemark.app.simulation.rooms_verification import RoomCount, RoomsVerification
+from tidemark.app.simulation.script import Successor
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.persisting import following
 from tidemark.sources.rooms.reading import Upto, current_state, incarnation, joined_with_version, messages
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
-from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.rooms import REMOTE, played, room_streams
-from tidemark.sources.simulator.script import Successor
 
 ROOM = "!tea"
 

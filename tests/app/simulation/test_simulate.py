@@ -8,9 +8,9 @@ import pytest
 import redis
 
 from tests.fix_stack import Terminal
+from tidemark.app.simulation.script import Fault
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import TopicPlan, Topics
 
 pytestmark = pytest.mark.slow

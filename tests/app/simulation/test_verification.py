@@ -7,10 +7,9 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tidemark.app.simulation.comparison import Count
-from tidemark.app.simulation.verification import Verification
-from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import Players
+from tidemark.app.simulation import tables
+from tidemark.app.simulation.script import Players
+from tidemark.app.simulation.verification import Count, Verification
 
 STREAM = Players(streams=1).stream_list()[0]
 

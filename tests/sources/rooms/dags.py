@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.sources.rooms.model import Truth
+from tidemark.app.simulation.room_truth import Truth
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, RoomEvent, depth_after
 
 ROOM = "!tea"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import ROOM, an_event, arrivals
 from tests.sources.rooms.memory import MemoryRooms
+from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.reading import Upto, current_state, joined_rooms, members_of, messages, state_at
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, BadEvent, HeldAs, RoomEvent

@@ -6,8 +6,8 @@ from random import Random
 from tests.sources.rooms.dags import ROOM, an_event
 from tests.sources.rooms.memory import MemoryRooms
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import following
 from tidemark.sources.rooms.reading import PageEnd, TimelineRow, Upto, messages, opened, sync
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent

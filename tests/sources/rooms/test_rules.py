@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, lies, told_by_definition
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.sources.rooms.model import Truth
+from tidemark.app.simulation.room_truth import Truth
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
 
 

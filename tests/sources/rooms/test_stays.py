@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, arrivals, told_by_definition
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tidemark.app.simulation.room_truth import Truth
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import SqlAppender, following
 from tidemark.sources.rooms.reading import Upto, sync
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent

@@ -14,10 +14,9 @@ import msgspec
 from tidemark.app import logs, relay
 from tidemark.app.settings import load
 from tidemark.app.signals import told_to_end
-from tidemark.app.simulation import reading, rooms_reading
-from tidemark.app.simulation.company import Part
+from tidemark.app.simulation import room_services, services
+from tidemark.app.simulation.processes import Part
 from tidemark.common.errors import TidemarkError
-from tidemark.sources.simulator import rooms, service
 
 
 def main() -> None:
@@ -28,15 +27,15 @@ def main() -> None:
     settings = load()
     logs.configure(settings)
     if part.service:
-        service.serve(part.service, part.facts, told)
+        services.serve(part.service, part.facts, told)
     elif part.reader:
-        servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
-        reading.read(part.reader, servers, told)
+        servers = services.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
+        services.read(part.reader, servers, told)
     elif part.room_service:
-        rooms.serve_rooms(part.room_service, part.facts, told)
+        room_services.serve_rooms(part.room_service, part.facts, told)
     elif part.room_client:
-        servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
-        rooms_reading.read_rooms(part.room_client, servers, told)
+        servers = services.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
+        room_services.read_rooms(part.room_client, servers, told)
     else:
         relay.run(settings, relay.RelayPlan(part.facts, writer=None, metrics=None))
 

@@ -16,12 +16,20 @@ import click
 
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
-from tidemark.app.simulation.company import Actor, Company, Member, Part, Stage
-from tidemark.app.simulation.comparison import table
-from tidemark.app.simulation.director import Director
-from tidemark.app.simulation.rooms_comparison import RoomCount
-from tidemark.app.simulation.rooms_reading import ANSWERS, ClientKind, RoomClientRole
-from tidemark.app.simulation.rooms_verification import RoomsDiffer, RoomsVerification
+from tidemark.app.simulation import tables
+from tidemark.app.simulation.fault_injector import Director
+from tidemark.app.simulation.processes import Actor, Company, Member, Part, Stage
+from tidemark.app.simulation.room_services import (
+    ANSWERS,
+    REMOTE,
+    ClientKind,
+    RoomClientRole,
+    RoomServiceRole,
+    played,
+    room_streams,
+)
+from tidemark.app.simulation.rooms_verification import RoomCount, RoomsDiffer, RoomsVerification
+from tidemark.app.simulation.script import PlayedStream
 from tidemark.app.simulation.simulate import (
     CATCH_UP_SECONDS,
     TICK_SECONDS,
@@ -31,13 +39,11 @@ from tidemark.app.simulation.simulate import (
     require_own,
     services_server,
 )
+from tidemark.app.simulation.verification import table
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Unavailable
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.tables import SCHEMA
-from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
-from tidemark.sources.simulator.script import PlayedStream
 from tidemark.sources.topics import Topics
 
 CLIENTS = {

@@ -19,11 +19,11 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
+from tidemark.app.simulation.script import Successor
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.app.stack.processes import free_port, process_of
 from tidemark.common.errors import TidemarkError
-from tidemark.sources.simulator.script import Successor
 
 
 class Whose(StrEnum):

@@ -1,6 +1,6 @@
 """`tidemark simulate`: processes that write and read on real servers, whatever befalls them, held against the truth.
 
-The truth is what the writers have committed in their tables. See `sources.simulator` and `app.simulation`.
+The truth is what the writers have committed in their tables.
 """
 
 import signal
@@ -15,16 +15,15 @@ import click
 
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
-from tidemark.app.simulation.company import Company, Stage
-from tidemark.app.simulation.comparison import Count, table
-from tidemark.app.simulation.director import Director
-from tidemark.app.simulation.verification import EffectsDiffer, Verification
+from tidemark.app.simulation import tables
+from tidemark.app.simulation.fault_injector import Director
+from tidemark.app.simulation.processes import Company, Stage
+from tidemark.app.simulation.script import OF_DATABASES, Fault, PlayedStream, Players, script
+from tidemark.app.simulation.verification import Count, EffectsDiffer, Verification, table
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader import Positions, Standing
-from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import OF_DATABASES, Fault, PlayedStream, Players, script
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core.codec import decode
 

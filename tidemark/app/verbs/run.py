@@ -106,7 +106,7 @@ def simulate(
     """
     settings = loaded()
     from tidemark.app.simulation import rooms, simulate
-    from tidemark.sources.simulator.script import Players, faults
+    from tidemark.app.simulation.script import Players, faults
 
     seed = time.time_ns() % 2**32 if seed is None else seed
     click.echo(f"playing with --seed {seed}")

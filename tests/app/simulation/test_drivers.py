@@ -6,7 +6,8 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from tidemark.sources.simulator.drivers import (
+from tidemark.app.simulation.script import PlayedStream
+from tidemark.app.simulation.services import (
     BrokenOff,
     Driver,
     Undone,
@@ -15,8 +16,7 @@ from tidemark.sources.simulator.drivers import (
     by_sqlalchemy,
     installed,
 )
-from tidemark.sources.simulator.script import PlayedStream
-from tidemark.sources.simulator.tables import make_facts, prepare_writing
+from tidemark.app.simulation.tables import make_facts, prepare_writing
 
 DRIVERS = [by_psycopg, by_sqlalchemy, by_asyncpg]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from tidemark.app.simulation import reading, rooms_reading
+from tidemark.app.simulation import room_services, services
+from tidemark.app.simulation.room_services import RoomServiceRole
+from tidemark.app.simulation.script import Fault, Players
+from tidemark.app.simulation.services import ServiceRole
 from tidemark.app.simulation.verification import READERS
 from tidemark.app.stack.home import Home
 from tidemark.sinks.reader import Mode
-from tidemark.sources.simulator.rooms import RoomServiceRole
-from tidemark.sources.simulator.script import Fault, Players
-from tidemark.sources.simulator.service import ServiceRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Part:
     facts: str
     effects: str
     service: ServiceRole | None = None
-    reader: reading.ReaderRole | None = None
+    reader: services.ReaderRole | None = None
     room_service: RoomServiceRole | None = None
-    room_client: rooms_reading.RoomClientRole | None = None
+    room_client: room_services.RoomClientRole | None = None
 
 
 class Actor:
@@ -137,7 +137,7 @@ class Company:
         return self.actor(member, Part(self.stage.facts, self.stage.effects, service=role))
 
     def _reader(self, mode: Mode, member: Member) -> Actor:
-        role = reading.ReaderRole(mode, self.cast.stream_names())
+        role = services.ReaderRole(mode, self.cast.stream_names())
         return self.actor(member, Part(self.stage.facts, self.stage.effects, reader=role))
 
     def actor(self, member: Member, part: Part) -> Actor:

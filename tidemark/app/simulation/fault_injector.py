@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from tidemark.app.simulation.company import Actor, Company, Member
-from tidemark.app.simulation.replacing import Replacing
+from tidemark.app.simulation.postgres_failover import Replacing
+from tidemark.app.simulation.processes import Actor, Company, Member
+from tidemark.app.simulation.script import OF_SERVERS, Act, Fault
 from tidemark.common.log import get_logger
-from tidemark.sources.simulator.script import OF_SERVERS, Act, Fault
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Servers

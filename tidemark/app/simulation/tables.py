@@ -6,9 +6,9 @@ from contextlib import closing, contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from tidemark.app.simulation.script import PlayedStream
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import SCHEMA, session_of
-from tidemark.sources.simulator.script import PlayedStream
 
 APPLICATION = "tidemark simulate"
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from tidemark.app.simulation.script import ALL, OF_PROCESSES, Act, Fault, Players, faults, script
 from tidemark.common.errors import BadSetting
-from tidemark.sources.simulator.script import ALL, OF_PROCESSES, Act, Fault, Players, faults, script
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidemark.app.simulation.company import Member
+from tidemark.app.simulation.processes import Member
+from tidemark.app.simulation.script import Act, Fault
 from tidemark.common.log import get_logger
-from tidemark.sources.simulator.script import Act, Fault
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Replacement, Servers

@@ -1,0 +1,351 @@
+"""The drivers by which a play's services reach their database: psycopg, SQLAlchemy on it, and asyncpg.
+
+The last two only where they are installed; they are no part of `tidemark-streams[local]`.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from random import Random
+from typing import Any, Protocol, TypeVar
+
+import psycopg
+from msgspec import json
+from psycopg.conninfo import conninfo_to_dict
+
+from tidemark.app.simulation.script import Fault, PlayedStream
+from tidemark.common.log import get_logger
+from tidemark.sinks.reader import Mode, Positions, Reader, Table
+from tidemark.sinks.redis.client import RedisAddress
+from tidemark.sources.writer import Writer
+
+T = TypeVar("T")
+
+Row = dict[str, int]
+
+
+class BrokenOff(Exception):
+    """The transaction is lost, with its connection or without: begin again with another."""
+
+
+class Undone(Exception):
+    """Raised inside a transaction that is to be rolled back."""
+
+
+class ServiceConnection(Protocol):
+    """One connection of a service that appends as `writer`. Everything raises `BrokenOff`."""
+
+    def transaction(self) -> AbstractContextManager[object]:
+        """A transaction, or inside another one a savepoint; `Undone` passes through it."""
+
+    def append(self, stream: str, *rows: Row) -> int: ...
+
+    def append_many(self, stream: str, rows: Sequence[Row]) -> list[int]: ...
+
+    def reserve(self, stream: str) -> int: ...
+
+    def complete(self, stream: str, id: int, *rows: Row) -> None: ...
+
+    def insert(self, stream: str, id: int, part: int) -> None:
+        """A row of the service's own table, which is called like the stream."""
+
+
+Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
+"""Of a DSN and a writer a new connection. Raises `BrokenOff`."""
+
+
+def installed() -> list[Driver]:
+    others = {"sqlalchemy": by_sqlalchemy, "asyncpg": by_asyncpg}
+    return [by_psycopg, *(driver for name, driver in others.items() if find_spec(name))]
+
+
+_INSERT = 'insert into demo."{}" (stream_id, part, writer, written_at) values (%s, %s, %s, now())'
+
+
+class _OfWriter:
+    """By `tidemark.Writer`, which knows both kinds of connection."""
+
+    def __init__(
+        self, connection: Any, name: str, execute: Callable[[str, Any], object], begin: Callable[[], Any]
+    ) -> None:
+        self._connection = connection
+        self._writer = Writer(name)
+        self._name = name
+        self._execute = execute
+        self.transaction = begin
+
+    def append(self, stream: str, *rows: Row) -> int:
+        return self._writer.append(self._connection, stream, *rows)
+
+    def append_many(self, stream: str, rows: Sequence[Row]) -> list[int]:
+        return self._writer.append_many(self._connection, stream, rows)
+
+    def reserve(self, stream: str) -> int:
+        return self._writer.reserve(self._connection, stream)
+
+    def complete(self, stream: str, id: int, *rows: Row) -> None:
+        self._writer.complete(self._connection, stream, id, *rows)
+
+    def insert(self, stream: str, id: int, part: int) -> None:
+        self._execute(_INSERT.format(stream), (id, part, self._name))
+
+
+@contextmanager
+def lost(*errors: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except errors as problem:
+        raise BrokenOff(str(problem)) from problem
+
+
+@contextmanager
+def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
+    with (
+        lost(psycopg.OperationalError, psycopg.InterfaceError),
+        psycopg.connect(dsn, autocommit=True) as connection,
+    ):
+        yield _OfWriter(connection, name, connection.execute, connection.transaction)
+
+
+@contextmanager
+def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
+    from sqlalchemy import create_engine  # noqa: PLC0415  # need not be installed
+    from sqlalchemy.exc import DBAPIError, InvalidRequestError  # noqa: PLC0415  # need not be installed
+    from sqlalchemy.pool import NullPool  # noqa: PLC0415  # need not be installed
+
+    engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
+    # What follows a lost connection inside a transaction is an InvalidRequestError.
+    with (
+        lost(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
+        engine.connect() as connection,
+    ):
+
+        def begin() -> Any:
+            return connection.begin_nested() if connection.in_transaction() else connection.begin()
+
+        yield _OfWriter(connection, name, connection.exec_driver_sql, begin)
+
+
+@contextmanager
+def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
+    import asyncpg  # noqa: PLC0415  # need not be installed
+
+    kinds = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
+    at = conninfo_to_dict(dsn)
+    names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
+    with lost(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
+        connection = runner.run(asyncpg.connect(**{to: at[name] for name, to in names.items() if name in at}))
+        try:
+            yield _OfAsyncpg(connection, runner, name)
+        finally:
+            connection.terminate()
+
+
+class _OfAsyncpg:
+    """By the SQL functions, without `tidemark.Writer`."""
+
+    def __init__(self, connection: Any, runner: asyncio.Runner, name: str) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._name = name
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        under_way = self._connection.transaction()
+        self._runner.run(under_way.start())
+        try:
+            yield
+        except BaseException:
+            if not self._connection.is_closed():
+                self._runner.run(under_way.rollback())
+            raise
+        self._runner.run(under_way.commit())
+
+    def append(self, stream: str, *rows: Row) -> int:
+        return int(self._value("select tidemark.append_as($1, $2, variadic $3)", self._name, stream, _json(rows)))
+
+    def append_many(self, stream: str, rows: Sequence[Row]) -> list[int]:
+        return [*self._value("select tidemark.append_many($1, $2, writer => $3)", stream, _json(rows), self._name)]
+
+    def reserve(self, stream: str) -> int:
+        return int(self._value("select tidemark.reserve($1, writer => $2)", stream, self._name))
+
+    def complete(self, stream: str, id: int, *rows: Row) -> None:
+        self._value("select tidemark.complete($1, $2, variadic $3)", stream, id, _json(rows))
+
+    def insert(self, stream: str, id: int, part: int) -> None:
+        numbered = _INSERT.format(stream) % ("$1", "$2", "$3")
+        self._runner.run(self._connection.execute(numbered, id, part, self._name))
+
+    def _value(self, statement: str, *params: object) -> Any:
+        return self._runner.run(self._connection.fetchval(statement, *params))
+
+
+def _json(rows: Sequence[Row]) -> list[str]:
+    return [json.encode(row).decode() for row in rows]
+
+
+log = get_logger(__name__)
+
+CONNECTIONS = 3
+TRANSACTION_SECONDS = 0.03  # mean, between the reservation and the end
+HANG_SECONDS = (1.5, 6.0)
+RECONNECT_SECONDS = 0.2
+ROLLBACKS = 0.1
+HANGS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRole:
+    """The part of one process, which writes as `writer`. `rate`: transactions per second; `seed` makes them."""
+
+    writer: str
+    streams: Sequence[PlayedStream]
+    faults: Set[Fault]
+    rate: float
+    seed: str
+
+
+def serve(role: ServiceRole, dsn: str, told: threading.Event) -> None:
+    """Write until `told` is set. Raises what the database refuses."""
+    drivers = installed()
+    hands = [_Hand(role, number, dsn, told, drivers[number % len(drivers)]) for number in range(CONNECTIONS)]
+    together([hand.work for hand in hands], told)
+
+
+def together(hands: Sequence[Callable[[], None]], told: threading.Event) -> None:
+    """Each on a thread of its own until `told` is set, which it is when one of them ends. Raises what they raise.
+
+    A hand outlives its database: it raises `BrokenOff` when what was open is lost, and begins again with another
+    connection.
+    """
+
+    def outliving(hand: Callable[[], None]) -> None:
+        while not told.is_set():
+            try:
+                hand()
+            except BrokenOff as problem:
+                log.warning("A transaction broke off", problem=str(problem))
+                told.wait(RECONNECT_SECONDS)
+
+    with ThreadPoolExecutor(len(hands)) as pool:
+        work = [pool.submit(outliving, hand) for hand in hands]
+        wait(work, return_when=FIRST_EXCEPTION)
+        told.set()
+    for each in work:
+        each.result()
+
+
+def dwell(faults: Set[Fault], random: Random, told: threading.Event) -> None:
+    """A transaction takes its time; a hanging one is cut short when the process is to end."""
+    if Fault.HANG in faults and random.random() < HANGS:
+        told.wait(random.uniform(*HANG_SECONDS))
+    else:
+        time.sleep(random.expovariate(1 / TRANSACTION_SECONDS))
+
+
+class _Hand:
+    """One connection at work, on a thread of its own."""
+
+    def __init__(self, role: ServiceRole, number: int, dsn: str, told: threading.Event, driver: Driver) -> None:
+        self._role = role
+        self._random = Random(f"{role.seed} {number}")
+        self._dsn = dsn
+        self._told = told
+        self._driver = driver
+
+    def work(self) -> None:
+        with self._driver(self._dsn, self._role.writer) as connection:
+            while not self._told.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
+                self._transact(connection)
+
+    def _transact(self, connection: ServiceConnection) -> None:
+        """One transaction; or two savepoints in one, of which the first is undone."""
+        chance = self._random.random()
+        undone = Fault.ROLLBACK in self._role.faults and chance < ROLLBACKS
+        savepoints = undone and chance < ROLLBACKS / 4
+        with connection.transaction() if savepoints else nullcontext():
+            with suppress(Undone), connection.transaction():
+                self._write(connection)
+                dwell(self._role.faults, self._random, self._told)
+                if undone:
+                    raise Undone
+            if savepoints:
+                with connection.transaction():
+                    self._write(connection)
+
+    def _write(self, connection: ServiceConnection) -> None:
+        """Usually one fact of one row; some of several rows, some facts of several streams."""
+        several = min(2, len(self._role.streams))
+        for stream in self._random.sample(self._role.streams, self._random.choice((1, 1, 1, several))):
+            count, parts = self._random.choice((1, 1, 1, 3)), [{"part": 1}]
+            if count > 1:
+                for id in connection.append_many(stream.name, parts * count):
+                    connection.insert(stream.name, id, 1)
+            elif self._random.random() < 0.5:
+                connection.insert(stream.name, connection.append(stream.name, *parts), 1)
+            else:
+                id = connection.reserve(stream.name)
+                parts = [{"part": part} for part in range(1, self._random.choice((1, 3)) + 1)]
+                for row in parts:
+                    connection.insert(stream.name, id, row["part"])
+                connection.complete(stream.name, id, *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderRole:
+    """What one process is: the reader called after its mode, of these streams."""
+
+    mode: Mode
+    streams: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderServers:
+    """DSNs: `facts` of the services' database, `effects` of the readers', `tidemark` of Tidemark's own."""
+
+    facts: str
+    effects: str
+    redis: RedisAddress
+    tidemark: str
+
+
+def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
+    """Read until `stopping` is set, each stream on a thread. Raises what the library or psycopg does."""
+    with (
+        Positions(servers.redis, servers.tidemark) as positions,
+        ThreadPoolExecutor(len(role.streams)) as pool,
+    ):
+        work = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
+        wait(work, return_when=FIRST_EXCEPTION)
+        stopping.set()
+    for each in work:
+        each.result()
+
+
+def _read(mode: Mode, stream: str, positions: Positions, servers: ReaderServers, stopping: threading.Event) -> None:
+    table = Table(f"demo.{stream}", id="stream_id", writer="writer", then=["part"])
+    with Reader(
+        positions,
+        stream,
+        table,
+        name=mode,
+        source=servers.facts,
+        effects=servers.effects,
+        mode=mode,
+        rows=200,
+        stopping=stopping,
+    ) as reader:
+        for batch in reader:
+            with batch.connection.cursor() as cursor:
+                late = batch.late.number if batch.late else None
+                cursor.executemany(
+                    "insert into demo.effects (reader, stream, stream_id, writer, mark, late)"
+                    " values (%s, %s, %s, %s, %s, %s)",
+                    [(mode, stream, row["stream_id"], row["writer"], row["mark"], late) for row in batch.rows],
+                )
