@@ -96,21 +96,40 @@ def _help(command: click.Command) -> Iterator[str]:
 # Settings
 
 
-def settings_table() -> str:
-    rows = []
+SETTING_GROUPS = {
+    "kafka": "Kafka",
+    "postgres": "Postgres",
+    "redis": "Redis",
+    "spark": "Spark",
+    "sidecar": "Sidecar",
+    "lines": "Line protocol",
+    "synapse": "Bridge to Synapse",
+    "metrics": "Metrics",
+    "up": "Local stack",
+    "": "Pipeline and everything else",
+}
+"""Headings of the settings whose names begin with the word."""
+
+
+def settings_tables() -> str:
+    groups: dict[str, list[tuple[str, str, str]]] = {word: [] for word in SETTING_GROUPS}
     for name, field in settings.Settings.model_fields.items():
-        variable = settings.variable_of(name)
-        default = (
-            "" if field.default_factory or field.is_required() or field.default in (None, "") else str(field.default)
-        )
+        unset = field.default_factory or field.is_required() or field.default is None or field.default == ""
         secret = " Secret: may also come from a file." if settings.is_secret(field) else ""
-        rows.append((f"`{variable}`", _code(default), _cell((field.description or "") + secret)))
+        row = (
+            f"`{settings.variable_of(name)}`",
+            "" if unset else _code(str(field.default)),
+            _cell((field.description or "") + secret),
+        )
+        word = name.partition("_")[0]
+        groups[word if word in groups else ""].append(row)
     lines = [
         "A value comes from the first of these: the variable; for a secret, the file that `<variable>_FILE` names;",
         "`stack.env` of the local stack; the default. `tidemark config` prints every effective value and its source.",
         "",
-        *_table(["variable", "default", "meaning"], rows),
     ]
+    for word, heading in SETTING_GROUPS.items():
+        lines += [f"## {heading}", "", *_table(["variable", "default", "meaning"], groups[word])]
     return _page("Settings", "For everyone who deploys Tidemark: every environment variable.", lines)
 
 
@@ -288,7 +307,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics_tables,
     "records.md": record_kinds,
     "redis-keys.md": redis_keys,
-    "settings.md": settings_table,
+    "settings.md": settings_tables,
     "sql-functions.md": sql_functions,
 }
 

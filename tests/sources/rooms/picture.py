@@ -21,6 +21,13 @@ _STYLE = """
   .end { stroke-width: 4 }
   .missing { fill: white; stroke: #94a3b8; stroke-dasharray: 4 3 }
   rect { fill: white }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e2e8f0 }
+    rect { fill: #0f172a }
+    circle { fill: #0c4a6e; stroke: #38bdf8 }
+    .history { fill: #78350f; stroke: #fbbf24 }
+    .missing { fill: #0f172a; stroke: #94a3b8 }
+  }
 """
 
 
