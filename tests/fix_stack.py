@@ -29,7 +29,7 @@ class Terminal:
             (root / "jars").symlink_to(jars)
         self.output = root / "output"
         self.folder = shadowed(root / "folder")
-        servers = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "LINES_LISTEN")
+        servers = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "LINES")
         ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in servers}
         self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
 

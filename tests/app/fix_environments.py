@@ -18,7 +18,7 @@ from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
 
 TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
-SERVERS = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "LINES_LISTEN")
+SERVERS = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "LINES")
 APPEND = "select tidemark.create_stream('sales'); select tidemark.append('sales', '{}')"
 
 
