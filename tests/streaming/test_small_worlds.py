@@ -16,8 +16,6 @@ from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
 from tidemark.streaming.core import batch, stream, writers
-from tidemark.streaming.core import stream as segments
-from tidemark.streaming.core import stream as timelines
 from tidemark.streaming.core import stream_input as inbox
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.linear import LinearPosition
@@ -194,7 +192,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "no timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""
-    rule = timelines.rollback_signal
+    rule = stream.rollback_signal
     patch.setattr(
         stream, "rollback_signal", lambda writer, held, mark, timeline, _: rule(writer, held, mark, timeline, None)
     )
@@ -237,7 +235,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "the line passes")
 def _(patch: pytest.MonkeyPatch) -> None:
     """What was under way in the lost history counts as completed in the new one."""
-    patch.setattr(segments, "_of_this_timeline", lambda _, run: np.ones(len(run), np.bool_))
+    patch.setattr(StreamState, "_of_this_timeline", lambda _, run: np.ones(len(run), np.bool_))
 
 
 @bent(BACK, "is not late")

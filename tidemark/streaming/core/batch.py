@@ -31,7 +31,7 @@ from tidemark.streaming.core.effects import (
 from tidemark.streaming.core.fast_path import advance_plain
 from tidemark.streaming.core.outcome import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.store import UNREADABLE, States
-from tidemark.streaming.core.stream import StreamState, complete
+from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.stream_input import Fact, Inbox, Partition, inboxes_of, segments
 from tidemark.streaming.core.writers import Mark, PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
@@ -137,7 +137,7 @@ class StreamBatch:
         refused = [*inbox.apart, *(it for place in places for it in inbox.claims(place))]
         if refused:
             self.changes.elsewhere = True
-            complete(self.stream, (), refused, self._bounds, self.changes)
+            self.stream.apply_segment((), refused, self._bounds, self.changes)
 
     def _feed_facts(self, topic: str, partition: int, items: list[Fact | TurnedAway]) -> None:
         for segment, marker in segments(items):
@@ -150,7 +150,7 @@ class StreamBatch:
                 if not isinstance(item, PackedRun)
             ]
             if segment:
-                complete(self.stream, runs, others, self._bounds, self.changes)
+                self.stream.apply_segment(runs, others, self._bounds, self.changes)
             if marker is not None:
                 self._mark(topic, partition, marker)
         sign = self.stream.direction.signed(1)
