@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from tests.sinks.reader.given import Pipeline
-from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 

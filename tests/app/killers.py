@@ -2,7 +2,7 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.requeue.Recaller`,
+The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.requeue.Requeuer`,
 each of which counts as a batch; the batch counts from 1 in this process.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from tidemark.app.cli import main
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.requeue import Recaller
+from tidemark.sinks.requeue import Requeuer
 
 
 def strike(number: signal.Signals, step: str, batch: int) -> None:
@@ -22,7 +22,7 @@ def strike(number: signal.Signals, step: str, batch: int) -> None:
 
     What the signal leaves alive goes on with the step.
     """
-    owner = Recaller if step == "recall" else Publisher
+    owner = Requeuer if step == "recall" else Publisher
     proper = getattr(owner, step)
     calls = itertools.count(1)
 

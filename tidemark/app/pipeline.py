@@ -46,13 +46,13 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.port import Sink
-from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sinks.requeue import Recaller, RecallerConfig
+from tidemark.sinks.requeue import RequeueConfig, Requeuer
 from tidemark.sources.producer import producer_settings
 from tidemark.sources.topic_checks import Acceptance
 from tidemark.sources.topics import Topics
@@ -224,8 +224,8 @@ class Attempt:
             end_offsets = stack.enter_context(
                 EndOffsets(topics, start.topics, self._board, postgres.note_lagging).running()
             )
-            recaller = RecallerConfig(facts, kafka.client(), producer_settings(kafka, facts))
-            recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
+            requeue = RequeueConfig(facts, kafka.client(), producer_settings(kafka, facts))
+            requeuing = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.RECALLED.inc))
             waits = stack.enter_context(WaitWatch(postgres.waits, lease))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
@@ -236,7 +236,7 @@ class Attempt:
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
-            threads = self._batches, end_offsets, maintenance, recalling, watching, waits
+            threads = self._batches, end_offsets, maintenance, requeuing, watching, waits
             self._supervise(spark, running, lease, sinks, threads, waits)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:

@@ -105,7 +105,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
         deferred = [(name, it) for name, stored in postgres.states().items() for it in state.deferred(stored)]
-        postgres.give_up_recalls(deferred, f"an operator accepted {', '.join(sorted(accept))}")
+        postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.without_home(stored) for stream, stored in postgres.states().items()})

@@ -9,17 +9,22 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, LiteralString, Self, TypeAlias, TypeVar
 
 import psycopg
+from psycopg import sql
+from psycopg.abc import Params
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo, PGconn, Ping
-from psycopg.rows import TupleRow
+from psycopg.rows import TupleRow, kwargs_row
 
 from tidemark.common.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
 from tidemark.common.session_settings import BACKEND, SessionConnection, hidden_rows
 
 Connection = psycopg.Connection[TupleRow]
+
+Row = TypeVar("Row")
+Statement: TypeAlias = LiteralString | bytes | sql.SQL | sql.Composed
 
 BRIDGE_LOCK = 1414087748
 """The first half of the advisory locks by which `tidemark synapse` speaks, and people are told that it does; the second
@@ -154,6 +159,28 @@ def _process(connection: Connection) -> int:
     return int(row[0])
 
 
+def fetch_all(
+    connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
+) -> list[Row]:
+    """The rows of a query. Each is `row`, a class or a function, called with the columns as keyword arguments."""
+    with connection.cursor(row_factory=kwargs_row(row)) as cursor:
+        return cursor.execute(statement, parameters).fetchall()
+
+
+def fetch_one(
+    connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
+) -> Row | None:
+    """The first row of a query as a `row`; None if the query has no rows."""
+    with connection.cursor(row_factory=kwargs_row(row)) as cursor:
+        return cursor.execute(statement, parameters).fetchone()
+
+
+def fetch_value(connection: Connection, statement: Statement, parameters: Params | None = None) -> Any:
+    """The first column of the first row; None if the query has no rows."""
+    row = connection.execute(statement, parameters).fetchone()
+    return None if row is None else row[0]
+
+
 class PostgresSession:
     """A connection in autocommit that heals; a context manager. Transactions are begun by who needs them.
 
@@ -188,6 +215,31 @@ class PostgresSession:
                 yield self._live()
             except psycopg.Error as error:
                 raise explained(error, self.where, self._database.refusals, self._role) from error
+
+    def fetch_all(self, row: Callable[..., Row], statement: Statement, parameters: Params | None = None) -> list[Row]:
+        """`fetch_all` on the connection of this session."""
+        with self.use() as connection:
+            return fetch_all(connection, row, statement, parameters)
+
+    def fetch_one(self, row: Callable[..., Row], statement: Statement, parameters: Params | None = None) -> Row | None:
+        """`fetch_one` on the connection of this session."""
+        with self.use() as connection:
+            return fetch_one(connection, row, statement, parameters)
+
+    def fetch_value(self, statement: Statement, parameters: Params | None = None) -> Any:
+        """`fetch_value` on the connection of this session."""
+        with self.use() as connection:
+            return fetch_value(connection, statement, parameters)
+
+    def fetch_tuples(self, statement: Statement, parameters: Params | None = None) -> list[TupleRow]:
+        """The rows of a query as tuples: for large results and for rows of a key and a value."""
+        with self.use() as connection:
+            return connection.execute(statement, parameters).fetchall()
+
+    def execute(self, statement: Statement, parameters: Params | None = None) -> int:
+        """Run one statement in a transaction of its own; returns the number of rows that it changed."""
+        with self.use() as connection:
+            return connection.execute(statement, parameters).rowcount
 
     def another(self) -> "PostgresSession":
         """A second session at the same address."""

@@ -4,7 +4,7 @@ import asyncio
 
 from tidemark.app.read_side.replay import PAGE, MissedMoves, SingleFlight
 from tidemark.app.sidecar.event_stream import encode_missed_moves
-from tidemark.sinks.postgres.changes import Moved
+from tidemark.sinks.postgres.changes import StreamChange
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 
@@ -13,7 +13,7 @@ MANY = 3 * PAGE + 1
 
 def missed() -> MissedMoves:
     found = [Advance("w", 1, id - 1, id, Evidence(facts=1), id - 1, id, id, 0) for id in range(1, MANY + 1)]
-    return MissedMoves({"s": found}, {"s": Moved(MANY, MANY, 0, {"w": MANY})})
+    return MissedMoves({"s": found}, {"s": StreamChange(MANY, MANY, 0, {"w": MANY})})
 
 
 def test_very_many_missed_moves_keep_nobody_waiting() -> None:

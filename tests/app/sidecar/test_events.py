@@ -28,7 +28,7 @@ from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.event_stream import EventStream, encode_places
 from tidemark.app.sidecar.service import Limits, ReconnectThrottle
 from tidemark.app.stack.processes import RedisServer
-from tidemark.sinks.postgres.history import PageBounds, PastPage
+from tidemark.sinks.postgres.history import PageBounds, StoredPage
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.redis.client import channel, key
@@ -385,7 +385,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PageAsked]:
     found: list[PageAsked] = []
     page_after = Postgres.page_after
 
-    def noted(self: Postgres, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> PastPage:
+    def noted(self: Postgres, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> StoredPage:
         found.append(PageAsked(stream, standing("w"), bounds.most))
         return page_after(self, stream, standing, late, bounds)
 

@@ -13,7 +13,7 @@ from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.stack.processes import RedisServer
-from tidemark.sinks.postgres.history import PageBounds, PastPage
+from tidemark.sinks.postgres.history import PageBounds, StoredPage
 from tidemark.sinks.postgres.store import Postgres
 
 
@@ -102,7 +102,7 @@ def test_page_of_many_writers_asks_postgres_for_no_more(
     asked: list[PageBounds] = []
     page_after = Postgres.page_after
 
-    def noted(self: Postgres, *arguments: Any) -> PastPage:
+    def noted(self: Postgres, *arguments: Any) -> StoredPage:
         asked.append(arguments[-1])
         return page_after(self, *arguments)
 

@@ -7,7 +7,7 @@ from tests.app.sidecar.given import At, moved
 from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, opened, packing, position, rdata
 from tidemark.app.health import PipelineCondition
 from tidemark.app.verbs import status
-from tidemark.sinks.postgres.deferred import RecallStatus
+from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, Condition, SinkFault
 from tidemark.streaming.values.limits import Bounds
 
@@ -110,10 +110,10 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         full = shard.feed(join("shop", 0), rdata("shop", 3, epoch=1), rdata("shop", 5, epoch=1))
     since = datetime.fromtimestamp(1000, UTC)
     recalls = [
-        RecallStatus("events", "web", 3, 0, None, since),
-        RecallStatus("events", "app", 3, 0, "no right", since),
-        RecallStatus("events", "job", 3, 7, None, since),
-        RecallStatus("other", "job", 3, 7, None, since),
+        RequeueStatus("events", "web", 3, 0, None, since),
+        RequeueStatus("events", "app", 3, 0, "no right", since),
+        RequeueStatus("events", "job", 3, 7, None, since),
+        RequeueStatus("other", "job", 3, 7, None, since),
     ]
     found = status.read({"events": full.state}, recalls=recalls)
     assert status.to_table(found, 1060.0).splitlines()[-4:] == [

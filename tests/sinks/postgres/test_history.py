@@ -17,10 +17,11 @@ from tests.examples import SHARING
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
-from tidemark.sinks.postgres import history
+from tidemark.sinks.postgres import positions
 from tidemark.sinks.postgres.database import SCHEMA, migrate, session_of
-from tidemark.sinks.postgres.history import PageBounds, PastPage, Retention
+from tidemark.sinks.postgres.history import PageBounds, StoredPage
 from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
 from tidemark.streaming.values.limits import Evidence
@@ -102,7 +103,7 @@ def test_unpacking_gives_what_was_packed(
     newest: int,
 ) -> None:
     """Rule 3: view, function and the chain of each writer hold every advance as it was, however it was packed."""
-    monkeypatch.setattr(history, "TOGETHER", together)
+    monkeypatch.setattr(positions, "ADVANCES_PER_ROW", together)
     run = f"{time.monotonic_ns()}"
     expected: list[Row] = []
     chains: dict[tuple[str, str], list[WriterAdvance]] = {}
@@ -141,9 +142,9 @@ def test_chain_is_read_from_a_position_on(store: Postgres, token: int) -> None:
         assert ("s", "x") not in found
 
 
-def pages(store: Postgres, most: int) -> list[PastPage]:
+def pages(store: Postgres, most: int) -> list[StoredPage]:
     """All pages of stream `s`, each asked for where the one before ended."""
-    found: list[PastPage] = []
+    found: list[StoredPage] = []
     standing: dict[str, int] = defaultdict(int)
     late = 0
     while not found or found[-1].more:

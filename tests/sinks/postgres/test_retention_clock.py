@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
 from tidemark.sinks.background import Maintenance, MaintenanceConfig
-from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 DAY = timedelta(days=1)

@@ -17,8 +17,8 @@ from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import LeaseLost
 from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Refilled, Sink
-from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.client import SENTINEL, STREAMS, key
 from tidemark.sinks.redis.publish import Redis

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.changes import Moved
+from tidemark.sinks.postgres.changes import StreamChange
 from tidemark.sinks.reader import (
     Answer,
     AwaitEntry,
@@ -38,7 +38,7 @@ class RequestHandler:
     """For one event loop. Raises `Unavailable` where neither server answers."""
 
     def __init__(self, live: RedisReader, durable: PostgresReader) -> None:
-        self.behind: Mapping[str, Moved] = {}
+        self.behind: Mapping[str, StreamChange] = {}
         """Streams of which Redis did not show what Postgres had, for a while."""
         self._live = live
         self._durable = durable

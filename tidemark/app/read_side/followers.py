@@ -20,7 +20,7 @@ from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, Moved
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, StreamChange
 from tidemark.sinks.reader import (
     LONGEST_WAIT,
     Answer,
@@ -81,7 +81,7 @@ class Follower:
             listener.give(self._stream, self._begun)
         self.listeners.add(listener)
 
-    def compare(self, known: KnownPositions | Moved) -> bool:
+    def compare(self, known: KnownPositions | StreamChange) -> bool:
         """Whether all that is known of the stream was given to listeners; read again where it was not."""
         place = self._place
         if place is not None and known.reached(place.linear, place.positions, place.late):
@@ -273,7 +273,7 @@ class Followers:
             if not self._missing(changes):
                 self._tell(changes)
 
-    def _missing(self, changes: ChangesSince) -> dict[str, Moved]:
+    def _missing(self, changes: ChangesSince) -> dict[str, StreamChange]:
         """What of the changes was not given to those who follow those streams."""
         return {
             stream: moved

@@ -14,7 +14,7 @@ from tidemark.app.read_side.single_flight import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
 from tidemark.sinks.postgres.changes import ChangesSince, DurableMark
-from tidemark.sinks.postgres.deferred import RecallStatus
+from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
@@ -57,7 +57,7 @@ class Details:
     behind: Behind | None
     seen: Mapping[str, int]
     deferred: Sequence[tuple[str, int]]
-    recalls: Sequence[RecallStatus]
+    recalls: Sequence[RequeueStatus]
     bridged: bool
     open_ranges: Sequence[OpenRange] = ()
 
@@ -173,7 +173,7 @@ def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
 
 def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mapping[str, int]) -> dict[str, Details]:
     states, asked = postgres.states(streams), postgres.conditions
-    late, recalls, bridges = asked.late(streams), asked.recalls(), asked.bridges()
+    late, recalls, bridges = asked.late(streams), asked.requeues(), asked.bridges()
     ranges = [*_open_ranges(postgres, states, bridges, defaults)]
     found = {}
     for name, stored in states.items():
@@ -201,7 +201,9 @@ def _open_ranges(
             yield from open_ranges.read({name: stored}, now, policies, begun, bridges)
 
 
-def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[RecallStatus], *, bridged: bool) -> Details:
+def _details(
+    stream: StreamState, late: LateCount | None, recalls: Sequence[RequeueStatus], *, bridged: bool
+) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},

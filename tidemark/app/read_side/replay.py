@@ -19,7 +19,7 @@ from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.subscription import EventBatch
 from tidemark.common.errors import TidemarkError
-from tidemark.sinks.postgres.changes import DurableMark, Moved
+from tidemark.sinks.postgres.changes import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
@@ -143,7 +143,7 @@ class MissedMoves:
     lead. The events are let go then."""
 
     events: dict[str, Sequence[Event]]
-    streams: Mapping[str, Moved]
+    streams: Mapping[str, StreamChange]
     told: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
     moves: int = field(init=False)
 

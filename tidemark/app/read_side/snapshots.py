@@ -18,7 +18,7 @@ from tidemark.app.read_side.postgres_reader import Details, PostgresReader
 from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.changes import Moved
+from tidemark.sinks.postgres.changes import StreamChange
 from tidemark.sinks.reader import MonotonicPositions, PublishedPositions
 from tidemark.streaming.values.direction import beyond
 
@@ -77,7 +77,7 @@ class KnownPositions(PublishedPositions):
 
     def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
         """Whether a follower at these positions has everything that is known here."""
-        return Moved(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
+        return StreamChange(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
 
 
 class AnsweredPositions(MonotonicPositions[KnownPositions]):

@@ -18,14 +18,14 @@ from tidemark.app.lag_json import moment as moment_of
 from tidemark.app.output import aged, as_object, clock, for_people, ids_between
 from tidemark.app.verbs import gaps
 from tidemark.sinks.postgres.inspect import (
+    AppliedOverride,
     BatchAdvance,
-    LineStand,
+    LinearStay,
     OffsetRange,
-    OperatorAct,
-    PastGap,
-    StandingWriter,
-    StreamPast,
+    StoredGap,
+    StreamHistory,
 )
+from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.linear_lag import HELD_AFTER
@@ -58,7 +58,7 @@ class PastHolder:
     writer: str
     epoch: int
     position: int
-    gap: PastGap | None
+    gap: StoredGap | None
     retired: datetime | None = None
 
 
@@ -69,18 +69,18 @@ class Explanation:
     told something for the first time."""
 
     stream: str
-    stand: LineStand
+    stand: LinearStay
     idle: bool
     held_by: list[PastHolder]
     moved: list[BatchAdvance]
     joined: list[str]
     retired: list[str]
-    acts: list[OperatorAct]
+    acts: list[AppliedOverride]
     batch: int | None
     offsets: list[OffsetRange]
 
 
-def explain_at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
+def explain_at(past: StreamHistory, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Of the time `when`; None where the history that is kept does not go as far back."""
     stand, now = past.stand(stream, when), state.decode(encoded)
     if stand is None:
@@ -91,7 +91,7 @@ def explain_at(past: StreamPast, stream: str, encoded: bytes, when: datetime) ->
     return _explained(past, stream, now, stand, when)
 
 
-def _retirements(now: StreamState, stand: LineStand) -> dict[str, datetime]:
+def _retirements(now: StreamState, stand: LinearStay) -> dict[str, datetime]:
     """Of writers that had not passed the line while it stood, as far as the state keeps them."""
     return {
         name: time
@@ -102,7 +102,7 @@ def _retirements(now: StreamState, stand: LineStand) -> dict[str, datetime]:
 
 
 def explain_between(
-    past: StreamPast, stream: str, encoded: bytes, since: datetime, until: datetime
+    past: StreamHistory, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
     """Of every place where the line waited for ten seconds or longer between the two times."""
     times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
@@ -116,10 +116,10 @@ def explain_between(
     return [*found.values()]
 
 
-def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand, when: datetime) -> Explanation:
+def _explained(past: StreamHistory, stream: str, now: StreamState, stand: LinearStay, when: datetime) -> Explanation:
     # Just before it was let go all that held it is known; of a line that stands still, now.
     moment = when if stand.until is None else stand.until - timedelta(microseconds=1)
-    gaps: dict[str, PastGap] = {}
+    gaps: dict[str, StoredGap] = {}
     for gap in past.gaps(stream, moment if stand.until is None else stand.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
@@ -149,7 +149,7 @@ def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand
     )
 
 
-def _was_there(it: StandingWriter, now: StreamState, moment: datetime, gaps: dict[str, PastGap]) -> bool:
+def _was_there(it: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
     """Whether the line waited for a writer that had not passed it: not for one that had retired, nor for one that was
     not there, as far as can be told."""
     known = now.writers.get(it.writer)
@@ -163,7 +163,7 @@ def _was_there(it: StandingWriter, now: StreamState, moment: datetime, gaps: dic
     return not it.first or it.writer in gaps
 
 
-def _seconds(stand: LineStand, until: datetime) -> float:
+def _seconds(stand: LinearStay, until: datetime) -> float:
     return ((stand.until or until) - stand.since).total_seconds()
 
 
@@ -266,7 +266,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     now = datetime.now(UTC)
     if min(between or [at or now]) > now:
         raise click.UsageError("that time is still to come: is it in UTC?")
-    with StreamPast(settings.postgres) as past:
+    with StreamHistory(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(no_stream(stream))

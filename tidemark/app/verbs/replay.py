@@ -22,7 +22,14 @@ from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.postgres.inspect import AppliedAct, BatchAdvance, PastBatch, PastBatches, PastStream, past_batches
+from tidemark.sinks.postgres.inspect import (
+    AppliedOverride,
+    BatchAdvance,
+    BatchHistory,
+    StoredBatch,
+    StoredStream,
+    batch_history,
+)
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
@@ -77,7 +84,7 @@ class Replayed:
     def counting_anew(self) -> "Replayed":
         return replace(self, counts={})
 
-    def reaches(self, batch: PastBatch) -> bool:
+    def reaches(self, batch: StoredBatch) -> bool:
         """Whether all has come at least as far as after that batch."""
         return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
@@ -133,7 +140,7 @@ class ReplayStart:
     has passed `highest`, and each writer of `joining` has joined."""
 
     skipped: int
-    after: PastBatch
+    after: StoredBatch
     replayed: Replayed
     highest: int
     joining: Mapping[str, int]
@@ -145,7 +152,7 @@ class ReplayStart:
 
 
 def start_of(
-    past: PastStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
+    past: StoredStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
 ) -> ReplayStart | None:
     """The earliest; None where there is none. `cut`: records before the first of `facts` are missing. So it is to be a
     batch that is known to have read beyond them."""
@@ -164,7 +171,7 @@ def start_of(
 
 
 def _seeded(
-    past: PastStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
+    past: StoredStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
     after, marks = past.batches[skipped - 1], dict[str, Record]()
     heard = [_record(it) for it in facts]
@@ -196,7 +203,7 @@ def _seeded(
     return ReplayStart(skipped, after, now.counting_anew(), highest, joining)
 
 
-def _standing(past: PastStream, skipped: int) -> Iterator[SeedWriter]:
+def _standing(past: StoredStream, skipped: int) -> Iterator[SeedWriter]:
     before, then = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
     for batch in past.batches[:skipped]:
         before |= {move.writer: move for move in batch.advances}
@@ -250,10 +257,10 @@ class PartCompared:
     records before `offset` or of history; lines from where `line_from` was passed (None: none). `upto`: where the
     records end, and so many batches came `behind` it."""
 
-    after: PastBatch | None = None
+    after: StoredBatch | None = None
     offset: int = 0
     line_from: int | None = None
-    upto: PastBatch | None = None
+    upto: StoredBatch | None = None
     behind: int = 0
 
 
@@ -276,13 +283,13 @@ class _Compared:
     """`batches` that are alike, up to `last`. Without a `parting` all are, or the records end."""
 
     batches: int
-    last: PastBatch | None
+    last: StoredBatch | None
     parting: Parting | None = None
     line: bool = True
 
 
 def report(
-    past: PastBatches,
+    past: BatchHistory,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     bounds: Bounds,
@@ -311,7 +318,7 @@ def report(
 
 def _compare(
     found: ReplayReport,
-    past: PastStream,
+    past: StoredStream,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
@@ -354,12 +361,12 @@ def _compare(
         )
 
 
-def named(it: PastBatch) -> str:
+def named(it: StoredBatch) -> str:
     return f"batch {it.batch} of {clock(it.time)}"
 
 
 def compared(
-    past: PastStream,
+    past: StoredStream,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
@@ -398,12 +405,12 @@ def compared(
     return _Compared(len(batches), last, line=line)
 
 
-def _beyond(now: Replayed, past: PastStream) -> bool:
+def _beyond(now: Replayed, past: StoredStream) -> bool:
     return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
 def _to(
-    batch: PastBatch,
+    batch: StoredBatch,
     now: Replayed,
     facts: Sequence[RecordedMessage],
     acts: Sequence[RecordedMessage],
@@ -435,7 +442,7 @@ def _to(
     return low, tried(now, [])
 
 
-def _differs(stream: str, now: Replayed, batch: PastBatch, told: Mapping[str, Evidence]) -> Parting | None:
+def _differs(stream: str, now: Replayed, batch: StoredBatch, told: Mapping[str, Evidence]) -> Parting | None:
     for move in batch.advances:
         here = now.positions.get(move.writer, 0)
         counts = told[move.writer], now.counts.get(move.writer, NOTHING)
@@ -448,7 +455,7 @@ def _differs(stream: str, now: Replayed, batch: PastBatch, told: Mapping[str, Ev
 
 
 def _ends(
-    past: PastStream,
+    past: StoredStream,
     stream: str,
     now: Replayed,
     facts: Sequence[RecordedMessage],
@@ -470,7 +477,7 @@ def _ends(
 
 
 def _applied(
-    messages: Sequence[RecordedMessage], audit: Sequence[AppliedAct]
+    messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
     """The operators' records that were applied, each with the time of its batch; what was refused does nothing."""
     left, found = [*audit], []
@@ -576,7 +583,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
     if len(roles) == 1:
         raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
-    with past_batches(settings.postgres) as past:
+    with batch_history(settings.postgres) as past:
         if stream is not None and stream not in past.streams():
             raise CommandFailed(no_stream(stream))
         read = read_file(source or "-") if file else read_topics(settings, facts, records)

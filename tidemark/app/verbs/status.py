@@ -21,7 +21,7 @@ from tidemark.app.lag_json import behind_answer, last_seen
 from tidemark.app.output import aged, as_lines, as_object, for_people, ids_between
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
-from tidemark.sinks.postgres.deferred import RecallStatus
+from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec as state
@@ -56,7 +56,7 @@ class StreamStatus:
     writers: list[WriterStatus]
     summary: Summary
     faults: list[SinkFault]
-    recalls: list[RecallStatus]
+    recalls: list[RequeueStatus]
     bridge: BridgeStatus | None
 
 
@@ -64,7 +64,7 @@ def read(
     stored: Mapping[str, bytes],
     only: str | None = None,
     faults: Sequence[SinkFault] = (),
-    recalls: Sequence[RecallStatus] = (),
+    recalls: Sequence[RequeueStatus] = (),
     bridges: Mapping[str, BridgeStatus] = {},
 ) -> list[StreamStatus]:
     """From the encoded states, by stream name."""
@@ -82,7 +82,7 @@ def read(
 
 
 def _status(
-    name: str, data: bytes, faults: list[SinkFault], recalls: list[RecallStatus], bridge: BridgeStatus | None
+    name: str, data: bytes, faults: list[SinkFault], recalls: list[RequeueStatus], bridge: BridgeStatus | None
 ) -> StreamStatus:
     stream = state.decode(data)
     signed = stream.direction.signed
@@ -104,7 +104,7 @@ def _status(
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
     """`read`, with what `postgres` tells of sinks without a stream, of what was put off, and of bridges."""
     asked = postgres.conditions
-    return read(stored, only, asked.faults(), asked.recalls(), asked.bridges())
+    return read(stored, only, asked.faults(), asked.requeues(), asked.bridges())
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
@@ -218,7 +218,7 @@ def held_by(holder: Holder, now: float) -> str:
     return f"{holder.writer} (epoch {holder.epoch}), which {why}; {seen}"
 
 
-def _recalled(it: RecallStatus, now: float) -> str:
+def _recalled(it: RequeueStatus, now: float) -> str:
     if it.gone:
         why = it.problem or "retention, or its limit of size"
         return (

@@ -22,7 +22,7 @@ from tidemark.app.verbs.dead_letters import LOOKED
 from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
-from tidemark.sinks.postgres.inspect import BatchAdvance, IdPast, LateFact, LinePassed, OffsetRange, PastGap
+from tidemark.sinks.postgres.inspect import BatchAdvance, IdHistory, LateFact, LinearPassed, OffsetRange, StoredGap
 from tidemark.sinks.postgres.operators import ListedAct
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
@@ -100,8 +100,8 @@ class IdTrace:
     settled: list[BatchAdvance] = field(default_factory=list)
     offsets: list[OffsetRange] = field(default_factory=list)
     standing: list[WriterStand] = field(default_factory=list)
-    gaps: list[PastGap] = field(default_factory=list)
-    line: LinePassed | None = None
+    gaps: list[StoredGap] = field(default_factory=list)
+    line: LinearPassed | None = None
     late: list[LateFact] = field(default_factory=list)
     acts: list[ListedAct] = field(default_factory=list)
     dead_letters: list[DeadLetter] = field(default_factory=list)
@@ -109,7 +109,7 @@ class IdTrace:
     unknown: list[str] = field(default_factory=list)
 
 
-def of_postgres(past: IdPast, stream: str, encoded: bytes, id: int) -> IdTrace:
+def of_postgres(past: IdHistory, stream: str, encoded: bytes, id: int) -> IdTrace:
     """What Postgres tells."""
     now = state.decode(encoded)
     signed = now.direction.signed
@@ -149,7 +149,7 @@ def home_partition(encoded: bytes) -> int | None:
     return state.decode(encoded).home
 
 
-def of_kafka(it: IdTrace, past: IdPast, kafka: Recorded, topic: str, partition: int, most: int) -> None:
+def of_kafka(it: IdTrace, past: IdHistory, kafka: Recorded, topic: str, partition: int, most: int) -> None:
     """Add what at most `most` records of the partition tell, and what follows from whose ID it is."""
     kept, end = kafka.bounds(topic, partition)
     it.unread = past.next_offset(topic, partition) or 0
@@ -172,7 +172,7 @@ def of_kafka(it: IdTrace, past: IdPast, kafka: Recorded, topic: str, partition: 
         it.offsets = past.offsets(it.settled[0].batch, it.settled[0].time)
 
 
-def _range(it: IdTrace, past: IdPast, topic: str, partition: int) -> tuple[int | None, int | None]:
+def _range(it: IdTrace, past: IdHistory, topic: str, partition: int) -> tuple[int | None, int | None]:
     """Between which offsets its record lies, as far as the batches that are noted tell; without an end where it may be
     the next to come."""
     if not it.known:
@@ -190,7 +190,7 @@ def _range(it: IdTrace, past: IdPast, topic: str, partition: int) -> tuple[int |
     return first, max(ends, default=it.unread)
 
 
-def _gaps(it: IdTrace, past: IdPast, arrived: datetime | None) -> list[PastGap]:
+def _gaps(it: IdTrace, past: IdHistory, arrived: datetime | None) -> list[StoredGap]:
     """Those that it lies in, and those below it that were open when it was complete, which was at `arrived` if that is
     known."""
     settled = min((move.time for move in it.settled), default=None)
@@ -371,7 +371,7 @@ def _settled(it: IdTrace) -> Iterator[str]:
     yield from _some((_gap(it, gap) for gap in it.gaps), len(it.gaps), "gaps")
 
 
-def _gap(it: IdTrace, gap: PastGap) -> str:
+def _gap(it: IdTrace, gap: StoredGap) -> str:
     inside = abs(gap.low) < abs(it.id) <= abs(gap.top)
     what = "it lay in the gap" if inside else "below it was the gap"
     opened = f"{what} {ids_between(gap.low, gap.top)} of {gap.writer}, open from {clock(gap.opened)}"
@@ -459,7 +459,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     Exit code 1 where no record that was counted has named an ID as high.
     """
     settings = loaded()
-    with IdPast(settings.postgres, "tidemark trace") as past:
+    with IdHistory(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(no_stream(stream))

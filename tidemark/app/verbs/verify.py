@@ -311,7 +311,7 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
             yield told(name, "position", position, None)
             continue
         if position != row.position and not (
-            beyond(row.position, position) and audit.led_to(stream, name, position) == row.position
+            beyond(row.position, position) and audit.end_of_history(stream, name, position) == row.position
         ):
             yield told(name, "position", position, row.position)
         if known.epoch > row.epoch:

@@ -1,12 +1,13 @@
-"""What Postgres holds of streams, all of one moment, and whether its history joins. For people; changes nothing."""
+"""Checks of what Postgres stores, for `tidemark verify` and `tidemark bundle`. Everything here only reads."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, Literal, LiteralString, Self
 
-from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
+from tidemark.common.postgres_session import Dsn, PostgresSession, fetch_all
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
+from tidemark.sinks.postgres.positions import StoredWriter, stored_writers
 
 STATES: LiteralString = """
     select stream, case when retired is null then state else substr(state, 1, length(state) - 1) || retired end as state
@@ -19,35 +20,33 @@ HistoryFaultKind = Literal["hole", "overlap", "regress", "no writer"]
 
 
 @dataclass(frozen=True, slots=True)
-class AuditedWriter:
-    epoch: int
-    position: int
-    retired: bool
-    forgotten: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AuditedStream:
-    """A stream's rows. `late` is the number of its newest late completion; `gaps` are writer and top of the open ones;
-    `state` is what the next query would be seeded with."""
+    """The rows of a stream at one moment.
+
+    `late` is the number of its newest late completion; `gaps` has writer and top of the open gaps; `state` is the seed
+    of the next query.
+    """
 
     linear: int
     allocated: int
     late: int
     state: bytes
-    writers: dict[str, AuditedWriter] = field(default_factory=dict)
+    writers: dict[str, StoredWriter] = field(default_factory=dict)
     gaps: set[tuple[str, int]] = field(default_factory=set)
 
     @property
     def positions(self) -> dict[str, int]:
-        """Without those of writers that retired long ago."""
-        return {name: it.position for name, it in self.writers.items() if not it.forgotten}
+        """Positions by writer, without forgotten writers."""
+        return {name: writer.position for name, writer in self.writers.items() if not writer.forgotten}
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryFault:
-    """The advances of `writer` do not join: after `expected` comes `found`. `regress` is of the line, or of a position
-    that is below what the history leads to; `no writer`: an advance of one that stands nowhere."""
+    """The history of `writer` is not a chain: after `expected` comes `found`.
+
+    `hole` and `overlap`: an advance does not begin where the one before ended. `regress`: the linear position went
+    back, or a position is below the end of the history. `no writer`: advances of a writer without a position.
+    """
 
     stream: str
     writer: str
@@ -56,9 +55,19 @@ class HistoryFault:
     found: int
 
 
+@dataclass(frozen=True, slots=True)
+class _StreamRow:
+    stream: str
+    linear: int
+    head: int
+    late: int
+
+
 class Audit:
-    """A context manager; needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and
-    `SchemaMismatch`."""
+    """A context manager; needs the rights of the role tidemark_reader.
+
+    Raises `Unavailable`, `Refused` and `SchemaMismatch`.
+    """
 
     def __init__(self, dsn: Dsn) -> None:
         self._session = session_of(dsn, "tidemark verify")
@@ -74,69 +83,54 @@ class Audit:
             SCHEMA.check_from(connection, READABLE)
 
     def names(self) -> list[str]:
-        with self._session.use() as connection:
-            return [name for (name,) in connection.execute("select stream from tidemark.streams order by 1")]
+        return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams order by 1")]
 
     def streams(self, names: Collection[str]) -> dict[str, AuditedStream]:
-        """Without those that are not there."""
+        """The streams with these names, all at one moment. Unknown names are left out."""
         named = {"streams": list(names)}
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
             states = dict(connection.execute(STATES, named).fetchall())
-            found = {
-                stream: AuditedStream(linear, allocated, late, states[stream])
-                for stream, linear, allocated, late in connection.execute(
-                    "select stream, linear, head,"
-                    " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0)"
-                    " from tidemark.streams s where stream = any(%(streams)s)",
-                    named,
-                )
-            }
-            for stream, writer, *row in connection.execute(
-                "select stream, writer, epoch, position, retired, forgotten from tidemark.stream_positions"
-                " where stream = any(%(streams)s)",
+            rows = fetch_all(
+                connection,
+                _StreamRow,
+                "select stream, linear, head,"
+                " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0) as late"
+                " from tidemark.streams s where stream = any(%(streams)s)",
                 named,
-            ):
-                found[stream].writers[writer] = AuditedWriter(*row)
-            for stream, writer, top in connection.execute(
-                "select stream, writer, top from tidemark.stream_gaps"
-                " where stream = any(%(streams)s) and closed_at is null",
-                named,
-            ):
-                found[stream].gaps.add((writer, top))
-        return found
+            )
+            streams = {row.stream: AuditedStream(row.linear, row.head, row.late, states[row.stream]) for row in rows}
+            for writer in stored_writers(connection, names):
+                streams[writer.stream].writers[writer.writer] = writer
+            gaps = "select stream, writer, top from tidemark.stream_gaps where stream = any(%(streams)s)"
+            for stream, name, top in connection.execute(gaps + " and closed_at is null", named):
+                streams[stream].gaps.add((name, top))
+        return streams
 
-    def led_to(self, stream: str, writer: str, position: int) -> int | None:
-        """Where the newest advance of the writer beyond `position` leads; None where there is none."""
+    def end_of_history(self, stream: str, writer: str, position: int) -> int | None:
+        """The ID of the newest advance of `writer` beyond `position`; None if there is none."""
         with self._session.use() as connection:
-            found = advances_since(connection, [(stream, writer, position)], 1)
-        chain = found.get((stream, writer))
+            chains = advances_since(connection, [(stream, writer, position)], 1)
+        chain = chains.get((stream, writer))
         return chain[-1].advance.id if chain else None
 
     def history_faults(self, stream: str | None, most: int) -> list[HistoryFault]:
-        """From the first advance that is kept to the position of each writer of `stream` (None: of all), at most so
-        many. One reading of the whole history, sorted by the server."""
-        with self._session.use() as connection:
-            return _history_faults(connection, stream, most)
+        """Up to `most` faults of the stored history of `stream` (None: of all streams).
+
+        The server reads and sorts the whole history once.
+        """
+        with self._session.use() as connection, connection.transaction():
+            connection.execute("set transaction isolation level repeatable read, read only")
+            return fetch_all(connection, HistoryFault, _FAULTS, {"stream": stream, "most": most})
 
     def advances(self) -> int:
-        """How many are kept."""
-        with self._session.use() as connection:
-            row = connection.execute(
-                "select coalesce(sum(cardinality(ids)), 0) from tidemark.packed_advances"
-            ).fetchone()
-        return int(row[0]) if row else 0
+        """The number of stored advances."""
+        count = "select coalesce(sum(cardinality(ids)), 0) from tidemark.packed_advances"
+        return int(self._session.fetch_value(count))
 
 
-def _history_faults(connection: Connection, stream: str | None, most: int) -> list[HistoryFault]:
-    with connection.transaction():
-        connection.execute("set transaction isolation level repeatable read, read only")
-        rows = connection.execute(_FAULTS, {"stream": stream, "most": most}).fetchall()
-    return [HistoryFault(*row) for row in rows]
-
-
-# What came before the first advance of a writer may be past its time. It is not where its place (`before`) names a day
-# that is kept: days are dropped whole.
+# Advances before the first stored one of a writer may have been dropped. Days are dropped whole: a place
+# (`before`) in a stored day must lead to a row.
 _FAULTS: LiteralString = """
 with single as (
     select n.stream, n.writer, a.id - a.span as prev, a.id, a.id - coalesce(a.ahead, 0) as linear, a.before, p.time
@@ -145,7 +139,8 @@ with single as (
     join tidemark.writer_numbers n using (number)
     where %(stream)s::text is null or n.stream = %(stream)s
 ), chained as materialized (
-    select *, lag(id) over chain as known, lag(linear) over chain as line, lead(id) over chain is null as newest
+    select *, lag(id) over chain as known, lag(linear) over chain as previous_linear,
+        lead(id) over chain is null as newest
     from single window chain as (partition by stream, writer order by abs(id), abs(prev), time)
 ), kept as (
     select floor(extract(epoch from date_trunc('day', min(time) at time zone 'UTC') at time zone 'UTC') * 1000) as since
@@ -162,7 +157,8 @@ select stream, writer, fault, expected, found from (
     select stream, writer, 'hole', 0, prev, abs(id) from chained, kept
         where known is null and prev <> 0 and before / 4096 >= kept.since
     union all
-    select stream, writer, 'regress', line, linear, abs(id) from chained where abs(linear) < abs(line)
+    select stream, writer, 'regress', previous_linear, linear, abs(id) from chained
+        where abs(linear) < abs(previous_linear)
     union all
     select stream, writer, case when abs(position) > abs(id) then 'hole' else 'regress' end, id, position, abs(id)
         from ends where position <> id
@@ -182,7 +178,7 @@ order by stream, writer, place limit %(most)s
 
 MOST: Final = 1000
 """Rows of a table."""
-# The history is asked by time, as its view wants it.
+# The view of the history reads only the days of the given range of time.
 _TABLES: Final[dict[str, LiteralString]] = {
     "streams": "select stream, linear, head, direction, shard, length(state) as state_bytes, updated_at"
     " from tidemark.streams order by updated_at desc",
@@ -208,13 +204,10 @@ _TABLES: Final[dict[str, LiteralString]] = {
 TABLES: Final = tuple(_TABLES)
 
 
-def dump(database: PostgresSession, table: str) -> str:
-    """The newest rows of one of `TABLES` as JSON, an array of objects. Raises `Unavailable`, `Refused`, and
-    `psycopg.Error` where the schema of another version lacks it."""
-    with database.use() as connection:
-        row = connection.execute(
-            "select coalesce(jsonb_agg(to_jsonb(found)), '[]')::text from (" + _TABLES[table] + " limit %s) found",
-            (MOST,),
-        ).fetchone()
-    assert row is not None
-    return str(row[0])
+def dump(session: PostgresSession, table: str) -> str:
+    """The newest rows of one of `TABLES` as a JSON array of objects.
+
+    Raises `Unavailable`, `Refused`, and `psycopg.Error` if the schema of another version has no such table.
+    """
+    rows: LiteralString = "select coalesce(jsonb_agg(to_jsonb(newest)), '[]')::text from (" + _TABLES[table]
+    return str(session.fetch_value(rows + " limit %s) newest", (MOST,)))

@@ -1,9 +1,9 @@
-"""What Postgres took in since a moment, over all streams: for who has to tell everything that was published since.
+"""Changes of all streams since a mark, for followers that must deliver everything that was published since.
 
-A moment is a `DurableMark`: the time of the newest batch, and the lease under which it was written. Batches of one
-lease are of one clock. That of a later lease may be behind, so what is read after a mark of another lease begins
-earlier: what was known comes again then, and nothing is passed over. So it is after a database was restored: what was
-done again, was done later.
+A `DurableMark` is the time of the newest batch and the lease under which it was written. Batches of one lease have the
+time of one clock. The clock of a later lease may be behind; if the lease has changed, reading begins one minute before
+the mark. Some changes then come twice, and none is missed. The same holds after a restore: what was done again has a
+later time.
 """
 
 from collections import defaultdict
@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import LiteralString
 
-from tidemark.common.postgres_session import Connection
-from tidemark.sinks.postgres.history import PastAdvance, PastLate
+from tidemark.common.postgres_session import Connection, fetch_one, fetch_value
+from tidemark.sinks.postgres.history import StoredAdvance, StoredLate
+from tidemark.sinks.postgres.positions import positions_since
 from tidemark.streaming.core.effects import LateCompletion, WriterAdvance
 from tidemark.streaming.values.direction import beyond
 
@@ -28,9 +29,11 @@ class DurableMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Of one stream: where it stands, and those of its writers that moved. `late` is the number of its newest late
-    completion, `allocated` the highest ID that any record named."""
+class StreamChange:
+    """The positions of a stream, and those of its writers that moved.
+
+    `late` is the number of its newest late completion, `allocated` the highest ID that any record has named.
+    """
 
     linear: int
     allocated: int
@@ -38,7 +41,7 @@ class Moved:
     positions: Mapping[str, int]
 
     def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether somebody who stands there stands here, or beyond."""
+        """Whether a reader with these positions has all of this change."""
         return (
             not beyond(self.linear, linear)
             and late >= self.late
@@ -48,62 +51,77 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class ChangesSince:
-    """All that was published up to `mark` is in `streams`, and perhaps more."""
+    """`streams` has all changes that were published up to `mark`, and possibly later ones."""
 
     mark: DurableMark
-    streams: dict[str, Moved]
+    streams: dict[str, StreamChange]
 
 
 @dataclass(frozen=True, slots=True)
-class PastMoves:
-    """By stream, in no order; and where the streams stand to which anything was done."""
+class MissedChanges:
+    """Advances and late completions by stream, unordered, and the positions of every stream that changed."""
 
-    advances: dict[str, list[PastAdvance]]
-    late: dict[str, list[PastLate]]
-    streams: dict[str, Moved]
+    advances: dict[str, list[StoredAdvance]]
+    late: dict[str, list[StoredLate]]
+    streams: dict[str, StreamChange]
 
 
 def now(connection: Connection) -> DurableMark:
-    row = connection.execute(
-        "select (select token from tidemark.query_lease),"
-        " coalesce((extract(epoch from max(updated_at)) * 1000)::bigint, 0) from tidemark.streams"
-    ).fetchone()
-    return DurableMark(*row) if row else DurableMark(0, 0)
+    mark = fetch_one(
+        connection,
+        DurableMark,
+        "select (select token from tidemark.query_lease) as lease,"
+        " coalesce((extract(epoch from max(updated_at)) * 1000)::bigint, 0) as time from tidemark.streams",
+    )
+    return mark or DurableMark(0, 0)
 
 
 def changes(connection: Connection, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-    """Since a mark (None: ever), of `streams` (None: of all). In one transaction, the mark first."""
+    """The changes since a mark, read in one transaction.
+
+    Args:
+        since: None for all changes.
+        streams: None for all streams.
+    """
     with connection.transaction():
         mark = now(connection)
-        return ChangesSince(mark, _moved(connection, 0 if since is None else _begin(since, mark), streams))
+        return ChangesSince(mark, _changed(connection, 0 if since is None else _begin(since, mark), streams))
 
 
-def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> PastMoves | None:
-    """Everything that was published since a mark; None where that is more than `most` advances, or not kept. `seconds`
-    is what one statement may take."""
+def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> MissedChanges | None:
+    """Everything that was published since a mark.
+
+    Args:
+        most: bound of the number of advances.
+        seconds: time that one statement may take.
+
+    Returns:
+        None if there are more than `most` advances, or if the history does not reach back to the mark.
+    """
     with connection.transaction():
         connection.execute("select set_config('statement_timeout', %s, true)", (f"{seconds * 1000:.0f}",))
-        # Streams before their moves: a writer may not seem to stand where its advances do not lead yet.
+        # Streams before advances: no position may be beyond the end of the advances that are read.
         newest = now(connection)
         begin = _begin(since, newest)
-        if begin > newest.time:  # of another database, or of what a restore has taken back
+        if begin > newest.time:  # the mark is of another database, or of a time that a restore has undone
             return None
-        streams = _moved(connection, begin, None)
-        kept = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"
-        if streams and not connection.execute(kept, (begin,)).fetchone():
+        streams = _changed(connection, begin, None)
+        stored = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"
+        if streams and fetch_value(connection, stored, (begin,)) is None:
             return None
         rows = connection.execute(_ADVANCES, (begin, most + 1)).fetchall()
-        lates = connection.execute(_LATES, ([it for it, moved in streams.items() if moved.late], begin)).fetchall()
+        with_late = [name for name, change in streams.items() if change.late]
+        lates = connection.execute(_LATES, (with_late, begin)).fetchall()
     if len(rows) > most:
         return None
-    found = PastMoves({}, {}, streams)
-    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, at in rows:
-        advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, at)
-        found.advances.setdefault(stream, []).append(PastAdvance(advance, linear, batch, at))
-    for stream, number, writer, epoch, prev, id_, facts, why, batch, at in lates:
+    changes = MissedChanges({}, {}, streams)
+    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows:
+        advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
+        changes.advances.setdefault(stream, []).append(StoredAdvance(advance, linear, batch, time))
+    for stream, number, writer, epoch, prev, id_, facts, why, batch, time in lates:
         late = LateCompletion(writer, epoch, prev, id_, facts, why)
-        found.late.setdefault(stream, []).append(PastLate(number, late, batch, at))
-    return found
+        changes.late.setdefault(stream, []).append(StoredLate(number, late, batch, time))
+    return changes
 
 
 _ADVANCES: LiteralString = """
@@ -128,23 +146,20 @@ def _begin(since: DurableMark, now: DurableMark) -> int:
     return since.time if since.lease == now.lease else since.time - OTHER_CLOCK
 
 
-def _moved(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, Moved]:
-    named = (None if streams is None else list(streams),)
+def _changed(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
+    """The streams with a batch at or after `begin` (ms); tuples, because there may be a million."""
+    names = (None if streams is None else list(streams),)
     positions: dict[str, dict[str, int]] = defaultdict(dict)
-    found = {
-        stream: Moved(linear, allocated, late, positions[stream])
+    changed = {
+        stream: StreamChange(linear, allocated, late, positions[stream])
         for stream, linear, allocated, late in connection.execute(
             "select stream, linear, head,"
             " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0)"
             " from tidemark.streams s where updated_at >= to_timestamp(%s / 1000.0)"
             " and (%s::text[] is null or stream = any(%s::text[]))",
-            (begin, *named, *named),
+            (begin, *names, *names),
         )
     }
-    for stream, writer, position in connection.execute(
-        "select stream, writer, position from tidemark.stream_positions"
-        " where stream = any(%s) and updated_at >= to_timestamp(%s / 1000.0) and not forgotten",
-        (list(found), begin),
-    ):
+    for stream, writer, position in positions_since(connection, changed, begin):
         positions[stream][writer] = position
-    return found
+    return changed

@@ -1,6 +1,7 @@
-"""The table of operators' acts: noted before they are sent, with the user that Postgres knows, and what came of them.
+"""Operator overrides and policies.
 
-A record on Kafka tells nobody who produced it, so this is where an act meets an identity that was proved.
+A verb logs an override before it sends the record, with the login that Postgres has verified. A consumer of Kafka does
+not learn who produced a record.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from typing import Final, Literal, LiteralString
 from psycopg.errors import NoDataFound
 
 from tidemark.common.errors import BadRecord
-from tidemark.common.postgres_session import PostgresSession, first_line
+from tidemark.common.postgres_session import PostgresSession, fetch_one, first_line
 from tidemark.streaming.core.effects import Forced
 
 
 @dataclass(frozen=True, slots=True)
 class NotedAct:
-    """`number` in `tidemark.acts`; `seen_as`: the user who logged in; `audited`: the newest row of `skips` before."""
+    """Number and login (`seen_as`) of the override. `audited` is the number of the newest row of `skips` before it."""
 
     number: int
     seen_as: str
@@ -26,10 +27,15 @@ class NotedAct:
 
 @dataclass(frozen=True, slots=True)
 class ListedAct:
-    """What an operator did to `(prev, id]` of `writer`. `seen_as` and `seen_from`: user and address that Postgres knew;
-    None, as `number`: it came to the control topic by other means, and Kafka tells nobody from whom. `topic`,
-    `partition` and `offset` say where it went. `outcome` is what is known of it: `applied`, `refused`; None: nothing
-    yet, or it was never sent."""
+    """An override of `(prev, id]` of `writer`.
+
+    Attributes:
+        number: None if the record came to the control topic by other means than a verb.
+        seen_as: the login that Postgres verified; None as above, as is `seen_from`.
+        seen_from: the address of the client.
+        topic: of the record, as are `partition` and `offset`.
+        outcome: `applied` or `refused`; None if it is not known, or if the record was not sent.
+    """
 
     number: int | None
     time: datetime
@@ -49,15 +55,15 @@ class ListedAct:
     outcome: str | None
 
 
-_SAID: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
+_CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
 
 
 def _same(one: LiteralString, other: LiteralString) -> LiteralString:
-    """Whether two rows, of the audit or of acts, are of records that say the same."""
-    return " and ".join(f"{one}.{column} = {other}.{column}" for column in _SAID)
+    """The SQL condition that two rows, of the audit or of overrides, are of equal records."""
+    return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
 
-# An act that no verb waited for is known by its row in the audit.
+# If no verb waited for the outcome, a row of the audit shows that the override was applied.
 _LISTED: LiteralString = f"""
 with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
@@ -76,7 +82,7 @@ select * from listed
 """
 
 
-# Rows of the audit stand in the order in which the records were applied.
+# Rows of the audit are in the order in which the records were applied.
 _BECAME: LiteralString = f"""
 with act as (select * from tidemark.acts where number = %(number)s), mine as (
     select s.number from act a join tidemark.skips s on {_same("s", "a")}
@@ -102,143 +108,169 @@ select exists (
 
 
 EVERY_STREAM: Final = ""
-"""In place of a stream in an act on all of them; no stream has such a name."""
+"""The stream of an override of all streams; no stream has this name."""
 
 
 class Acts:
     """Needs the roles tidemark_reader and tidemark_operator. Raises `Unavailable` and `Refused`."""
 
-    def __init__(self, database: PostgresSession) -> None:
-        self._database = database
+    def __init__(self, session: PostgresSession) -> None:
+        self._session = session
 
-    def note(self, stream: str, act: Forced) -> NotedAct:
-        """Before it is sent: what is not noted is not done."""
-        with self._database.use() as connection:
-            row = connection.execute(
-                "insert into tidemark.acts (stream, kind, writer, epoch, prev, id, by, why)"
-                " values (%s, %s, %s, %s, %s, %s, %s, %s)"
-                " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0)",
-                (stream, act.kind, act.writer, act.epoch, act.prev, act.id, act.by, act.why),
-            ).fetchone()
-        assert row is not None
-        return NotedAct(*row)
+    def note(self, stream: str, override: Forced) -> NotedAct:
+        """Log an override. Call it before sending the record, so that no record is sent that is not logged."""
+        noted = self._session.fetch_one(
+            NotedAct,
+            "insert into tidemark.acts (stream, kind, writer, epoch, prev, id, by, why)"
+            " values (%s, %s, %s, %s, %s, %s, %s, %s)"
+            " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0) as audited",
+            (
+                stream,
+                override.kind,
+                override.writer,
+                override.epoch,
+                override.prev,
+                override.id,
+                override.by,
+                override.why,
+            ),
+        )
+        assert noted is not None
+        return noted
 
     def sent(self, noted: NotedAct, topic: str, partition: int, offset: int) -> None:
-        """Where its record went. Once, and only for the login that noted it: raises `BadRecord` else."""
-        with self._database.use() as connection:
-            row = connection.execute(
-                "select tidemark.note_sent(%s, %s, %s, %s)", (noted.number, topic, partition, offset)
-            ).fetchone()
-        _require(row, noted)
+        """Note the offset of the record.
+
+        Raises:
+            BadRecord: another login logged the override, or the offset was noted before.
+        """
+        arguments = (noted.number, topic, partition, offset)
+        _require(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), noted)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
-        """Whether a batch with that record was applied."""
-        with self._database.use() as connection:
-            found = connection.execute(
-                "select 1 from tidemark.kafka_offsets where (topic, partition) = (%s, %s) and next > %s",
+        """Whether the batch with that record was applied."""
+        return (
+            self._session.fetch_value(
+                "select true from tidemark.kafka_offsets where (topic, partition) = (%s, %s) and next > %s",
                 (topic, partition, offset),
             )
-            return found.fetchone() is not None
+            is not None
+        )
 
     def became(self, noted: NotedAct) -> Literal["applied", "refused", "settled before"]:
-        """What the pipeline made of an act, once its record was read. `settled before`: since it was noted another act
-        was applied that had settled all of it. Of two that say the same the one at the lower offset is the first."""
-        with self._database.use() as connection:
-            row = connection.execute(_BECAME, {"number": noted.number, "audited": noted.audited}).fetchone()
-        if row is None:
+        """The outcome of an override whose record was read.
+
+        `settled before`: another override that was applied since had settled all of it. Of two equal overrides, the
+        one at the lower offset is the first.
+        """
+        is_settled = self._session.fetch_value(_BECAME, {"number": noted.number, "audited": noted.audited})
+        if is_settled is None:
             return "refused"
-        return "settled before" if row[0] else "applied"
+        return "settled before" if is_settled else "applied"
 
     def close(self, noted: NotedAct, outcome: str) -> None:
-        """What was seen of it. Once, and only for the login that noted it: raises `BadRecord` else."""
-        with self._database.use() as connection:
-            row = connection.execute("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)).fetchone()
-        _require(row, noted)
+        """Note the outcome.
 
-    def note_replay(self, stream: str, act: Forced, origin: tuple[str, int, int]) -> NotedAct:
-        """The same of a record that stood at `origin` (topic, partition, offset); `BadRecord` the second time."""
-        with self._database.use() as connection, connection.transaction():
-            noted = self.note(stream, act)
-            taken = connection.execute(
+        Raises:
+            BadRecord: another login logged the override, or the outcome was noted before.
+        """
+        _require(self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted)
+
+    def note_replay(self, stream: str, override: Forced, origin: tuple[str, int, int]) -> NotedAct:
+        """Log the replay of a dead letter.
+
+        Args:
+            origin: topic, partition and offset of the original record.
+
+        Raises:
+            BadRecord: the record was replayed before.
+        """
+        with self._session.use() as connection, connection.transaction():
+            noted = self.note(stream, override)
+            inserted = self._session.execute(
                 'insert into tidemark.replays (topic, partition, "offset", act) values (%s, %s, %s, %s)'
                 " on conflict do nothing",
                 (*origin, noted.number),
             )
-            if not taken.rowcount:
+            if not inserted:
                 raise BadRecord("replayed_before", f"act {self.replays()[origin]} sent this record again")
         return noted
 
     def replays(self) -> dict[tuple[str, int, int], int]:
-        """Topic, partition and offset of what was replayed -> number of the act."""
-        with self._database.use() as connection:
-            rows = connection.execute('select topic, partition, "offset", act from tidemark.replays')
-            return {(topic, partition, offset): act for topic, partition, offset, act in rows}
+        """Topic, partition and offset of each replayed record -> number of the override."""
+        rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
+        return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
     def newest(self, stream: str | None, most: int) -> list[ListedAct]:
-        """Of one stream or of all, newest first; also acts that came to the control topic by other means."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
-                " order by time desc, number desc limit %(most)s",
-                {"stream": stream, "most": most},
-            )
-            return [ListedAct(*row) for row in rows]
+        """Overrides of one stream or of all, newest first, with those that no verb has sent."""
+        return self._session.fetch_all(
+            ListedAct,
+            _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
+            " order by time desc, number desc limit %(most)s",
+            {"stream": stream, "most": most},
+        )
 
     def is_stream(self, name: str) -> bool:
-        with self._database.use() as connection:
-            return (
-                connection.execute("select 1 from tidemark.streams where stream = %s", (name,)).fetchone() is not None
-            )
+        found = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
+        return found is not None
 
     def about(self, stream: str, id: int, most: int) -> list[ListedAct]:
-        """Those whose range holds `id`, oldest first."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                _LISTED + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
-                " order by time, number limit %(most)s",
-                {"stream": stream, "id": id, "most": most},
-            )
-            return [ListedAct(*row) for row in rows]
+        """Overrides whose range contains `id`, oldest first."""
+        return self._session.fetch_all(
+            ListedAct,
+            _LISTED + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+            " order by time, number limit %(most)s",
+            {"stream": stream, "id": id, "most": most},
+        )
 
     def numbered(self, number: int) -> ListedAct | None:
-        with self._database.use() as connection:
-            row = connection.execute(_LISTED + " where number = %s", (number,)).fetchone()
-            return ListedAct(*row) if row else None
+        return self._session.fetch_one(ListedAct, _LISTED + " where number = %s", (number,))
 
 
-def _require(row: tuple[bool | None] | None, noted: NotedAct) -> None:
-    """The functions write what nobody has written yet, of the own login alone."""
-    if row is None or not row[0]:
+def _require(is_noted: object, noted: NotedAct) -> None:
+    """The functions change only rows of the caller's login, and each column once."""
+    if not is_noted:
         raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")
+
+
+@dataclass(frozen=True, slots=True)
+class _PolicyChange:
+    act: int
+    outcome: str
 
 
 class PolicyTable:
     """Needs the role tidemark_reader; to change, also tidemark_operator. Raises `Unavailable` and `Refused`."""
 
-    def __init__(self, database: PostgresSession) -> None:
-        self._database = database
+    def __init__(self, session: PostgresSession) -> None:
+        self._session = session
 
     def given(self) -> dict[str, dict[str, int]]:
         """Name -> setting -> value."""
-        found: dict[str, dict[str, int]] = {}
-        with self._database.use() as connection:
-            rows = connection.execute("select stream, setting, value from tidemark.policies order by 1, 2")
-            for name, setting, value in rows:
-                found.setdefault(name, {})[setting] = value
-        return found
+        policies: dict[str, dict[str, int]] = {}
+        rows = self._session.fetch_tuples("select stream, setting, value from tidemark.policies order by 1, 2")
+        for name, setting, value in rows:
+            policies.setdefault(name, {})[setting] = value
+        return policies
 
     def change(self, name: str, changes: Mapping[str, int | None], by: str, why: str) -> tuple[int, str]:
-        """Set these of the policy, take back what is None; all or none. Gives the number of the act and what it did.
+        """Set settings of a policy, and remove those whose value is None; all or none.
 
-        `BadRecord` where one to take back is not set.
+        Returns:
+            The number of the override, and the changes as text.
+
+        Raises:
+            BadRecord: a setting to remove is not set.
         """
-        with self._database.use() as connection:
+        with self._session.use() as connection:
             try:
-                row = connection.execute(
+                change = fetch_one(
+                    connection,
+                    _PolicyChange,
                     "select act, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
                     (name, [*changes], [*changes.values()], by, why),
-                ).fetchone()
+                )
             except NoDataFound as error:
                 raise BadRecord("not_set", first_line(error)) from None
-        assert row is not None
-        return int(row[0]), str(row[1])
+        assert change is not None
+        return change.act, change.outcome

@@ -1,57 +1,73 @@
-"""The end of a day of history: its partition is dropped without a lock that a batch would have to wait for.
+"""Retention: how long history is stored, and how the partition of a day is dropped without blocking a batch.
 
-To drop a partition takes an exclusive lock of the whole history, which waits for whoever reads it (a dump, for hours),
-and all batches wait behind it. So the partition is detached first, concurrently, which no writer notices; nobody but
-its own readers is concerned by what follows. Only the owner of the tables may do so. For other members of the role
-`tidemark_owner` there is a function that drops, and gives up before a batch has waited long.
+Dropping a partition takes an exclusive lock of the whole history. The lock waits for every reader (a dump, for hours),
+and all batches would wait behind it. Therefore the partition is detached concurrently first, which blocks no writer;
+dropping it afterwards concerns only its own readers. Only the owner of the tables may detach. Other members of the role
+`tidemark_owner` call a function that drops at once, and gives up before a batch has waited long.
 
-Each step may be interrupted, and is found by the next call where it was left.
+Every step may be interrupted; the next call continues.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time, timedelta
+from typing import LiteralString
 
 from psycopg import sql
 from psycopg.errors import LockNotAvailable
 
-from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.common.postgres_session import Connection, PostgresSession, fetch_all, fetch_value
 from tidemark.common.session_settings import SessionConnection
+from tidemark.sinks.postgres.database import execute
+from tidemark.sinks.postgres.positions import forget_writer_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Days for which data is stored.
+
+    Attributes:
+        history: of advances, closed gaps and applied batches.
+        audit: of the audit, of operator overrides and of late completions.
+    """
+
+    history: int = 7
+    audit: int = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A partition. `parent` is None once it is detached, `pending` where that was begun."""
+    """A partition. `parent` is None if it is detached, `is_pending` if detaching has begun."""
 
     name: str
     parent: str | None
-    pending: bool
-    ours: bool
+    is_pending: bool
+    is_owned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Tidied:
-    """Partitions that were dropped, and those that stay for now, each with who reads it."""
+    """Partitions that were dropped, and those still in use, each with its readers."""
 
     dropped: Sequence[str]
     in_use: dict[str, str]
 
 
 def drop_before(connection: Connection, day: date) -> Tidied:
-    """Drop what is older than `day`, but for what somebody reads: that waits for another call."""
-    with _patience(connection, "2s"):
+    """Drop the partitions of days before `day`. A partition that is being read stays until a later call."""
+    with _lock_timeout(connection, "2s"):
         return _drop_before(connection, day)
 
 
 @contextmanager
-def _patience(connection: Connection, lock_timeout: str) -> Iterator[None]:
-    """Wait for no lock any longer, and put the session's own limit back. Of a pooler's session it stays as it is."""
+def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
+    """Set the lock timeout of the session, and restore it afterwards. A session of a pooler keeps its own."""
     if _is_pooled(connection):
         yield
         return
     row = connection.execute("show lock_timeout").fetchone()
-    connection.execute("select set_config('lock_timeout', %s, false)", (lock_timeout,))
+    connection.execute("select set_config('lock_timeout', %s, false)", (timeout,))
     try:
         yield
     finally:
@@ -62,22 +78,25 @@ def _patience(connection: Connection, lock_timeout: str) -> Iterator[None]:
 def _drop_before(connection: Connection, day: date) -> Tidied:
     dropped: list[str] = []
     in_use: dict[str, str] = {}
-    held_up: set[str | None] = set()  # tables of which one partition has to wait: then all others have to
+    blocked: set[str | None] = set()  # tables with a partition that cannot be detached now: no other one can be either
     for old in _before(connection, day):
-        if old.parent is not None and old.parent in held_up:
+        if old.parent is not None and old.parent in blocked:
             continue
         try:
             dropped += _dropped(connection, old, day)
         except LockNotAvailable:
             in_use[old.name] = _readers(connection, old)
-            held_up.add(old.parent)
+            blocked.add(old.parent)
     return Tidied(dropped, in_use)
 
 
 def _before(connection: Connection, day: date) -> list[Day]:
-    rows = connection.execute(
+    return fetch_all(
+        connection,
+        Day,
         """
-        select c.relname, p.relname, coalesce(i.inhdetachpending, false), pg_has_role(c.relowner, 'usage')
+        select c.relname as name, p.relname as parent, coalesce(i.inhdetachpending, false) as is_pending,
+            pg_has_role(c.relowner, 'usage') as is_owned
         from pg_class c
         left join pg_inherits i on i.inhrelid = c.oid
         left join pg_class p on p.oid = i.inhparent
@@ -87,16 +106,15 @@ def _before(connection: Connection, day: date) -> list[Day]:
         """,
         (day,),
     )
-    return [Day(*row) for row in rows]
 
 
 def _dropped(connection: Connection, old: Day, day: date) -> list[str]:
     name = sql.Identifier("tidemark", old.name)
-    needs_session = old.parent is not None and not old.pending  # CONCURRENTLY is refused in a transaction
-    if not old.ours or (needs_session and _is_pooled(connection)):
+    needs_session = old.parent is not None and not old.is_pending  # CONCURRENTLY is refused in a transaction
+    if not old.is_owned or (needs_session and _is_pooled(connection)):
         return [gone for (gone,) in connection.execute("select tidemark.drop_history_before(%s)", (day,))]
     if old.parent is not None:
-        how = sql.SQL("finalize" if old.pending else "concurrently")
+        how = sql.SQL("finalize" if old.is_pending else "concurrently")
         parent = sql.Identifier("tidemark", old.parent)
         connection.execute(sql.SQL("alter table {} detach partition {} {}").format(parent, name, how))
     connection.execute(sql.SQL("drop table {}").format(name))
@@ -118,7 +136,64 @@ def _readers(connection: Connection, old: Day) -> str:
         """,
         ([old.name, old.parent or old.name],),
     )
-    return ", ".join(text for (text,) in rows) or "nobody any more"
+    return ", ".join(text for (text,) in rows) or "nobody now"
+
+
+def _firsts(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
+    """The first stored day, by name of the policy."""
+    rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
+    days = {"*": retention.history, **dict(rows.fetchall())}
+    return {name: today - timedelta(days=count) for name, count in days.items()}
+
+
+def oldest_stored_day(connection: Connection, today: date, retention: Retention) -> date:
+    """The first day of advances that is stored. Streams share rows, so the policy with the most days counts."""
+    return min(_firsts(connection, today, retention).values())
+
+
+def hide_expired(connection: Connection, today: date, retention: Retention) -> None:
+    """Hide advances that are past the retention of their own stream."""
+    firsts = _firsts(connection, today, retention)
+    since = {name: datetime.combine(day, time(), UTC) for name, day in firsts.items()}
+    with connection.transaction():
+        if dict(connection.execute("select stream, since from tidemark.history_since").fetchall()) == since:
+            return
+        connection.execute("delete from tidemark.history_since where stream <> all(%s)", ([*since],))
+        execute(
+            connection,
+            "insert into tidemark.history_since select * from unnest(%s::text[], %s::timestamptz[])"
+            " on conflict (stream) do update set since = excluded.since",
+            since.items(),
+        )
+
+
+def delete_expired(connection: Connection, today: date, retention: Retention) -> None:
+    """Delete rows that are past their retention, except advances (`drop_before`). Call it outside a transaction."""
+    hide_expired(connection, today, retention)
+    oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
+    # The most specific policy counts, as in `streaming.values.policies`.
+    is_expired: LiteralString = """ < %s - coalesce((
+        select value from tidemark.policies p where setting = 'history_days'
+            and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
+        order by p.stream = g.stream desc, length(p.stream) desc limit 1
+    ), %s)::integer"""
+    for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.line_moves g where time"):
+        connection.execute(f"delete from {rows}{is_expired}", (today, retention.history))
+    connection.execute(
+        "delete from tidemark.applied_batches where applied_at < %s"
+        " and number < (select max(number) from tidemark.applied_batches)",
+        (oldest,),
+    )
+    connection.execute("delete from tidemark.skips where time < %s", (audited,))
+    connection.execute("delete from tidemark.acts where time < %s", (audited,))
+    # The newest late completion of each stream stays: its number shows that there were any.
+    connection.execute(
+        "delete from tidemark.late_completions l where time < %s and number <"
+        " (select max(number) from tidemark.late_completions newer where newer.stream = l.stream)",
+        (audited,),
+    )
+    with connection.transaction():
+        forget_writer_numbers(connection, datetime.combine(oldest, time(), UTC))
 
 
 _NOW = """
@@ -134,38 +209,36 @@ select least(
 
 
 class RetentionClock:
-    """Any thread may call; raises `Unavailable` and `Refused`."""
+    """The clock by which history is dropped, and its distance from the clock of the pipeline's host.
+
+    Batches carry the time of the host, and retention counts days: a host, or a server, whose clock is days ahead would
+    drop history too early. Any thread may call. Raises `Unavailable` and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
     def now(self, host: datetime) -> datetime:
-        """The time to which retention may go in this run.
+        """The time up to which this run may drop history.
 
-        It is the server's; that of the `host`, where this one is behind (its batches carry that time); and never more
-        than a day after the last run that was complete.
+        The earliest of the server's time, the time of the `host` (batches carry that time), and one day after the last
+        complete run.
         """
-        with self._session.use() as connection:
-            row = connection.execute(_NOW, (host,)).fetchone()
-        assert row is not None
-        found: datetime = row[0]
-        return found.astimezone(UTC)
+        now: datetime = self._session.fetch_value(_NOW, (host,))
+        return now.astimezone(UTC)
 
     def complete(self, now: datetime) -> None:
-        """History was dropped up to this time. It is noted backwards too: a clock that was ahead was put right."""
-        with self._session.use() as connection:
-            connection.execute(
-                "insert into tidemark.retention_clock (time) values (%s)"
-                " on conflict (singleton) do update set time = excluded.time",
-                (now,),
-            )
+        """Note that history was dropped up to `now`, also if `now` is earlier: a clock that was ahead was corrected."""
+        self._session.execute(
+            "insert into tidemark.retention_clock (time) values (%s)"
+            " on conflict (singleton) do update set time = excluded.time",
+            (now,),
+        )
 
     def difference(self) -> float:
-        """Seconds by which the clock of this host is ahead of the server's; exact to half the time of a question."""
+        """Seconds by which the host's clock is ahead of the server's; exact to half of a round trip."""
         with self._session.use() as connection:
             before = datetime.now(UTC)
-            row = connection.execute("select clock_timestamp()").fetchone()
+            server: datetime = fetch_value(connection, "select clock_timestamp()")
             after = datetime.now(UTC)
-        assert row is not None
-        server: datetime = row[0]
         return (before + (after - before) / 2 - server).total_seconds()

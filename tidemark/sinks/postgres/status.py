@@ -1,19 +1,19 @@
-"""The condition of the pipeline in Postgres: the lease's owner, the last batch, what was rejected, what came late.
+"""The status of the pipeline in Postgres: owner of the lease, last batch, dead letters, late completions, faults.
 
-For people on call; nothing is decided by it.
+For display and alerts; no position depends on it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
-from tidemark.sinks.postgres.deferred import RecallStatus, unfinished
+from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession, fetch_all, fetch_one, fetch_value
+from tidemark.sinks.postgres.requeues import RequeueStatus, unfinished_requeues
 
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """`records` of a partition have waited since `since` to be read.
+    """A partition with `records` that have waited since `since`.
 
     If an open Kafka transaction blocks the partition, `blocked_offset` is its last stable offset, beyond which nothing
     can be read, and `blocked_since` is since when that offset has not moved; both are None otherwise.
@@ -28,16 +28,16 @@ class LaggingPartition:
 
 
 def note_lagging(
-    connection: Connection, found: Sequence[tuple[str, int, int, float, int | None, float | None]]
+    connection: Connection, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
 ) -> None:
-    """Replace what the table holds.
+    """Replace the rows of the table.
 
     Args:
         connection: a session of the owner of the lease.
-        found: topic, partition, records, seconds of waiting, blocked offset and seconds of blocking of each partition.
+        partitions: for each, topic, partition, records, seconds of waiting, blocked offset, seconds of blocking.
             Ages become times by the server's clock.
     """
-    columns = [list(column) for column in zip(*found, strict=True)] or [[], [], [], [], [], []]
+    columns = [list(column) for column in zip(*partitions, strict=True)] or [[], [], [], [], [], []]
     with connection.transaction():
         connection.execute("delete from tidemark.lagging_partitions")
         connection.execute(
@@ -54,20 +54,21 @@ def note_lagging(
 
 def lagging(connection: Connection) -> list[LaggingPartition]:
     """What the pipeline noted last, by topic and partition."""
-    rows = connection.execute(
+    return fetch_all(
+        connection,
+        LaggingPartition,
         "select topic, partition, records, since, blocked_offset, blocked_since from tidemark.lagging_partitions"
-        " order by topic, partition"
+        " order by topic, partition",
     )
-    return [LaggingPartition(*row) for row in rows]
 
 
-ACTS_SHOWN = 5
-LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
+OVERRIDES_SHOWN = 5
+LATE_COUNTED = 100  # the count of late completions of one stream stops here
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterCounts:
-    """Records rejected for `reason` since the database was made, each once; the newest of them at `newest`."""
+    """The number of distinct records rejected for `reason` since the database was made, and the time of the newest."""
 
     reason: str
     records: int
@@ -76,7 +77,7 @@ class DeadLetterCounts:
 
 @dataclass(frozen=True, slots=True)
 class SinkFault:
-    """A stream that `sink` cannot show by a fault of its own, while it shows the others."""
+    """A stream that `sink` cannot publish while it publishes the others."""
 
     sink: str
     stream: str
@@ -86,16 +87,19 @@ class SinkFault:
 
 @dataclass(frozen=True, slots=True)
 class BridgeStatus:
-    """Whether a `tidemark synapse` tells a stream (None: a replica does not know), and since when it is connected (None
-    where none is, or this user may not know)."""
+    """The `tidemark synapse` of a stream.
+
+    `speaks`: whether one is connected; None on a replica, which does not know. `since`: when it connected; None if none
+    is connected, or if this user may not see it.
+    """
 
     speaks: bool | None
     since: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
-class RecentAct:
-    """As `tidemark.acts` has it."""
+class RecentOverride:
+    """A row of the table of operator overrides."""
 
     number: int
     kind: str
@@ -110,16 +114,22 @@ class RecentAct:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`owner` held the lease last (None: nobody ever did), which lives for `lease` seconds more; 0: it is over.
-    `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock. `acts` are
-    those of the last day, the newest first. `waits`: what a batch of the owner waits for in this database. `lagging`:
-    Kafka partitions whose records wait for longer than a healthy pipeline takes."""
+    """The status of the pipeline. Times are by the clock of the database.
+
+    Attributes:
+        owner: the process that acquired the lease last; None if none ever did.
+        lease: seconds until the lease expires; 0 if it has expired.
+        quiet: seconds since the last batch was applied; None if none ever was.
+        acts: operator overrides of the last day, newest first.
+        waits: what a batch of the owner waits for in this database.
+        lagging: Kafka partitions whose records wait for longer than a healthy pipeline takes.
+    """
 
     owner: str | None
     lease: float
     quiet: float | None
     dead_letters: Sequence[DeadLetterCounts]
-    acts: Sequence[RecentAct] = ()
+    acts: Sequence[RecentOverride] = ()
     faults: Sequence[SinkFault] = ()
     waits: str | None = None
     lagging: Sequence[LaggingPartition] = ()
@@ -127,14 +137,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class LateCount:
-    """`count` late completions, `LATE_COUNTED` for that many or more; the newest of them at `newest`."""
+    """`count` late completions (at most `LATE_COUNTED`), and the time of the newest."""
 
     count: int
     newest: datetime
 
 
 def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -> None:
-    """Replace what is known, by sink and stream; what was known before keeps its `since`."""
+    """Replace the faults, by sink and stream. A fault that was noted before keeps its `since`."""
     columns = [sink for sink, _ in faults], [stream for _, stream in faults], list(faults.values())
     with connection.transaction():
         connection.execute(
@@ -150,63 +160,68 @@ def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -
         )
 
 
-class Conditions:
-    """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
-    `Refused`."""
+@dataclass(frozen=True, slots=True)
+class _LeaseRow:
+    owner: str
+    seconds_left: float
+    waits_for: str | None
 
-    def __init__(self, database: PostgresSession) -> None:
-        self._database = database
+
+class Conditions:
+    """Needs the role tidemark_reader. Any thread may call. Raises `Unavailable` (call again) and `Refused`."""
+
+    def __init__(self, session: PostgresSession) -> None:
+        self._session = session
 
     def now(self) -> Condition:
-        with self._database.use() as connection:
-            lease = connection.execute(
+        with self._session.use() as connection:
+            lease = fetch_one(
+                connection,
+                _LeaseRow,
                 "select owner,"
-                " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end,"
-                " waits_for from tidemark.query_lease where owner <> ''"
-            ).fetchone()
-            batch = connection.execute(
+                " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end"
+                " as seconds_left, waits_for from tidemark.query_lease where owner <> ''",
+            ) or _LeaseRow("", 0.0, None)
+            quiet = fetch_value(
+                connection,
                 "select greatest(extract(epoch from now() - applied_at), 0)::float8"
-                " from tidemark.applied_batches order by number desc limit 1"
-            ).fetchone()
-            rejected = connection.execute(
-                "select reason, records, newest_at from tidemark.dead_letters order by records desc, reason"
-            ).fetchall()
-            acts = self._acts(connection)
+                " from tidemark.applied_batches order by number desc limit 1",
+            )
+            rejected = fetch_all(
+                connection,
+                DeadLetterCounts,
+                "select reason, records, newest_at as newest from tidemark.dead_letters order by records desc, reason",
+            )
+            overrides = fetch_all(
+                connection,
+                RecentOverride,
+                "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.acts"
+                " where time > now() - interval '1 day' order by number desc limit %s",
+                (OVERRIDES_SHOWN,),
+            )
             faults = self.faults()
             partitions = lagging(connection)
-        owner, left, waits = lease or (None, 0.0, None)
-        counts = [DeadLetterCounts(*row) for row in rejected]
-        quiet = batch[0] if batch else None
-        return Condition(owner, left, quiet, counts, acts, faults, waits if left else None, partitions)
-
-    def _acts(self, connection: Connection) -> list[RecentAct]:
-        rows = connection.execute(
-            "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.acts"
-            " where time > now() - interval '1 day' order by number desc limit %s",
-            (ACTS_SHOWN,),
-        )
-        return [RecentAct(*row) for row in rows]
+        waits = lease.waits_for if lease.seconds_left else None
+        owner = lease.owner or None
+        return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
     def begun(self) -> set[tuple[str, str, int]]:
-        """Stream, writer and epoch of each epoch that an operator began in its writer's name."""
-        with self._database.use() as connection:
-            rows = connection.execute("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")
-            return {(stream, writer, epoch) for stream, writer, epoch in rows}
+        """Stream, writer and epoch of each epoch that an operator began for its writer."""
+        return {*self._session.fetch_tuples("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")}
 
     def bridges(self) -> dict[str, BridgeStatus]:
-        """By stream, of those that `tidemark synapse` began to tell; none where it was never prepared here, or this
-        user may not know."""
-        with self._database.use() as connection:
+        """The streams of `tidemark synapse`; empty if it was never prepared here, or if this user may not see it."""
+        with self._session.use() as connection:
             table = "to_regclass('tidemark.synapse_streams')::oid"
-            if not connection.execute(f"select 1 where has_table_privilege({table}, 'select')".encode()).fetchone():
+            if fetch_value(connection, f"select 1 where has_table_privilege({table}, 'select')") is None:
                 return {}
             rows = connection.execute(
                 """
-                select stream, case when not pg_is_in_recovery() then held.pid is not null end, backend_start
+                select stream, case when not pg_is_in_recovery() then lock.pid is not null end, backend_start
                 from tidemark.synapse_streams
-                left join pg_locks held on locktype = 'advisory' and objsubid = 2 and granted
+                left join pg_locks lock on locktype = 'advisory' and objsubid = 2 and granted
                     and classid = %s::oid and objid = hashtext(stream)::oid
-                    and held.database = (select oid from pg_database where datname = current_database())
+                    and lock.database = (select oid from pg_database where datname = current_database())
                 left join pg_stat_activity using (pid)
                 """,
                 [BRIDGE_LOCK],
@@ -214,29 +229,27 @@ class Conditions:
         return {stream: BridgeStatus(speaks, since) for stream, speaks, since in rows}
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
-        """Of each of `streams`, without those that have none."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                """
-                select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)
-                cross join lateral (
-                    select count(*), max(time) from (
-                        select time from tidemark.late_completions l
-                        where l.stream = named.stream order by number desc limit %s
-                    ) newest
-                ) late (count, newest)
-                where late.count > 0
-                """,
-                (list(streams), LATE_COUNTED),
-            ).fetchall()
+        """The streams of `streams` that have late completions."""
+        rows = self._session.fetch_tuples(
+            """
+            select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)
+            cross join lateral (
+                select count(*), max(time) from (
+                    select time from tidemark.late_completions l
+                    where l.stream = named.stream order by number desc limit %s
+                ) newest
+            ) late (count, newest)
+            where late.count > 0
+            """,
+            (list(streams), LATE_COUNTED),
+        )
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
-    def recalls(self) -> list[RecallStatus]:
-        """Records that were put off and are not produced again, oldest first."""
-        with self._database.use() as connection:
-            return unfinished(connection)
+    def requeues(self) -> list[RequeueStatus]:
+        """Deferred records that are not produced again yet, oldest first."""
+        return unfinished_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:
-        with self._database.use() as connection:
-            rows = connection.execute("select sink, stream, problem, since from tidemark.sink_faults order by 1, 2")
-            return [SinkFault(*row) for row in rows]
+        return self._session.fetch_all(
+            SinkFault, "select sink, stream, problem, since from tidemark.sink_faults order by 1, 2"
+        )

@@ -1,7 +1,7 @@
-"""Postgres: what is true and durable. The pipeline's writes, and its reads at a start and to refill the sinks.
+"""Postgres, the durable source of truth: the writes of the pipeline, and its reads at a start and to refill the sinks.
 
-Three sessions: one for the batches (the thread of foreachBatch), one for recalls, one for everything else (maintenance,
-probes), so that none waits for another.
+It has one session for the batches (the thread of foreachBatch), one for requeues, and one for everything else
+(maintenance, probes), so that none of them waits for another.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,21 +12,20 @@ from typing import Self
 import msgspec
 
 from tidemark.common.log import get_logger
-from tidemark.common.postgres_session import Dsn
+from tidemark.common.postgres_session import Dsn, fetch_value
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import changes as tail
-from tidemark.sinks.postgres import deferred as recalls
-from tidemark.sinks.postgres import history, transaction
+from tidemark.sinks.postgres import changes, history, requeues, retention, transaction
 from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.batch_wait import BatchWait
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, PastMoves
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, MissedChanges
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
-from tidemark.sinks.postgres.deferred import KeptRecall
-from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
+from tidemark.sinks.postgres.history import PageBounds, StoredAdvance, StoredLate, StoredPage
 from tidemark.sinks.postgres.operators import PolicyTable
-from tidemark.sinks.postgres.retention import RetentionClock, drop_before
+from tidemark.sinks.postgres.positions import forget_retired, stored_positions
+from tidemark.sinks.postgres.requeues import PendingRequeue
+from tidemark.sinks.postgres.retention import Retention, RetentionClock
 from tidemark.sinks.postgres.status import Conditions, note_faults, note_lagging
-from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply, forget_retired
+from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.core.effects import Recall
 from tidemark.streaming.values.limits import Bounds, Encoded
 
@@ -43,9 +42,9 @@ class PostgresConfig:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSetup:
-    """The setup that must not change behind the pipeline's back; None and {} before the first start.
+    """The setup of the last start, which must not have changed since. None and {} before the first start.
 
-    `topics`: name -> (Kafka's topic ID, count of partitions).
+    `topics`: name -> (Kafka's topic ID, number of partitions).
     """
 
     shards: int | None
@@ -53,8 +52,11 @@ class RememberedSetup:
 
 
 class StreamPositions(msgspec.Struct, frozen=True, gc=False):
-    """A stream as committed. `forgotten` names writers that retired long ago and stand neither here nor in Redis;
-    `late` is the number of its newest late completion, 0 for none."""
+    """The committed positions of a stream.
+
+    `forgotten` are writers that retired long ago and are in neither `positions` nor Redis. `late` is the number of the
+    newest late completion, 0 for none.
+    """
 
     linear: int
     allocated: int
@@ -64,13 +66,13 @@ class StreamPositions(msgspec.Struct, frozen=True, gc=False):
 
 
 class Postgres:
-    """All methods raise `Unavailable` (call again) and `Refused`; any thread may call them. A context manager."""
+    """A context manager. Any thread may call. All methods raise `Unavailable` (call again) and `Refused`."""
 
     def __init__(self, config: PostgresConfig) -> None:
         self._config = config
         self._batches = session_of(config.dsn, "tidemark batches")
         self._reads = session_of(config.dsn, "tidemark reads")
-        self._recalls = session_of(config.dsn, "tidemark recalls")
+        self._requeues = session_of(config.dsn, "tidemark requeues")
         self.waits = BatchWait(session_of(config.dsn, "tidemark waits"))
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
@@ -86,7 +88,7 @@ class Postgres:
     def close(self) -> None:
         self._batches.close()
         self._reads.close()
-        self._recalls.close()
+        self._requeues.close()
         self.waits.close()
 
     def check(self) -> None:
@@ -101,12 +103,10 @@ class Postgres:
 
     def pipeline_version(self) -> str:
         """The version of the pipeline that acquired the lease last; empty if none did."""
-        with self._reads.use() as connection:
-            row = connection.execute("select version from tidemark.query_lease").fetchone()
-        return row[0] if row else ""
+        return self._reads.fetch_value("select version from tidemark.query_lease") or ""
 
     def apply(self, batch: Batch) -> Committed:
-        """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out.
+        """Commit the batch. After `Unavailable` the commit may have happened; the next call finds out.
 
         Raises psycopg's error if the server refuses the batch's content (`transaction.is_about_content`).
         """
@@ -114,19 +114,20 @@ class Postgres:
             return apply(connection, batch)
 
     def refusal(self, batch: Batch) -> str | None:
-        """What the server says against the batch's content; None if it would take it. Writes nothing."""
+        """The server's error about the content of the batch; None if it would accept the batch. Writes nothing."""
         with self._batches.use() as connection, self.waits.of(connection):
             return transaction.refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
-        """For a new owner, before its first batch: a database that went back would give the numbers of late completions
-        again that it has lost, and readers would take them for known. The clock is beyond all that were given."""
-        with self._batches.use() as connection:
-            connection.execute(
-                "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
-                " (extract(epoch from clock_timestamp()) * 1000000)::bigint))"
-                " from tidemark.late_completions_number_seq"
-            )
+        """Set the next number of a late completion beyond all that were given. For a new owner, before its first batch.
+
+        A restored database would give numbers again that readers already know. The number follows the clock.
+        """
+        self._batches.execute(
+            "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
+            " (extract(epoch from clock_timestamp()) * 1000000)::bigint))"
+            " from tidemark.late_completions_number_seq"
+        )
 
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
         """Rejected records that are not known to be in the dead letters."""
@@ -134,33 +135,33 @@ class Postgres:
             return transaction.unsent(connection)
 
     def dead_letters_sent(self, query: str, batch: int) -> None:
-        """The dead letters of this batch are in Kafka."""
+        """Note that the dead letters of this batch are in Kafka."""
         with self._batches.use() as connection:
             transaction.forget_unsent(connection, query, batch)
 
-    def recalls(self) -> list[KeptRecall]:
-        """Records that are to be produced again and are not yet, oldest first; last those that some problem hinders."""
-        with self._recalls.use() as connection:
-            return recalls.due(connection)
+    def pending_requeues(self) -> list[PendingRequeue]:
+        """Deferred records that are still to be produced again, oldest first, those with a problem last."""
+        with self._requeues.use() as connection:
+            return requeues.pending_requeues(connection)
 
-    def recalled(self, recall: KeptRecall, problem: str | None = None) -> None:
-        """How far that one is, and what hinders the rest."""
-        with self._recalls.use() as connection:
-            recalls.note(connection, recall, problem)
+    def note_requeue(self, requeue: PendingRequeue, problem: str | None = None) -> None:
+        """Store the progress of a requeue, and the problem that prevents the rest."""
+        with self._requeues.use() as connection:
+            requeues.note_requeue(connection, requeue, problem)
 
-    def give_up_recalls(self, deferred: Iterable[tuple[str, Recall]], why: str) -> None:
-        """The offsets of these, and of all that are kept, mean nothing any more."""
+    def give_up_requeues(self, deferred: Iterable[tuple[str, Recall]], why: str) -> None:
+        """Give up these deferred records and all pending requeues: their offsets are no longer valid."""
         with self._batches.use() as connection, connection.transaction():
-            recalls.add_recalls(connection, deferred)
-            recalls.give_up(connection, why)
+            requeues.add_requeues(connection, deferred)
+            requeues.give_up_requeues(connection, why)
 
-    def note_lagging(self, found: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:
-        """Replace the partitions that are noted as lagging: see `kafka_lag.note_lagging`."""
+    def note_lagging(self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:
+        """Replace the lagging partitions: see `status.note_lagging`."""
         with self._reads.use() as connection:
-            note_lagging(connection, found)
+            note_lagging(connection, partitions)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
-        """What sinks cannot show, by sink and stream: the problem. For people."""
+        """Replace the faults of the sinks: (sink, stream) -> problem."""
         with self._reads.use() as connection:
             note_faults(connection, faults)
 
@@ -172,13 +173,12 @@ class Postgres:
             ).fetchone()
 
     def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
-        """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
+        """The encoded states of `streams` (None: of all streams, the seed of a query without a checkpoint)."""
         names = None if streams is None else list(streams)
-        with self._reads.use() as connection:
-            return dict(connection.execute(STATES, {"streams": names}))
+        return dict(self._reads.fetch_tuples(STATES, {"streams": names}))
 
     def replace_states(self, states: Mapping[str, Encoded]) -> None:
-        """Write states back that were changed outside a batch: only for what an operator accepted."""
+        """Replace states outside a batch: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             execute(
                 connection,
@@ -189,15 +189,15 @@ class Postgres:
             )
 
     def offsets(self) -> dict[str, dict[int, int]]:
-        """Topic -> partition -> the first offset that is not counted into the states."""
+        """Topic -> partition -> the first offset whose record is not in the states."""
         offsets: dict[str, dict[int, int]] = {}
-        with self._reads.use() as connection:
-            for topic, partition, following in connection.execute("select * from tidemark.kafka_offsets order by 1, 2"):
-                offsets.setdefault(topic, {})[partition] = following
+        rows = self._reads.fetch_tuples("select topic, partition, next from tidemark.kafka_offsets order by 1, 2")
+        for topic, partition, following in rows:
+            offsets.setdefault(topic, {})[partition] = following
         return offsets
 
     def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
-        """Replace what is known of these topics, backwards too: only for what an operator accepted as lost."""
+        """Replace the offsets of these topics, also by lower ones: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             connection.execute("delete from tidemark.kafka_offsets where topic = any(%s)", (list(offsets),))
             execute(
@@ -208,15 +208,12 @@ class Postgres:
 
     def remembered(self) -> RememberedSetup:
         with self._reads.use() as connection:
-            pipeline = connection.execute("select shards from tidemark.pipeline").fetchone()
+            shards = fetch_value(connection, "select shards from tidemark.pipeline")
             topics = connection.execute("select topic, topic_id, partitions from tidemark.topics")
-            return RememberedSetup(
-                shards=pipeline[0] if pipeline else None,
-                topics={topic: (topic_id, partitions) for topic, topic_id, partitions in topics},
-            )
+            return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
     def remember(self, remembered: RememberedSetup) -> None:
-        """Replace what is remembered; topics that are not named stay."""
+        """Store the setup. Topics that it does not name stay."""
         with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
                 connection.execute(
@@ -232,26 +229,23 @@ class Postgres:
             )
 
     def streams(self) -> list[str]:
-        with self._reads.use() as connection:
-            return [stream for (stream,) in connection.execute("select stream from tidemark.streams order by 1")]
+        return [stream for (stream,) in self._reads.fetch_tuples("select stream from tidemark.streams order by 1")]
 
     def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
-        """The positions of `streams`, without those that are not known. Each is at most as old as the call."""
-        of = " where stream = any(string_to_array(%s, ' '))"  # no name has a space
+        """The positions of `streams`; unknown streams are left out. No position is older than the call."""
+        condition = " where stream = any(string_to_array(%s, ' '))"  # no name has a space
         names = (" ".join(streams),)
         positions: dict[str, dict[str, int]] = {}
         forgotten: dict[str, list[str]] = {}
         with self._reads.use() as connection:
-            # The lines first: a line that is older than the positions claims too little, the other way too much.
-            lines = connection.execute(f"select stream, linear, head from tidemark.streams{of}", names).fetchall()
+            # Linear positions first: one that is older than the writers' positions is correct, a newer one is not.
+            rows = connection.execute(f"select stream, linear, head from tidemark.streams{condition}", names).fetchall()
             late = dict(
                 connection.execute(
-                    f"select stream, max(number) from tidemark.late_completions{of} group by stream", names
+                    f"select stream, max(number) from tidemark.late_completions{condition} group by stream", names
                 )
             )
-            for stream, writer, position, is_forgotten in connection.execute(
-                f"select stream, writer, position, forgotten from tidemark.stream_positions{of}", names
-            ).fetchall():
+            for stream, writer, position, is_forgotten in stored_positions(connection, streams):
                 if is_forgotten:
                     forgotten.setdefault(stream, []).append(writer)
                 elif (known := positions.get(stream)) is None:
@@ -260,52 +254,59 @@ class Postgres:
                     known[writer] = position
         return {
             stream: StreamPositions(
-                linear, head, late.get(stream, 0), positions.get(stream, {}), frozenset(forgotten.get(stream, ()))
+                linear, allocated, late.get(stream, 0), positions.get(stream, {}), frozenset(forgotten.get(stream, ()))
             )
-            for stream, linear, head in lines
+            for stream, linear, allocated in rows
         }
 
-    def page_after(self, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> PastPage:
+    def page_after(self, stream: str, position_of: Callable[[str], int], late: int, bounds: PageBounds) -> StoredPage:
+        """See `history.page_after`."""
         with self._reads.use() as connection:
-            return history.page_after(connection, stream, standing, late, bounds)
+            return history.page_after(connection, stream, position_of, late, bounds)
 
     def advances_since(
         self, known: Iterable[tuple[str, str, int]], newest: int
-    ) -> dict[tuple[str, str], list[PastAdvance]]:
+    ) -> dict[tuple[str, str], list[StoredAdvance]]:
+        """See `history.advances_since`."""
         with self._reads.use() as connection:
             return history.advances_since(connection, known, newest)
 
     def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
+        """See `changes.changes`."""
         with self._reads.use() as connection:
-            return tail.changes(connection, since, streams)
+            return changes.changes(connection, since, streams)
 
-    def missed(self, since: DurableMark, most: int, seconds: float) -> PastMoves | None:
+    def missed(self, since: DurableMark, most: int, seconds: float) -> MissedChanges | None:
+        """See `changes.missed`."""
         with self._reads.use() as connection:
-            return tail.missed(connection, since, most, seconds)
+            return changes.missed(connection, since, most, seconds)
 
-    def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
+    def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[StoredLate]]:
+        """See `history.late_since`."""
         with self._reads.use() as connection:
             return history.late_since(connection, known, newest)
 
     def tidy(self, now: datetime) -> bool:
-        """Make the history's partitions of today and tomorrow, and drop what is past its time, retired
-        writers too. For every hour or so, with the time of `clock`.
+        """Make the history's partitions of today and tomorrow, and delete what is past its retention.
 
-        Batches go on meanwhile. False where something could not be dropped, because somebody reads it.
+        To be called every hour or so, with the time of `clock`. Batches go on meanwhile.
+
+        Returns:
+            False if a partition could not be dropped, because it is being read.
         """
         today = now.astimezone(UTC).date()
         with self._reads.use() as connection:
-            oldest = history.oldest_kept(connection, today, self._config.retention)
+            oldest = retention.oldest_stored_day(connection, today, self._config.retention)
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
-        # In a session of its own: it may wait for those who read the history.
+        # A session of its own: it may wait for readers of the history.
         with session_of(self._config.dsn, "tidemark tidy") as session, session.use() as connection:
-            tidied = drop_before(connection, oldest)
+            tidied = retention.drop_before(connection, oldest)
         with self._reads.use() as connection:
-            history.forget(connection, today, self._config.retention)
+            retention.delete_expired(connection, today, self._config.retention)
             forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement))
         if tidied.dropped:
-            log.info("Dropped history that is past its time", partitions=tidied.dropped)
+            log.info("Dropped history that is past its retention", partitions=tidied.dropped)
         if tidied.in_use:
-            log.info("History that is past its time is still read; it is dropped later", readers=tidied.in_use)
+            log.info("History past its retention is still being read; dropping it later", readers=tidied.in_use)
         return not tidied.in_use

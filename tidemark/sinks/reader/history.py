@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.common.postgres_session import Dsn
-from tidemark.sinks.postgres.changes import DurableMark, Moved
-from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
+from tidemark.sinks.postgres.changes import DurableMark, StreamChange
+from tidemark.sinks.postgres.history import PageBounds, StoredAdvance, StoredLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
@@ -67,16 +67,16 @@ class MissedChanges:
     """The events of each stream to which anything was done, in order per writer, and where it stands."""
 
     events: Mapping[str, Sequence[Advance | Late]]
-    streams: Mapping[str, Moved]
+    streams: Mapping[str, StreamChange]
 
 
-def _advance(past: PastAdvance) -> Advance:
+def _advance(past: StoredAdvance) -> Advance:
     told = past.advance
     return Advance(
         told.writer, told.epoch, told.prev, told.id, told.evidence, told.prev, past.linear, past.batch, past.time
     )
 
 
-def _late(past: PastLate) -> Late:
+def _late(past: StoredLate) -> Late:
     told = past.late
     return Late(past.number, told.writer, told.epoch, told.prev, told.id, told.facts, told.why, past.batch, past.time)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tidemark.common.errors import LeaseLost
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
-from tidemark.sinks.postgres.history import PastAdvance
+from tidemark.sinks.postgres.history import StoredAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.redis.client import beside_keys
 from tidemark.sinks.redis.publish import Change, Mode, Redis, of_batch, of_history
@@ -178,7 +178,7 @@ class Mirror:
         anew |= {stream for stream, lacking in late.items() if len(lacking) > newest}
         everything = [(stream, writer, 0) for stream in anew for writer in wanted[stream].positions]
         history |= self._postgres.advances_since(everything, newest)
-        chains: dict[str, list[Sequence[PastAdvance]]] = {}
+        chains: dict[str, list[Sequence[StoredAdvance]]] = {}
         for (stream, _), chain in history.items():
             chains.setdefault(stream, []).append(chain)
         late |= self._postgres.late_since([(stream, 0) for stream in anew], newest + 1)

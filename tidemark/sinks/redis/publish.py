@@ -13,7 +13,7 @@ import msgspec
 
 from tidemark.common.errors import LeaseLost
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres.history import PastAdvance, PastLate
+from tidemark.sinks.postgres.history import StoredAdvance, StoredLate
 from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.redis.client import (
     SENTINEL,
@@ -111,10 +111,10 @@ def _of_stream(told: tuple[str, str], effects: StreamEffects, committed: Committ
 
 
 def of_history(
-    stream: str, held: StreamPositions, advances: Iterable[Sequence[PastAdvance]], late: Iterable[PastLate]
+    stream: str, held: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
 ) -> Change:
     """A stream as Postgres holds it; `advances` has one chain per writer."""
-    past: list[tuple[int, PastAdvance]] = []
+    past: list[tuple[int, StoredAdvance]] = []
     for chain in advances:
         newest = 0
         for advance in chain:
