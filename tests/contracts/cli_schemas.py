@@ -25,7 +25,7 @@ from tidemark.app.verbs.trace import IdTrace
 from tidemark.app.verbs.verify import Difference
 from tidemark.sinks.postgres.audit import HistoryFault
 from tidemark.sinks.postgres.inspect import LateFact
-from tidemark.sinks.postgres.operators import ListedAct
+from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.postgres.status import BridgeStatus, LaggingPartition
 from tidemark.streaming.core.effects import WriterAdvance
 
@@ -168,7 +168,7 @@ class OverrideOutput(msgspec.Struct):
 
 
 class ActsOutput(msgspec.Struct):
-    acts: list[ListedAct]
+    acts: list[OverrideEntry]
 
 
 class DeadLetterOutput(msgspec.Struct, kw_only=True):
@@ -255,7 +255,7 @@ _PARTING: Final = _changed(Parting, record=RecordedLine | None)
 
 OUTPUTS: Final[dict[str, Any]] = {
     "acts list": ActsOutput,
-    "acts show": ListedAct,
+    "acts show": OverrideEntry,
     "bundle": BundleOutput,
     "dead-letters list": DeadLettersOutput,
     "dead-letters replay": DeadLetterReplayOutput,

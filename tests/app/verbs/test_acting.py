@@ -28,7 +28,7 @@ from tidemark.common.errors import BadRecord
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.operators import Acts
+from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
@@ -226,7 +226,7 @@ def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.
     """By where it stood first, whichever of its letters is meant; what was refused leaves no act."""
     replayed = Forced("a", 7, "REPLAY", 5, 6, "ada", "mended")
     with session_of(dsn, "test") as session:
-        acts = Acts(session)
+        acts = OverrideLog(session)
         first = acts.note_replay(STREAM, replayed, ("facts", 2, 40))
         with pytest.raises(BadRecord, match=f"act {first.number} sent this record again"):
             acts.note_replay(STREAM, replayed, ("facts", 2, 40))

@@ -10,7 +10,7 @@ from tests.sinks.given import batch, stream
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.operators import Acts, NotedAct
+from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog
 from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")
@@ -21,7 +21,7 @@ LOWER = Forced("w", 1, "JOIN", 0, 4, "bob", "much too far")
 OTHER = Forced("w", 1, "SKIP", 5, 9, "bob", "also lost")
 
 
-def noted(acts: Acts, *forced: Forced, first: int = 0) -> list[NotedAct]:
+def noted(acts: OverrideLog, *forced: Forced, first: int = 0) -> list[LoggedOverride]:
     """All sent before any is read."""
     found = [acts.note("s", it) for it in forced]
     for offset, it in enumerate(found, first):
@@ -52,7 +52,7 @@ def test_of_two_who_settle_the_same_the_second_is_told(
 ) -> None:
     """Both tried it while it was open, and the records that say so were applied one after the other."""
     with session_of(dsn, "test") as session:
-        acts = Acts(session)
+        acts = OverrideLog(session)
         one, other = noted(acts, first, second)
         assert acts.became(one) == acts.became(other) == "refused"
         applied(pipeline, first, second)
@@ -66,7 +66,7 @@ def test_of_two_who_settle_the_same_the_second_is_told(
 def test_an_act_that_was_refused_does_not_hide_its_repetition(pipeline: Pipeline, dsn: str) -> None:
     """The same words a second time, after what was wrong is mended."""
     with session_of(dsn, "test") as session:
-        acts = Acts(session)
+        acts = OverrideLog(session)
         noted(acts, SKIP)
         (again,) = noted(acts, SKIP, first=1)
         applied(pipeline, SKIP)
@@ -76,7 +76,7 @@ def test_an_act_that_was_refused_does_not_hide_its_repetition(pipeline: Pipeline
 def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: psycopg.Connection) -> None:
     """Also what came to the control topic by other means, whose sender nobody knows; no terminal obeys a word."""
     with session_of(dsn, "test") as session:
-        acts = Acts(session)
+        acts = OverrideLog(session)
         (done,) = noted(acts, SKIP)
         acts.note("s", Forced("w", 1, "RETIRE", 0, 9, "ann", "gone"))
         applied(pipeline, SKIP, Forced("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.verbs.kafka_records import from_lines, to_line
-from tidemark.sinks.postgres.inspect import batch_history
+from tidemark.sinks.postgres.inspect import BatchHistory
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire.records import Retire, Skip
 
@@ -54,12 +54,12 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
 
 def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:
     """The history is that of before Kafka is read: a pipeline that goes on parts from nothing."""
-    with batch_history(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
+    with BatchHistory.open(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
         recording.batch(fact("a", 13, 12))
         held, upto = past.stream(STREAM), past.read_up_to()
     assert held is not None
     assert len(held.batches) == 3
-    with batch_history(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
+    with BatchHistory.open(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
         assert sum(past.read_up_to().values()) == sum(upto.values()) + 1
 
 

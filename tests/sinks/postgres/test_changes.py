@@ -7,7 +7,7 @@ import pytest
 
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
-from tidemark.sinks.postgres.changes import DurableMark, MissedChanges
+from tidemark.sinks.postgres.changes import DurableMark, FullChanges
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -25,7 +25,7 @@ def mark(store: Postgres) -> DurableMark:
     return store.changes(None, None).mark
 
 
-def ids(found: MissedChanges | None) -> dict[str, list[int]]:
+def ids(found: FullChanges | None) -> dict[str, list[int]]:
     assert found is not None
     return {name: sorted(it.advance.id for it in past) for name, past in found.advances.items()}
 

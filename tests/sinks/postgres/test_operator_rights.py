@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 from tidemark.common.errors import BadRecord
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.operators import Acts, NotedAct, PolicyTable
+from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog, PolicyTable
 from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 5, 6, "eve", "it hangs")
@@ -33,25 +33,25 @@ def logins(dsn: str, sql: psycopg.Connection) -> Iterator[dict[str, PostgresSess
 
 
 @pytest.fixture
-def noted(logins: dict[str, PostgresSession]) -> NotedAct:
+def noted(logins: dict[str, PostgresSession]) -> LoggedOverride:
     """An override of eve's that was sent."""
-    act = Acts(logins["eve"]).note("s", SKIP)
-    Acts(logins["eve"]).sent(act, "control", 0, 7)
+    act = OverrideLog(logins["eve"]).note("s", SKIP)
+    OverrideLog(logins["eve"]).sent(act, "control", 0, 7)
     return act
 
 
 def test_outcome_is_written_once_by_who_began(
-    logins: dict[str, PostgresSession], noted: NotedAct, sql: psycopg.Connection
+    logins: dict[str, PostgresSession], noted: LoggedOverride, sql: psycopg.Connection
 ) -> None:
     """Neither another operator nor eve herself can say later that something else came of it."""
     with pytest.raises(BadRecord, match="another login"):
-        Acts(logins["mallory"]).close(noted, "refused")
-    Acts(logins["eve"]).close(noted, "applied")
+        OverrideLog(logins["mallory"]).close(noted, "refused")
+    OverrideLog(logins["eve"]).close(noted, "applied")
     for login in logins.values():
         with pytest.raises(BadRecord, match="noted before"):
-            Acts(login).close(noted, "refused")
+            OverrideLog(login).close(noted, "refused")
         with pytest.raises(BadRecord, match="noted before"):
-            Acts(login).sent(noted, "control", 0, 9)
+            OverrideLog(login).sent(noted, "control", 0, 9)
     assert sql.execute('select outcome, "offset" from tidemark.acts').fetchall() == [("applied", 7)]
 
 
@@ -74,7 +74,7 @@ def test_outcome_is_written_once_by_who_began(
     ],
 )
 def test_record_is_append_only_by_rights(
-    logins: dict[str, PostgresSession], noted: NotedAct, dsn: str, statement: str
+    logins: dict[str, PostgresSession], noted: LoggedOverride, dsn: str, statement: str
 ) -> None:
     """In plain SQL, without any code of ours."""
     with (

@@ -21,7 +21,7 @@ from tidemark.app.verbs.overrides import Outcome, SentAct, moved, outcome, requi
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.operators import Acts
+from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
@@ -128,7 +128,7 @@ def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
         return "refused"
 
 
-def send_again(acts: Acts, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
+def send_again(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
     """Note that a dead letter is replayed, and send its record as it was. Raises `BadRecord` where one did before."""
     assert trial.letter.value is not None
     require_topic(connection, topic)
@@ -290,11 +290,11 @@ def letters_replay(
 
 
 @contextmanager
-def _servers(settings: "Settings") -> Iterator[tuple[Letters, Acts]]:
+def _servers(settings: "Settings") -> Iterator[tuple[Letters, OverrideLog]]:
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer())
     with session_of(settings.postgres, "tidemark act") as session, Letters(config) as letters:
-        yield letters, Acts(session)
+        yield letters, OverrideLog(session)
 
 
 def _letter(kafka: Letters, place: tuple[int, int]) -> DeadLetter:

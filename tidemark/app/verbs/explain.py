@@ -23,7 +23,7 @@ from tidemark.sinks.postgres.inspect import (
     LinearStay,
     OffsetRange,
     StoredGap,
-    StreamHistory,
+    StreamInspection,
 )
 from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -80,7 +80,7 @@ class Explanation:
     offsets: list[OffsetRange]
 
 
-def explain_at(past: StreamHistory, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
+def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Of the time `when`; None where the history that is kept does not go as far back."""
     stand, now = past.stand(stream, when), state.decode(encoded)
     if stand is None:
@@ -102,7 +102,7 @@ def _retirements(now: StreamState, stand: LinearStay) -> dict[str, datetime]:
 
 
 def explain_between(
-    past: StreamHistory, stream: str, encoded: bytes, since: datetime, until: datetime
+    past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
     """Of every place where the line waited for ten seconds or longer between the two times."""
     times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
@@ -116,7 +116,7 @@ def explain_between(
     return [*found.values()]
 
 
-def _explained(past: StreamHistory, stream: str, now: StreamState, stand: LinearStay, when: datetime) -> Explanation:
+def _explained(past: StreamInspection, stream: str, now: StreamState, stand: LinearStay, when: datetime) -> Explanation:
     # Just before it was let go all that held it is known; of a line that stands still, now.
     moment = when if stand.until is None else stand.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
@@ -266,7 +266,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     now = datetime.now(UTC)
     if min(between or [at or now]) > now:
         raise click.UsageError("that time is still to come: is it in UTC?")
-    with StreamHistory(settings.postgres) as past:
+    with StreamInspection(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(no_stream(stream))

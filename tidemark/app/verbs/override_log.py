@@ -10,10 +10,10 @@ import click
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded
 from tidemark.app.output import aged, as_lines, as_object, clock, for_people, ids_between
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.operators import EVERY_STREAM, Acts
+from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 
 if TYPE_CHECKING:
-    from tidemark.sinks.postgres.operators import Acts, ListedAct
+    from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog
 
 HEADINGS: Final = ("ACT", "AGE", "USER", "BY", "KIND", "STREAM", "WRITER", "IDS", "OUTCOME", "WHY")
 
@@ -54,25 +54,25 @@ def acts_show(number: int, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _database() -> "Iterator[Acts]":
+def _database() -> "Iterator[OverrideLog]":
     settings = loaded()
     with session_of(settings.postgres, "tidemark acts") as session:
-        yield Acts(session)
+        yield OverrideLog(session)
 
 
-def _ids(it: "ListedAct") -> str:
+def _ids(it: "OverrideEntry") -> str:
     if not it.id:
         return ""
     return ids_between(it.prev, it.id) if it.prev else f"up to {it.id}"
 
 
-def _outcome(it: "ListedAct") -> str:
+def _outcome(it: "OverrideEntry") -> str:
     if it.outcome is not None:
         return it.outcome
     return "not sent" if it.topic is None else "not seen"
 
 
-def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
+def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
     rows = [
         (
             "" if it.number is None else str(it.number),
@@ -91,7 +91,7 @@ def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
     return as_lines(HEADINGS, rows, {"ACT"})
 
 
-def _whole(it: "ListedAct") -> Iterator[str]:
+def _whole(it: "OverrideEntry") -> Iterator[str]:
     stream = "all streams" if it.stream == EVERY_STREAM else it.stream
     whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()

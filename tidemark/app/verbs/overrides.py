@@ -35,7 +35,7 @@ from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sinks.postgres.operators import Acts, NotedAct
+from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
@@ -313,7 +313,7 @@ LOOK_EVERY: Final = 0.2  # seconds
 class SentAct:
     """Where the record of an act stands in Kafka, and under which number it is noted."""
 
-    noted: NotedAct
+    noted: LoggedOverride
     topic: str
     partition: int
     offset: int
@@ -328,7 +328,7 @@ class SentAct:
         return {"sent": sent, "number": self.noted.number, "seen_as": self.noted.seen_as}
 
 
-def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
+def send(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
     """Note the act that was tried, and send it for the epoch that was shown."""
     require_topic(connection, topic)
     noted = acts.note(trial.act.stream, trial.forced)
@@ -344,7 +344,7 @@ def require_topic(connection: KafkaConnection, topic: str) -> None:
 
 
 def send_noted(
-    acts: Acts, noted: NotedAct, connection: KafkaConnection, topic: str, role: Topic, value: bytes
+    acts: OverrideLog, noted: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
 ) -> SentAct:
     refused: list[str] = []
     try:
@@ -358,7 +358,7 @@ def send_noted(
     return SentAct(noted, topic, *produced.last)
 
 
-def outcome(acts: Acts, sent: SentAct, seconds: float, became: Callable[[], Outcome]) -> Outcome:
+def outcome(acts: OverrideLog, sent: SentAct, seconds: float, became: Callable[[], Outcome]) -> Outcome:
     """What the pipeline made of it, once it has read it, as `became` says then; `not seen` where that takes longer than
     `seconds`."""
     deadline = time.monotonic() + seconds
@@ -501,7 +501,7 @@ def _carry_out(
                 click.echo(to_json(trial, None, None, None))
             return
         confirmed(act.writer, "the writer's name", yes=yes)
-        noted = Acts(session)
+        noted = OverrideLog(session)
         sent = send(noted, settings.kafka, settings.kafka_control_topic, trial)
         try:
             tell(sent.told(), err=as_json)

@@ -22,14 +22,7 @@ from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.postgres.inspect import (
-    AppliedOverride,
-    BatchAdvance,
-    BatchHistory,
-    StoredBatch,
-    StoredStream,
-    batch_history,
-)
+from tidemark.sinks.postgres.inspect import AppliedOverride, BatchAdvance, BatchHistory, StoredBatch, StreamBatches
 from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
@@ -152,7 +145,7 @@ class ReplayStart:
 
 
 def start_of(
-    past: StoredStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
+    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
 ) -> ReplayStart | None:
     """The earliest; None where there is none. `cut`: records before the first of `facts` are missing. So it is to be a
     batch that is known to have read beyond them."""
@@ -171,7 +164,7 @@ def start_of(
 
 
 def _seeded(
-    past: StoredStream, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
+    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
     after, marks = past.batches[skipped - 1], dict[str, Record]()
     heard = [_record(it) for it in facts]
@@ -203,7 +196,7 @@ def _seeded(
     return ReplayStart(skipped, after, now.counting_anew(), highest, joining)
 
 
-def _standing(past: StoredStream, skipped: int) -> Iterator[SeedWriter]:
+def _standing(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
     before, then = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
     for batch in past.batches[:skipped]:
         before |= {move.writer: move for move in batch.advances}
@@ -318,7 +311,7 @@ def report(
 
 def _compare(
     found: ReplayReport,
-    past: StoredStream,
+    past: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
@@ -366,7 +359,7 @@ def named(it: StoredBatch) -> str:
 
 
 def compared(
-    past: StoredStream,
+    past: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
@@ -405,7 +398,7 @@ def compared(
     return _Compared(len(batches), last, line=line)
 
 
-def _beyond(now: Replayed, past: StoredStream) -> bool:
+def _beyond(now: Replayed, past: StreamBatches) -> bool:
     return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
@@ -455,7 +448,7 @@ def _differs(stream: str, now: Replayed, batch: StoredBatch, told: Mapping[str, 
 
 
 def _ends(
-    past: StoredStream,
+    past: StreamBatches,
     stream: str,
     now: Replayed,
     facts: Sequence[RecordedMessage],
@@ -583,7 +576,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
     if len(roles) == 1:
         raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
-    with batch_history(settings.postgres) as past:
+    with BatchHistory.open(settings.postgres) as past:
         if stream is not None and stream not in past.streams():
             raise CommandFailed(no_stream(stream))
         read = read_file(source or "-") if file else read_topics(settings, facts, records)

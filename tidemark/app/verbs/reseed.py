@@ -14,7 +14,7 @@ from tidemark.app.versions import OURS, require_successor
 from tidemark.common.errors import OthersFirst, Stopping
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
-from tidemark.sinks.postgres.operators import EVERY_STREAM, Acts
+from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import Forced
 
@@ -52,7 +52,7 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
             return _found(settings, postgres)
         with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
             found = _found(settings, postgres)
-            acts = Acts(session)
+            acts = OverrideLog(session)
             noted = acts.note(EVERY_STREAM, Forced("", 0, "RESEED", 0, 0, by, why))
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))

@@ -22,8 +22,8 @@ from tidemark.app.verbs.dead_letters import LOOKED
 from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
-from tidemark.sinks.postgres.inspect import BatchAdvance, IdHistory, LateFact, LinearPassed, OffsetRange, StoredGap
-from tidemark.sinks.postgres.operators import ListedAct
+from tidemark.sinks.postgres.inspect import BatchAdvance, IdInspection, LateFact, LinearPassed, OffsetRange, StoredGap
+from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
 from tidemark.sources.topics import Topics
@@ -103,13 +103,13 @@ class IdTrace:
     gaps: list[StoredGap] = field(default_factory=list)
     line: LinearPassed | None = None
     late: list[LateFact] = field(default_factory=list)
-    acts: list[ListedAct] = field(default_factory=list)
+    acts: list[OverrideEntry] = field(default_factory=list)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     published: datetime | None = None
     unknown: list[str] = field(default_factory=list)
 
 
-def of_postgres(past: IdHistory, stream: str, encoded: bytes, id: int) -> IdTrace:
+def of_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
     """What Postgres tells."""
     now = state.decode(encoded)
     signed = now.direction.signed
@@ -149,7 +149,7 @@ def home_partition(encoded: bytes) -> int | None:
     return state.decode(encoded).home
 
 
-def of_kafka(it: IdTrace, past: IdHistory, kafka: Recorded, topic: str, partition: int, most: int) -> None:
+def of_kafka(it: IdTrace, past: IdInspection, kafka: Recorded, topic: str, partition: int, most: int) -> None:
     """Add what at most `most` records of the partition tell, and what follows from whose ID it is."""
     kept, end = kafka.bounds(topic, partition)
     it.unread = past.next_offset(topic, partition) or 0
@@ -172,7 +172,7 @@ def of_kafka(it: IdTrace, past: IdHistory, kafka: Recorded, topic: str, partitio
         it.offsets = past.offsets(it.settled[0].batch, it.settled[0].time)
 
 
-def _range(it: IdTrace, past: IdHistory, topic: str, partition: int) -> tuple[int | None, int | None]:
+def _range(it: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
     """Between which offsets its record lies, as far as the batches that are noted tell; without an end where it may be
     the next to come."""
     if not it.known:
@@ -190,7 +190,7 @@ def _range(it: IdTrace, past: IdHistory, topic: str, partition: int) -> tuple[in
     return first, max(ends, default=it.unread)
 
 
-def _gaps(it: IdTrace, past: IdHistory, arrived: datetime | None) -> list[StoredGap]:
+def _gaps(it: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
     """Those that it lies in, and those below it that were open when it was complete, which was at `arrived` if that is
     known."""
     settled = min((move.time for move in it.settled), default=None)
@@ -459,7 +459,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     Exit code 1 where no record that was counted has named an ID as high.
     """
     settings = loaded()
-    with IdHistory(settings.postgres, "tidemark trace") as past:
+    with IdInspection(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(no_stream(stream))

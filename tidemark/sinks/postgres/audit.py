@@ -7,7 +7,7 @@ from typing import Final, Literal, LiteralString, Self
 from tidemark.common.postgres_session import Dsn, PostgresSession, fetch_all
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
-from tidemark.sinks.postgres.positions import StoredWriter, stored_writers
+from tidemark.sinks.postgres.positions import WriterPosition, stored_writers
 
 STATES: LiteralString = """
     select stream, case when retired is null then state else substr(state, 1, length(state) - 1) || retired end as state
@@ -31,7 +31,7 @@ class AuditedStream:
     allocated: int
     late: int
     state: bytes
-    writers: dict[str, StoredWriter] = field(default_factory=dict)
+    writers: dict[str, WriterPosition] = field(default_factory=dict)
     gaps: set[tuple[str, int]] = field(default_factory=set)
 
     @property

@@ -58,7 +58,7 @@ class ChangesSince:
 
 
 @dataclass(frozen=True, slots=True)
-class MissedChanges:
+class FullChanges:
     """Advances and late completions by stream, unordered, and the positions of every stream that changed."""
 
     advances: dict[str, list[StoredAdvance]]
@@ -88,7 +88,7 @@ def changes(connection: Connection, since: DurableMark | None, streams: Collecti
         return ChangesSince(mark, _changed(connection, 0 if since is None else _begin(since, mark), streams))
 
 
-def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> MissedChanges | None:
+def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> FullChanges | None:
     """Everything that was published since a mark.
 
     Args:
@@ -114,7 +114,7 @@ def missed(connection: Connection, since: DurableMark, most: int, seconds: float
         lates = connection.execute(_LATES, (with_late, begin)).fetchall()
     if len(rows) > most:
         return None
-    changes = MissedChanges({}, {}, streams)
+    changes = FullChanges({}, {}, streams)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows:
         advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
         changes.advances.setdefault(stream, []).append(StoredAdvance(advance, linear, batch, time))

@@ -12,7 +12,7 @@ from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, fetch_all, fetch_one, fetch_value
 from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
-from tidemark.sinks.postgres.operators import Acts, ListedAct, PolicyTable
+from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, PolicyTable
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
 from tidemark.streaming.core.effects import Forced
 from tidemark.streaming.values.direction import farther
@@ -124,7 +124,7 @@ class _LinearRow:
     linear: int
 
 
-class StreamHistory:
+class StreamInspection:
     """The history of single streams; a context manager. Needs the role tidemark_reader.
 
     Raises `Unavailable`, `Refused` and `SchemaMismatch`.
@@ -275,7 +275,7 @@ class StoredBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredStream:
+class StreamBatches:
     """All that Postgres stores of a stream.
 
     Attributes:
@@ -304,6 +304,20 @@ class BatchHistory:
         self._session = session
         self._connection = connection
 
+    @classmethod
+    @contextmanager
+    def open(cls, dsn: Dsn) -> Iterator[Self]:
+        """Everything that is read inside the block is of the moment at which the block begins.
+
+        What Kafka returns afterwards includes all of it.
+        """
+        with session_of(dsn, "tidemark replay") as session, session.use() as connection:
+            SCHEMA.check_from(connection, READABLE)
+            with connection.transaction():
+                connection.execute("set transaction isolation level repeatable read, read only")
+                connection.execute("select 1")  # the first query sets the moment
+                yield cls(session, connection)
+
     def policies(self) -> dict[str, dict[str, int]]:
         """The policies of now, as from `PolicyTable`."""
         return PolicyTable(self._session).given()
@@ -316,7 +330,7 @@ class BatchHistory:
     def streams(self) -> list[str]:
         return [name for (name,) in self._connection.execute("select stream from tidemark.streams order by 1")]
 
-    def stream(self, name: str) -> StoredStream | None:
+    def stream(self, name: str) -> StreamBatches | None:
         """None if there is no such stream."""
         linear = fetch_value(self._connection, "select linear from tidemark.streams where stream = %s", (name,))
         if linear is None:
@@ -331,7 +345,7 @@ class BatchHistory:
         whole = not any(firsts.values()) and all(
             writer in firsts or not position for writer, position in positions.items()
         )
-        return StoredStream(
+        return StreamBatches(
             linear,
             positions,
             {row.writer: row.epoch for row in writers},
@@ -353,20 +367,6 @@ class BatchHistory:
             StoredBatch(batch, time, linear, [*moves])
             for (time, batch, linear), moves in groupby(rows, attrgetter("time", "batch", "linear"))
         ]
-
-
-@contextmanager
-def batch_history(dsn: Dsn) -> Iterator[BatchHistory]:
-    """Everything that is read inside the block is of the moment at which the block begins.
-
-    What Kafka returns afterwards includes all of it.
-    """
-    with session_of(dsn, "tidemark replay") as session, session.use() as connection:
-        SCHEMA.check_from(connection, READABLE)
-        with connection.transaction():
-            connection.execute("set transaction isolation level repeatable read, read only")
-            connection.execute("select 1")  # the first query sets the moment
-            yield BatchHistory(session, connection)
 
 
 _LATE: LiteralString = (
@@ -396,7 +396,7 @@ class LateCompletions:
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
-        self._acts = Acts(session)
+        self._acts = OverrideLog(session)
 
     def newest(self, stream: str | None, most: int, *, resolved: bool) -> list[LateFact]:
         """The newest late completions of one stream or of all, with or without those that are resolved.
@@ -459,7 +459,7 @@ class LinearPassed:
     batch: int
 
 
-class IdHistory(StreamHistory):
+class IdInspection(StreamInspection):
     """The history of single IDs. Each call reads the stream's history once."""
 
     def settled(self, stream: str, id: int) -> list[BatchAdvance]:
@@ -509,6 +509,6 @@ class IdHistory(StreamHistory):
     def late(self, stream: str, id: int) -> list[LateFact]:
         return LateCompletions(self._session).about(stream, id, MOST)
 
-    def acts_about(self, stream: str, id: int) -> list[ListedAct]:
+    def acts_about(self, stream: str, id: int) -> list[OverrideEntry]:
         """The overrides whose range contains the ID."""
-        return Acts(self._session).about(stream, id, MOST)
+        return OverrideLog(self._session).about(stream, id, MOST)

@@ -17,7 +17,7 @@ from tidemark.streaming.core.effects import Forced
 
 
 @dataclass(frozen=True, slots=True)
-class NotedAct:
+class LoggedOverride:
     """Number and login (`seen_as`) of the override. `audited` is the number of the newest row of `skips` before it."""
 
     number: int
@@ -26,7 +26,7 @@ class NotedAct:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedAct:
+class OverrideEntry:
     """An override of `(prev, id]` of `writer`.
 
     Attributes:
@@ -111,16 +111,16 @@ EVERY_STREAM: Final = ""
 """The stream of an override of all streams; no stream has this name."""
 
 
-class Acts:
+class OverrideLog:
     """Needs the roles tidemark_reader and tidemark_operator. Raises `Unavailable` and `Refused`."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def note(self, stream: str, override: Forced) -> NotedAct:
+    def note(self, stream: str, override: Forced) -> LoggedOverride:
         """Log an override. Call it before sending the record, so that no record is sent that is not logged."""
         noted = self._session.fetch_one(
-            NotedAct,
+            LoggedOverride,
             "insert into tidemark.acts (stream, kind, writer, epoch, prev, id, by, why)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)"
             " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0) as audited",
@@ -138,7 +138,7 @@ class Acts:
         assert noted is not None
         return noted
 
-    def sent(self, noted: NotedAct, topic: str, partition: int, offset: int) -> None:
+    def sent(self, noted: LoggedOverride, topic: str, partition: int, offset: int) -> None:
         """Note the offset of the record.
 
         Raises:
@@ -157,7 +157,7 @@ class Acts:
             is not None
         )
 
-    def became(self, noted: NotedAct) -> Literal["applied", "refused", "settled before"]:
+    def became(self, noted: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
         """The outcome of an override whose record was read.
 
         `settled before`: another override that was applied since had settled all of it. Of two equal overrides, the
@@ -168,7 +168,7 @@ class Acts:
             return "refused"
         return "settled before" if is_settled else "applied"
 
-    def close(self, noted: NotedAct, outcome: str) -> None:
+    def close(self, noted: LoggedOverride, outcome: str) -> None:
         """Note the outcome.
 
         Raises:
@@ -176,7 +176,7 @@ class Acts:
         """
         _require(self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted)
 
-    def note_replay(self, stream: str, override: Forced, origin: tuple[str, int, int]) -> NotedAct:
+    def note_replay(self, stream: str, override: Forced, origin: tuple[str, int, int]) -> LoggedOverride:
         """Log the replay of a dead letter.
 
         Args:
@@ -201,10 +201,10 @@ class Acts:
         rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
-    def newest(self, stream: str | None, most: int) -> list[ListedAct]:
+    def newest(self, stream: str | None, most: int) -> list[OverrideEntry]:
         """Overrides of one stream or of all, newest first, with those that no verb has sent."""
         return self._session.fetch_all(
-            ListedAct,
+            OverrideEntry,
             _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
             " order by time desc, number desc limit %(most)s",
             {"stream": stream, "most": most},
@@ -214,20 +214,20 @@ class Acts:
         found = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
         return found is not None
 
-    def about(self, stream: str, id: int, most: int) -> list[ListedAct]:
+    def about(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
         """Overrides whose range contains `id`, oldest first."""
         return self._session.fetch_all(
-            ListedAct,
+            OverrideEntry,
             _LISTED + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
             " order by time, number limit %(most)s",
             {"stream": stream, "id": id, "most": most},
         )
 
-    def numbered(self, number: int) -> ListedAct | None:
-        return self._session.fetch_one(ListedAct, _LISTED + " where number = %s", (number,))
+    def numbered(self, number: int) -> OverrideEntry | None:
+        return self._session.fetch_one(OverrideEntry, _LISTED + " where number = %s", (number,))
 
 
-def _require(is_noted: object, noted: NotedAct) -> None:
+def _require(is_noted: object, noted: LoggedOverride) -> None:
     """The functions change only rows of the caller's login, and each column once."""
     if not is_noted:
         raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")

@@ -32,7 +32,7 @@ _Row = tuple[str, str, int, int | None, bool, int, int, int, int, int, int, int,
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWriter:
+class WriterPosition:
     """A row of `stream_positions`. `forgotten`: retired long ago and removed from the state and from Redis."""
 
     stream: str
@@ -260,11 +260,11 @@ def positions_since(connection: Connection, streams: Collection[str], begin: int
     ).fetchall()
 
 
-def stored_writers(connection: Connection, streams: Collection[str]) -> list[StoredWriter]:
+def stored_writers(connection: Connection, streams: Collection[str]) -> list[WriterPosition]:
     """All writers of `streams`, also those that are forgotten."""
     return fetch_all(
         connection,
-        StoredWriter,
+        WriterPosition,
         "select stream, writer, epoch, position, retired, forgotten from tidemark.stream_positions"
         " where stream = any(%s)",
         (list(streams),),

@@ -17,7 +17,7 @@ from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import changes, history, requeues, retention, transaction
 from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.batch_wait import BatchWait
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, MissedChanges
+from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, FullChanges
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.history import PageBounds, StoredAdvance, StoredLate, StoredPage
 from tidemark.sinks.postgres.operators import PolicyTable
@@ -276,7 +276,7 @@ class Postgres:
         with self._reads.use() as connection:
             return changes.changes(connection, since, streams)
 
-    def missed(self, since: DurableMark, most: int, seconds: float) -> MissedChanges | None:
+    def missed(self, since: DurableMark, most: int, seconds: float) -> FullChanges | None:
         """See `changes.missed`."""
         with self._reads.use() as connection:
             return changes.missed(connection, since, most, seconds)
