@@ -75,7 +75,7 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
             assert next(seen)
             assert one.said() == "POSITION s w 7 7"
             waiting = other.submit(client.get, "/v1/streams/s/wait?token=m8")
-            eventually(lambda: 'open{operation="wait"} 1.0' in client.get("/metrics").text)
+            eventually(lambda: 'in_flight{operation="wait"} 1.0' in client.get("/metrics").text)
             assert server.pid is not None
             os.kill(server.pid, signal.SIGTERM)
             assert "".join(told).endswith(": this sidecar stops\n\n")

@@ -156,7 +156,7 @@ def test_lines_that_it_answers_are_metrics_up_to_a_bound(pipeline: Pipeline, ser
     pipeline.publish(moved("a", 7, web=At(0, 7)), moved("b", -3, web=At(0, -3)), moved("c", 1, web=At(0, 1)))
 
     def lines() -> set[str]:
-        return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_copy_")}
+        return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_sink_")}
 
     with sidecar(servers, SiteConfig(limits=Limits(streams=1))) as client:
         assert lines() == {"tidemark_sink_streams_omitted 0.0"}
