@@ -144,7 +144,9 @@ def test_sidecars_may_do_what_they_do(
         config = None if channel is None else ChannelConfig(channel)
         one, two = (
             stack.enter_context(
-                served(servers, beside=lambda it, hub, server: Channel(hub, server, it.live.client, config).open())
+                served(
+                    servers, beside=lambda it, hub, server: Channel(hub, server, it.redis_reader.client, config).open()
+                )
             )
             for _ in range(2)
         )

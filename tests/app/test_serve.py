@@ -78,8 +78,8 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
             eventually(lambda: 'in_flight{operation="wait"} 1.0' in client.get("/metrics").text)
             assert server.pid is not None
             os.kill(server.pid, signal.SIGTERM)
-            assert "".join(told).endswith(": this sidecar stops\n\n")
-            assert "".join(seen).endswith(": this sidecar stops\n\n")
+            assert "".join(told).endswith(": this sidecar is stopping\n\n")
+            assert "".join(seen).endswith(": this sidecar is stopping\n\n")
             assert waiting.result().status_code == 503
             assert waiting.result().json()["type"] == "urn:tidemark:problem:stopping"
             assert (one.said(), one.line()) == ("ERROR server stopping", None)
@@ -179,7 +179,7 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
                 httpx.get(server.url.replace("https", "http") + "/livez")
             with socket.create_connection(both[0]):  # a handshake that never comes does not hold up the end
                 server.stop()
-                assert "".join(told).endswith(": this sidecar stops\n\n")
+                assert "".join(told).endswith(": this sidecar is stopping\n\n")
     finally:
         server.stop()
     assert server.returncode == 0, server.log_tail()

@@ -36,7 +36,7 @@ def network_of(address: str) -> str:
 class IdleConnection(Generic[T]):
     """`since` is of any clock that only goes forward."""
 
-    it: T
+    connection: T
     address: str
     since: float
 
@@ -46,9 +46,9 @@ def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
     are many `places`: a crowd that goes on coming would be looked through for each of them."""
     if not waiting:
         return []
-    [(most, _)] = Counter(network_of(each.address) for each in waiting).most_common(1)
-    here = (each for each in waiting if network_of(each.address) == most)
-    return [each.it for each in nsmallest(max(1, places // SHARE), here, key=lambda each: each.since)]
+    [(network, _)] = Counter(network_of(other.address) for other in waiting).most_common(1)
+    of_network = (other for other in waiting if network_of(other.address) == network)
+    return [other.connection for other in nsmallest(max(1, places // SHARE), of_network, key=lambda other: other.since)]
 
 
 class NoFreeSlot(Exception):
@@ -109,6 +109,6 @@ class SlotPool(Generic[T]):
             return next(filter(first, largest), next(reversed(largest)))
         # Of others only if this address has less than its share.
         of_all = chain(own, *self._holders.values()) if len(own) < share else own
-        for each in filter(first, of_all):
-            return each
+        for candidate in filter(first, of_all):
+            return candidate
         raise NoFreeSlot

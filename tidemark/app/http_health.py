@@ -151,16 +151,20 @@ class _HealthServer(ThreadingWSGIServer):
         """Called about twice a second."""
         now = time.monotonic()
         with self._lock:
-            for request, it in [*self._connections.items()]:
-                if now - it.since >= (self.bounds.answered if it.asked else self.bounds.asked):
+            for request, connection in [*self._connections.items()]:
+                if now - connection.since >= (self.bounds.answered if connection.asked else self.bounds.asked):
                     self._cut(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that went away, or were cut, are nobody's trouble."""
 
     def _make_room(self) -> None:
-        found = self._connections.items()
-        silent = [IdleConnection(request, it.address, it.since) for request, it in found if not it.asked]
+        connections = self._connections.items()
+        silent = [
+            IdleConnection(request, connection.address, connection.since)
+            for request, connection in connections
+            if not connection.asked
+        ]
         for request in pick_victims(silent, self.bounds.connections) or [next(iter(self._connections))]:
             self._cut(request)
 

@@ -64,14 +64,14 @@ def within(allowed: int, wanted: ClientLimits) -> ClientLimits:
     def cut(count: int) -> int:
         return count * left // needed
 
-    found = ClientLimits(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
-    if min(found.connections, found.lines) < min(FEWEST, wanted.connections, wanted.lines):
+    limits = ClientLimits(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
+    if min(limits.connections, limits.lines) < min(FEWEST, wanted.connections, wanted.lines):
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
             f"the process may open {allowed} files, and {RESERVE} of them are for probes and servers; raise the limit"
             " (ulimit -n, or LimitNOFILE of systemd)",
         )
-    return replace(found, held=max(1, found.held))
+    return replace(limits, held=max(1, limits.held))
 
 
 def provided(wanted: ClientLimits) -> ClientLimits:
@@ -129,7 +129,7 @@ class StoppedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         await super().startup([])
-        self.servers = [self._acceptor.serve(each, self._connection) for each in sockets]  # type: ignore[misc]
+        self.servers = [self._acceptor.serve(listening, self._connection) for listening in sockets]  # type: ignore[misc]
 
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -177,7 +177,7 @@ async def lines(
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening, acceptor))
         spoken = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
-        await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
+        await stack.enter_async_context(Channel(hub, server, read_side.redis_reader.client, spoken).open())
         telling = asyncio.create_task(_tell(server, stopping))
         stack.push_async_callback(cancel_until_done, telling)
         log.info("The line protocol listens", host=host, port=port, channel=settings.lines_redis_channel)
@@ -251,7 +251,7 @@ def run(settings: Settings) -> None:
 async def _require_welcome(servers: ReadSideConfig) -> None:
     """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
     async with open_read_side(servers) as read_side:
-        for ask in (read_side.live.ping, read_side.durable.check):
+        for ask in (read_side.redis_reader.ping, read_side.postgres_reader.check):
             with suppress(Unavailable):
                 await ask()
 

@@ -10,9 +10,9 @@ from tidemark.app.connections import AnyPort, HostPort, Positive, go_together
 
 
 def _are_proxies(text: str) -> str:
-    for each in _listed(text):
+    for proxy in _listed(text):
         try:
-            each == "*" or ip_network(each)
+            proxy == "*" or ip_network(proxy)
         except ValueError:
             raise ValueError("not addresses or networks such as 10.0.0.7,10.0.0.0/8") from None
     return text
@@ -94,4 +94,4 @@ class SidecarSettings(BaseModel):
 
 
 def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [item.strip() for item in text.split(",") if item.strip()]

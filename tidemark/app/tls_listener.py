@@ -168,20 +168,20 @@ class TlsListener:
                 for oldest in pick_victims([*self._open.values()], self._bounds.open):
                     del self._open[oldest]
                     oldest.cancel()
-            handshake = self._loop.create_task(self._shake_hands(connection))
+            handshake = self._loop.create_task(self._handshake(connection))
             self._open[handshake] = IdleConnection(handshake, address, self._loop.time())
-            handshake.add_done_callback(partial(self._shook, connection))
+            handshake.add_done_callback(partial(self._handshake_ended, connection))
 
     @property
     def _is_full(self) -> bool:
         return self._certificate is not None and len(self._open) >= self._bounds.open
 
-    def _shook(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+    def _handshake_ended(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
         self._open.pop(handshake, None)
         if handshake.cancelled():  # perhaps before it began
             connection.close()
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _handshake(self, connection: socket.socket) -> None:
         """What is no TLS, has no common version, goes away or is too slow ends without a word."""
         certificate, seconds = self._certificate, self._bounds.seconds
         with suppress(OSError):

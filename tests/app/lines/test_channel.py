@@ -73,7 +73,7 @@ def worker(redis_url: str) -> Iterator[ChannelWorker]:
 
 
 def spoken(read_side: ReadSide, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
-    return Channel(hub, server, read_side.live.client, TERMS).open()
+    return Channel(hub, server, read_side.redis_reader.client, TERMS).open()
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def test_relayed_commands_pass_in_both_directions(servers: ReadSideConfig, worke
 
 def relayed(read_side: ReadSide, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
     """Where no channel was asked for."""
-    return Channel(hub, server, read_side.live.client, None).open()
+    return Channel(hub, server, read_side.redis_reader.client, None).open()
 
 
 def listeners(worker: ChannelWorker, name: str, count: int) -> None:

@@ -23,19 +23,19 @@ def test_reading_of_many_streams_lets_others_have_their_turn(redis_url: str, mon
             await asyncio.sleep(0)
 
     async def read() -> None:
-        live = RedisReader(redis_address(redis_url))
-        seen = live._seen
+        redis_reader = RedisReader(redis_address(redis_url))
+        seen = redis_reader._seen
 
         def noted(request: Any, replies: Any) -> StreamKeys | Refused:
             made.append(turns)
             return seen(request, replies)
 
         # This one alone: sidecars of other tests may run in this process.
-        monkeypatch.setattr(live, "_seen", noted)
+        monkeypatch.setattr(redis_reader, "_seen", noted)
         others = asyncio.create_task(turn())
-        await asyncio.gather(*(live.read(ReadNewest(f"s{number}")) for number in range(5 * TOGETHER)))
+        await asyncio.gather(*(redis_reader.read(ReadNewest(f"s{number}")) for number in range(5 * TOGETHER)))
         others.cancel()
-        await live.aclose()
+        await redis_reader.aclose()
 
     asyncio.run(read())
     assert len(made) == 5 * TOGETHER

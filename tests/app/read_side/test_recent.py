@@ -26,24 +26,24 @@ def moved(place: Place, *events: Advance | Late) -> EventBatch:
     return EventBatch("s", place, Place(max(after.positions.values()), after.positions, after.late), events)
 
 
-def grown(count: int, recent: ReplayBuffer | None = None) -> tuple[ReplayBuffer, list[EventBatch]]:
+def grown(count: int, replay_buffer: ReplayBuffer | None = None) -> tuple[ReplayBuffer, list[EventBatch]]:
     """One writer, which moves by one ID a slice."""
-    recent = recent or ReplayBuffer()
+    replay_buffer = replay_buffer or ReplayBuffer()
     place = Place(10, {"w": 10})
-    recent.begin("s", place)
+    replay_buffer.begin("s", place)
     slices = []
     for id in range(10, 10 + count):
         slices.append(moved(place, advance("w", id, id + 1)))
-        recent.keep(slices[-1])
+        replay_buffer.keep(slices[-1])
         place = slices[-1].after
-    return recent, slices
+    return replay_buffer, slices
 
 
 def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
     """From where it stood, as the very objects that others were given."""
-    recent, slices = grown(3)
+    replay_buffer, slices = grown(3)
     for missed, place in enumerate([slices[0].before, *(piece.after for piece in slices)]):
-        found = recent.after("s", Place(place.linear, {**place.positions}, place.late))
+        found = replay_buffer.after("s", Place(place.linear, {**place.positions}, place.late))
         assert found is not None
         assert found.place is place
         assert found.slices == slices[missed:]
@@ -52,40 +52,40 @@ def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
 def test_what_is_not_kept_is_read() -> None:
     """Of a stream that is not followed, of before it was, and of too long ago nothing is claimed."""
     clock = [0.0]
-    recent, slices = grown(3, ReplayBuffer(lambda: clock[0]))
-    assert recent.after("other", Place()) is None
-    assert recent.after("s", Place(9, {"w": 9})) is None
-    assert recent.after("s", Place(10, {"w": 10, "gone": 9})) is None
+    replay_buffer, slices = grown(3, ReplayBuffer(lambda: clock[0]))
+    assert replay_buffer.after("other", Place()) is None
+    assert replay_buffer.after("s", Place(9, {"w": 9})) is None
+    assert replay_buffer.after("s", Place(10, {"w": 10, "gone": 9})) is None
     clock[0] = slices[1].at + KEPT_SECONDS + 1e-9
-    recent.forget()
-    assert recent.after("s", slices[1].before) is None
-    assert recent.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
+    replay_buffer.forget()
+    assert replay_buffer.after("s", slices[1].before) is None
+    assert replay_buffer.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
 
 
 def test_late_completions_are_missed_too() -> None:
     """Who has the positions and not the late completion, which moves none, is not told that it has all."""
     before = Place(5, {"w": 5}, late=1)
-    recent = ReplayBuffer()
-    recent.begin("s", before)
+    replay_buffer = ReplayBuffer()
+    replay_buffer.begin("s", before)
     late = moved(before, Late(2, "w", 1, 2, 3, 1, "final", 1, 1))
-    recent.keep(late)
-    assert recent.after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
-    assert recent.after("s", Place(5, {"w": 5}, late=0)) is None
+    replay_buffer.keep(late)
+    assert replay_buffer.after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
+    assert replay_buffer.after("s", Place(5, {"w": 5}, late=0)) is None
 
 
 def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     """Told again, it stands for no more; and for nothing where one of the streams is not known from there on."""
-    recent, slices = grown(2)
-    recent.told(MARK)
+    replay_buffer, slices = grown(2)
+    replay_buffer.told(MARK)
     later = moved(slices[-1].after, advance("w", 12, 13))
-    recent.keep(later)
-    recent.told(MARK)
-    assert recent.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
-    assert recent.since(DurableMark(1, 6), ["s"]) == {}
-    recent.begin("new", Place())
-    assert recent.since(MARK, ["s", "new"]) == {}
-    recent.end("s")
-    assert recent.since(MARK, ["s"]) == {}
+    replay_buffer.keep(later)
+    replay_buffer.told(MARK)
+    assert replay_buffer.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
+    assert replay_buffer.since(DurableMark(1, 6), ["s"]) == {}
+    replay_buffer.begin("new", Place())
+    assert replay_buffer.since(MARK, ["s", "new"]) == {}
+    replay_buffer.end("s")
+    assert replay_buffer.since(MARK, ["s"]) == {}
 
 
 @given(
@@ -94,8 +94,13 @@ def test_mark_stands_for_what_was_handed_out_before_it() -> None:
 def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], data: st.DataObject) -> None:
     """Whoever stands behind any batch, at another sidecar, which may have cut the list at others, is told all the rest,
     joined; or is not told that it is kept, where it stands before the first."""
-    recent, place, moves, events = ReplayBuffer(), Place(10, dict.fromkeys("abc", 10)), list[Advance](), list[Advance]()
-    recent.begin("s", place)
+    replay_buffer, place, moves, events = (
+        ReplayBuffer(),
+        Place(10, dict.fromkeys("abc", 10)),
+        list[Advance](),
+        list[Advance](),
+    )
+    replay_buffer.begin("s", place)
     places = [(place, 0)]
     for batch, cut in batches:
         positions = dict(places[-1][0].positions)
@@ -106,16 +111,16 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
             moves.append(events[-1])
         places.append((Place(max(positions.values()), positions), len(moves)))
         if cut:
-            recent.keep(moved(place, *events))
+            replay_buffer.keep(moved(place, *events))
             place, events = places[-1][0], []
     stood, seen = data.draw(st.sampled_from(places))
-    found = recent.after("s", stood)
+    found = replay_buffer.after("s", stood)
     assert found is not None
     joining = EventMerge(found.place)
     given = [event for piece in found.slices for event in piece.events]
     told = [new for event in given if isinstance(event, Advance) for new in joining.advance(event)]
     assert told == moves[seen : len(moves) - len(events)]
     older = Place(9)
-    assert recent.after("s", older) is None
+    assert replay_buffer.after("s", older) is None
     assert reached(stood, older)
     assert not reached(older, stood)

@@ -59,7 +59,7 @@ def test_what_stood_before_we_watched_proves_nothing() -> None:
 def test_doubt_lasts_until_the_line_has_passed_it() -> None:
     """After a list was lost, nothing is known up to where the writers stood when it was there again."""
     lines = watching()
-    lines.doubt()
+    lines.mark_uncertain()
     lines.note(moved("a", 5, 8))
     lines.note(moved("b", 5, 8))
     assert not only(lines.move(7, {"a": 8, "b": 8})).known

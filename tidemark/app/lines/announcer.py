@@ -54,11 +54,11 @@ class Announcer:
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
         """Announcements for writers that reached `positions` by unknown advances: clients fetch, also what waited."""
         for writer, position in sorted(positions.items()):
-            here = self._announced.get((stream, writer))
-            if here is None or beyond(position, here):
+            announced = self._announced.get((stream, writer))
+            if announced is None or beyond(position, announced):
                 waiting = self._waiting.pop((stream, writer), None)
                 id = farther(waiting[-1].advance.id, position) if waiting else position
-                yield self._announce(stream, writer, id, id if here is None else here, None)
+                yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
         """Announcements that the next advance of a writer allows."""
@@ -87,7 +87,7 @@ class Announcer:
         yield from self.retry(late, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """They have left (`Hub.outlived`). One that comes back is introduced like a new one."""
+        """They have left (`Hub.left_writers`). One that comes back is introduced like a new one."""
         for writer in writers:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
@@ -96,15 +96,15 @@ class Announcer:
         self, writer: Writer, waiting: _PendingAdvance, now: float
     ) -> Announcement | Literal[MissingRows.NOT_YET] | None:
         advance, (stream, name) = waiting.advance, writer
-        here = self._announced.get(writer, advance.prev)
-        if not beyond(advance.id, here):
+        announced = self._announced.get(writer, advance.prev)
+        if not beyond(advance.id, announced):
             return None
-        if here != advance.prev:  # what lies between was not seen, or a part of it was announced
-            return self._announce(stream, name, advance.id, here, None)
-        found = self._rows.take(stream, advance)
-        if found is MissingRows.NOT_YET and now < waiting.until:
+        if announced != advance.prev:  # what lies between was not seen, or a part of it was announced
+            return self._announce(stream, name, advance.id, announced, None)
+        facts = self._rows.take(stream, advance)
+        if facts is MissingRows.NOT_YET and now < waiting.until:
             return MissingRows.NOT_YET
-        return self._announce(stream, name, advance.id, here, None if isinstance(found, MissingRows) else found)
+        return self._announce(stream, name, advance.id, announced, None if isinstance(facts, MissingRows) else facts)
 
     def _announce(
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
@@ -140,7 +140,7 @@ class AnnouncedPositions:
         return self._positions
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """They have left (`Hub.outlived`)."""
+        """They have left (`Hub.left_writers`)."""
         for writer in writers:
             self._positions.pop(writer, None)
 
@@ -158,8 +158,8 @@ class AnnouncedPositions:
     def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
         """Commands from the subscribers' last position to this announcement; empty if past it."""
         writer = announcement.stream, announcement.writer
-        here = self._positions.get(writer, announcement.prev)
-        if not beyond(announcement.id, here):
+        announced = self._positions.get(writer, announcement.prev)
+        if not beyond(announcement.id, announced):
             return ()
         self._positions[writer] = announcement.id
-        return announcement.commands if here == announcement.prev else (announcement.fetch,)
+        return announcement.commands if announced == announcement.prev else (announcement.fetch,)

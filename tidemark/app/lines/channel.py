@@ -51,10 +51,10 @@ class Channel:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         self._server.on_relayed = self._send
-        running = [listen(self._client, self._subscribe, self._receive), self._publish()]
+        coroutines = [listen(self._client, self._subscribe, self._receive), self._publish()]
         if self._speaker is not None:
-            running.append(self._speaker.run())
-        tasks = [asyncio.create_task(it) for it in running]
+            coroutines.append(self._speaker.run())
+        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             yield
         finally:

@@ -94,7 +94,7 @@ class ChannelLeader:
         metrics.SPEAKER.set(1)
         try:
             announced = AnnouncedPositions(await self._announced())
-            await self._hub.begun()
+            await self._hub.wait_until_started()
             self._announcements.clear()  # their positions go out now
             await self._answer(announced)
             forgot_at = -FORGET_EVERY
@@ -151,27 +151,35 @@ class ChannelLeader:
 
     def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
         """The commands of the next announcements, each announcement whole."""
-        found: list[Sequence[PositionCommand | RdataCommand]] = []
-        while self._announcements and sum(map(len, found)) < AT_ONCE:
-            found.append(announced.next(self._announcements.popleft()))
-        return found
+        batch: list[Sequence[PositionCommand | RdataCommand]] = []
+        while self._announcements and sum(map(len, batch)) < AT_ONCE:
+            batch.append(announced.next(self._announcements.popleft()))
+        return batch
 
     async def _forget(self, announced: AnnouncedPositions) -> None:
-        gone = await self._hub.outlived(announced.positions)
-        announced.forget(gone)
-        for start in range(0, len(gone), AT_ONCE):
-            await self._told([], [], [" ".join(writer) for writer in gone[start : start + AT_ONCE]])
+        left_writers = await self._hub.left_writers(announced.positions)
+        announced.forget(left_writers)
+        for start in range(0, len(left_writers), AT_ONCE):
+            await self._told([], [], [" ".join(writer) for writer in left_writers[start : start + AT_ONCE]])
 
     async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
-        flat = [command for each in commands for command in each]
-        if not flat:
+        commands_to_send = [command for group in commands for command in group]
+        if not commands_to_send:
             return
-        positions = {f"{it.stream} {it.writer}": str(it.id) for it in flat if it.id is not None}
-        await self._told([str(_upwards(it)) for it in flat], [word for pair in positions.items() for word in pair], [])
-        metrics.LINES_OUT.inc(len(flat))
+        positions = {
+            f"{command.stream} {command.writer}": str(command.id)
+            for command in commands_to_send
+            if command.id is not None
+        }
+        await self._told(
+            [str(_upwards(command)) for command in commands_to_send],
+            [word for pair in positions.items() for word in pair],
+            [],
+        )
+        metrics.LINES_OUT.inc(len(commands_to_send))
 
-    async def _told(self, lines: list[str], positions: list[str], gone: list[str]) -> None:
-        packed = msgspec.msgpack.encode((lines, positions, gone))
+    async def _told(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
+        packed = msgspec.msgpack.encode((lines, positions, left_writers))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
             raise _LeaseLost
 

@@ -48,8 +48,8 @@ class Hub:
         self._running: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # also those that were cancelled and have not ended yet
         self._closed = False
-        self._begun = asyncio.Event()
-        self._beginning: set[str] = set()  # streams whose followers have not begun yet
+        self._started = asyncio.Event()
+        self._starting: set[str] = set()  # streams whose followers have not begun yet
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Hub"]:
@@ -67,22 +67,22 @@ class Hub:
         if not self._running:
             self._start()
 
-    async def begun(self) -> None:
+    async def wait_until_started(self) -> None:
         """Return once positions are known, to a subscriber. Nothing is announced between that and the caller's next
         wait."""
-        await self._begun.wait()
+        await self._started.wait()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.remove(subscriber)
         if not self._subscribers:
             self._stop()
-            self._begun.clear()
+            self._started.clear()
 
     def positions(self) -> list[PositionCommand]:
         """How far every writer was announced: the answer to REPLICATE."""
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
-    async def outlived(self, announced: Mapping[Writer, int]) -> list[Writer]:
+    async def left_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
         """Those of `announced` that are not listed any more and that the line has passed: they retired long ago, and
         whoever asks for positions can do without them."""
         known = await self._read_side.snapshots.known({stream for stream, _ in announced})
@@ -95,7 +95,7 @@ class Hub:
     async def _forget(self) -> None:
         while True:
             await asyncio.sleep(FORGET_EVERY)
-            self._announcer.forget(await self.outlived(self._announced))
+            self._announcer.forget(await self.left_writers(self._announced))
 
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
@@ -130,7 +130,7 @@ class Hub:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Clients must not take a hub that broke for streams that are quiet."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("FollowProgram the streams for clients of the line protocol broke off", problem=repr(problem))
+            log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()
             self._running = {self._task(self._again())}
 
@@ -142,17 +142,17 @@ class Hub:
         while True:
             listener = Listener()
             names = await self._read_side.snapshots.names()
-            self._beginning = set(names)
-            self._read_side.feeds.to_all(listener)
-            with self._read_side.feeds.listening(listener, names, {}):
+            self._starting = set(names)
+            self._read_side.followers.follow_new_streams(listener)
+            with self._read_side.followers.listening(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
                 # A move between that and a follower's first read could only be announced as a position to start from.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PAUSE):
-                        while self._beginning:
+                        while self._starting:
                             await self._take(listener)
-                self._begun.set()
+                self._started.set()
                 while not listener.cut_off.done():
                     await self._take(listener)
             log.warning("Clients of the line protocol fetch what was missed: the moves came too fast, or broke off")
@@ -163,14 +163,18 @@ class Hub:
             return
         now = time.monotonic()
         self._announce(
-            [it for stream, item in listener.take(TOGETHER) for it in self._announcements(stream, item, now)]
+            [
+                announcement
+                for stream, item in listener.take(TOGETHER)
+                for announcement in self._announcements(stream, item, now)
+            ]
         )
         await asyncio.sleep(0)  # a queue that is never empty must not keep the loop
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case Started(place):
-                self._beginning.discard(stream)
+                self._starting.discard(stream)
                 yield from self._announcer.catch_up(stream, place.positions)
             case EventBatch(events=events):
                 for event in events:
@@ -196,9 +200,9 @@ class Hub:
         try:
             while True:
                 try:
-                    so_far = await self._read_side.durable.read_so_far(tail.topic)
-                    whole = await loop.run_in_executor(thread, tail.begin, so_far.offsets)
-                    self._rows.begin(whole, so_far.allocated)
+                    progress = await self._read_side.postgres_reader.topic_progress(tail.topic)
+                    whole = await loop.run_in_executor(thread, tail.begin, progress.offsets)
+                    self._rows.begin(whole, progress.allocated)
                     if problem is not None:
                         log.info("Rows are read again")
                     problem = None

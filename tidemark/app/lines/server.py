@@ -44,13 +44,13 @@ class LineServerConfig:
 
 class LineConnection(asyncio.Protocol):
     """`answered`: its REPLICATE was answered, so announcements join what it has. `has_lines`: there may be some that it
-    has sent and that are not taken yet; nothing more is read of it until they are. `has_spoken`: it has sent a line.
+    has sent and that are not taken yet; nothing more is read of it until they are. `has_sent_line`: it has sent a line.
     """
 
     def __init__(self, server: "LineServer") -> None:
         self.answered = False
         self.has_lines = False
-        self.has_spoken = False
+        self.has_sent_line = False
         self.address = ""
         self._lines: Iterator[bytes] = iter(())
         self._server = server
@@ -82,7 +82,7 @@ class LineConnection(asyncio.Protocol):
                     self._transport.resume_reading()
                     break
                 lines += 1
-                self.has_spoken = True
+                self.has_sent_line = True
                 others += self._do(self._conversation.receive(line, now))
             else:
                 self.has_lines = not self._transport.is_closing()
@@ -117,7 +117,7 @@ class LineConnection(asyncio.Protocol):
         self._conversation.sent(time.monotonic())
         metrics.LINES_OUT.inc(lines)
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """To a client of another address: it has no place any more."""
         if not self._transport.is_closing():
             self._send(ErrorCommand("as many clients are connected as may be, and this one gave way: try again"))
@@ -149,7 +149,7 @@ class LineConnection(asyncio.Protocol):
                 case SendPositions():
                     self._server.replicate(self)
                 case RelayOn(command):
-                    others += self._server.relay_on(command, self)
+                    others += self._server.relay_from(command, self)
                 case Disconnect(why, problem):
                     self._server.log.write(
                         "info", "Disconnected a client of the line protocol", client=self._label, problem=problem
@@ -229,11 +229,11 @@ class LineServer:
         """Whether there is a place for it. If all are taken, one of the address that has most gives way: one that never
         sent a line, if there is one."""
         try:
-            displaced = self._places.take(connection, connection.address, lambda it: not it.has_spoken)
+            displaced = self._places.take(connection, connection.address, lambda other: not other.has_sent_line)
         except NoFreeSlot:
             return False
         if displaced is not None:
-            displaced.give_way()
+            displaced.evict()
         self._connections.add(connection)
         metrics.CLIENTS.set(len(self._connections))
         return True
@@ -257,7 +257,7 @@ class LineServer:
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer())
 
-    def relay_on(self, command: RelayedCommand, sender: LineConnection) -> int:
+    def relay_from(self, command: RelayedCommand, sender: LineConnection) -> int:
         sent = self.relay(command, sender)
         self.on_relayed(command)
         return sent
@@ -282,7 +282,7 @@ class LineServer:
 
     async def _answer(self) -> None:
         """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
-        await self._hub.begun()
+        await self._hub.wait_until_started()
         waiting, self._unanswered, self._answering = self._unanswered, set(), None
         positions = self._hub.positions()
         self._send(waiting, encoded(positions), len(positions))
@@ -305,11 +305,14 @@ class LineServer:
             now = time.monotonic()
             for connection in [*self._connections]:
                 connection.tick(now)
-            self._drop_those_who_read_least()
+            self._drop_slowest_readers()
             self.log.flush()
 
-    def _drop_those_who_read_least(self) -> None:
-        waiting = sorted(((it.unread, id(it), it) for it in self._connections if it.unread), reverse=True)
+    def _drop_slowest_readers(self) -> None:
+        waiting = sorted(
+            ((connection.unread, id(connection), connection) for connection in self._connections if connection.unread),
+            reverse=True,
+        )
         left = sum(unread for unread, _, _ in waiting)
         for unread, _, connection in waiting:
             if left <= self.config.unread_by_all:

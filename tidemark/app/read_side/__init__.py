@@ -34,20 +34,20 @@ class ReadSideConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReadSide:
-    """For one event loop; shared by everything in the process that reads positions."""
+    """For one event loop. Everything in the process that reads positions shares it."""
 
-    live: RedisReader
-    durable: PostgresReader
+    redis_reader: RedisReader
+    postgres_reader: PostgresReader
     snapshots: Snapshots
     notifications: Notifications
     requests: RequestHandler
-    feeds: Followers
+    followers: Followers
     resumptions: Resumptions
 
     async def problems(self) -> list[str]:
-        """Ask Redis and Postgres; a text for each that does not answer, or refuses us."""
+        """Ask Redis and Postgres. A text for each server that does not answer, or that refuses this user."""
         problems = []
-        for ask in (self.live.ping, self.durable.check):
+        for ask in (self.redis_reader.ping, self.postgres_reader.check):
             try:
                 await ask()
             except (Unavailable, Stop) as problem:
@@ -57,21 +57,21 @@ class ReadSide:
 
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
-    """Raises `BadSetting`. No server is asked before somebody reads."""
-    live = RedisReader(redis_address(config.redis))
+    """Raises `BadSetting`. No server is asked before something is read."""
+    redis_reader = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)
-    durable = PostgresReader(postgres, history, config.policy_defaults)
+    postgres_reader = PostgresReader(postgres, history, config.policy_defaults)
     try:
-        snapshots = Snapshots(live, durable, AnsweredPositions(), time.monotonic)
-        notifications = Notifications(live)
-        requests = RequestHandler(live, durable)
-        feeds = Followers(requests, notifications, snapshots, durable)
-        async with notifications.listening(), feeds.running():
-            resumptions = Resumptions(requests, durable)
-            yield ReadSide(live, durable, snapshots, notifications, requests, feeds, resumptions)
+        snapshots = Snapshots(redis_reader, postgres_reader, AnsweredPositions(), time.monotonic)
+        notifications = Notifications(redis_reader)
+        requests = RequestHandler(redis_reader, postgres_reader)
+        followers = Followers(requests, notifications, snapshots, postgres_reader)
+        async with notifications.listening(), followers.running():
+            resumptions = Resumptions(requests, postgres_reader)
+            yield ReadSide(redis_reader, postgres_reader, snapshots, notifications, requests, followers, resumptions)
     finally:
-        await live.aclose()
-        await durable.aclose()
+        await redis_reader.aclose()
+        await postgres_reader.aclose()
         postgres.close()
         history.close()

@@ -1,7 +1,7 @@
-"""The requests of a follower (`sinks.reader.requests`), answered from Redis, or from Postgres while Redis is away.
+"""The requests of a follower, answered from Redis, or from Postgres while Redis is down.
 
-For a stream that Redis does not know, the answer from Postgres is a list of advances without entries: the follower then
-takes the advances from the history, so nothing is missing either way.
+For a stream that Redis does not know, the answer from Postgres is a list of advances without entries. The follower then
+takes the advances from the history, so nothing is missing.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ NOTHING = StreamKeys(None, {})
 
 
 class RequestHandler:
-    """For one event loop. Raises `Unavailable` where neither server answers."""
+    """For one event loop. Raises `Unavailable` if neither server answers."""
 
-    def __init__(self, live: RedisReader, durable: PostgresReader) -> None:
-        self.behind: Mapping[str, StreamChange] = {}
-        """Streams of which Redis did not show what Postgres had, for a while."""
-        self._live = live
-        self._durable = durable
+    def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
+        self.lagging_streams: Mapping[str, StreamChange] = {}
+        """Streams whose positions in Redis lag behind those in Postgres, with the latter."""
+        self._redis_reader = redis_reader
+        self._postgres_reader = postgres_reader
 
     async def carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest():
                 return await self._keys(request)
             case ReadHistory():
-                return await self._durable.history(request)
+                return await self._postgres_reader.history(request)
             case AwaitEntry(seconds=seconds) | Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
@@ -59,23 +59,27 @@ class RequestHandler:
     async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         assert not isinstance(request, ReadKeys)
         try:
-            keys = await self._live.read(request)
+            keys = await self._redis_reader.read(request)
         except Stop as problem:
             raise Unavailable("Redis", request.stream, str(problem)) from problem
-        behind = self.behind.get(request.stream)
-        is_behind = behind is not None and not (
-            keys.linear is not None and behind.reached(keys.linear, keys.positions, keys.late)
+        lagging = self.lagging_streams.get(request.stream)
+        is_lagging = lagging is not None and not (
+            keys.linear is not None and lagging.reached(keys.linear, keys.positions, keys.late)
         )
-        return NOTHING if is_behind else keys
+        return NOTHING if is_lagging else keys
 
     async def _read_postgres(self, stream: str) -> StreamKeys:
-        found = (await self._durable.positions([stream])).get(stream)
-        return NOTHING if found is None else StreamKeys(found.linear, found.positions, found.late, found.allocated)
+        positions = (await self._postgres_reader.positions([stream])).get(stream)
+        return (
+            NOTHING
+            if positions is None
+            else StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """`place` is behind the last event; `complete`: nothing more was published when this was read."""
+    """`place` is after the last event. `complete`: nothing more was published when this was read."""
 
     events: list[Event]
     place: Place
@@ -83,32 +87,33 @@ class HistoryPage:
 
 
 class HistoryPager:
-    """What was published of `stream` after `since`, page by page; for one task at a time. Postgres is asked for a page
-    at first, because whoever asks may go after it, and then for twice as many each time, up to `most`."""
+    """What was published of `stream` after `since`, page by page. For one task at a time. Postgres is asked for one
+    page at first, because the client may leave after it, and then for twice as many advances each time, up to `most`.
+    """
 
     def __init__(
         self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, most: int | None = None
     ) -> None:
         self._requests = requests
         self._limit = limit
-        self._at_once = limit
+        self._page_size = limit
         self._following = FollowProgram(stream, "vector", since, most or limit)
         self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
         self._events: list[Event] = []
 
     async def page(self) -> HistoryPage | None:
-        """At most `limit` events; None where nobody knows the stream. Raises `Unavailable`; may be called again."""
+        """At most `limit` events. None if no server knows the stream. Raises `Unavailable`; may be called again."""
         while len(self._events) < self._limit:
             step = self._driver.step()
             match step:
                 case CaughtUp():
                     break
-                case AwaitEntry():  # before it has caught up: it waits for a stream that does not exist
+                case AwaitEntry():  # before it has caught up: the stream does not exist
                     return None
                 case ReadHistory():
-                    asked = replace(step, most=min(self._at_once, step.most))
+                    asked = replace(step, most=min(self._page_size, step.most))
                     self._driver.answered(await self._requests.carry_out(asked))
-                    self._at_once *= 2
+                    self._page_size *= 2
                 case Request():
                     self._driver.answered(await self._requests.carry_out(step))
                 case None:

@@ -1,7 +1,7 @@
 """One follower per stream for all listeners: what moves a stream is read once and given to all of them.
 
 A follower runs while its stream has a listener, and for some seconds more, because clients come back. It never waits
-for a listener: one that does not take its items is cut off, and goes on later from where it stood.
+for a listener: a listener that does not take its items is cut off, and resumes later from its place.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ from tidemark.streaming.values.direction import beyond
 
 log = get_logger(__name__)
 
-DISCOVER_EVERY = 1.0  # seconds until new streams are looked for again
-LARGEST = 500  # events of one slice
-LINGER = 10.0  # seconds that a stream is followed still when its last listener has gone
-SHARE = 10  # reading all followed streams is due again after so many times as long as it took: there may be thousands
+DISCOVER_EVERY = 1.0  # seconds until names of streams are read again
+LARGEST = 500  # events of one batch
+LINGER = 10.0  # seconds that a stream is still followed when its last listener has left
+SHARE = 10  # all followed streams are read again after this many times the time that it took: there may be thousands
 
 
 class Follower:
-    """Follows one stream for its `listeners`; without any since `left` (s, monotonic)."""
+    """Follows one stream for its `listeners`. `left`: when the last listener left (s, monotonic)."""
 
     def __init__(
-        self, stream: str, requests: RequestHandler, notifications: Notifications, recent: ReplayBuffer
+        self, stream: str, requests: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
     ) -> None:
         self.listeners: set[Listener] = set()
         self.left = 0.0
-        self._recent = recent
+        self._replay_buffer = replay_buffer
         self._stream = stream
         self._requests = requests
         self._sentinel = Sentinel()
@@ -71,7 +71,7 @@ class Follower:
         return self._task.done()
 
     def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
-        """`missed` is what it is given first; None: it is told where the stream stands."""
+        """Add a listener. `missed` is what it gets first; None: it gets the place of the follower."""
         if missed is not None:
             for piece in missed.slices:
                 listener.give(self._stream, piece)
@@ -82,7 +82,7 @@ class Follower:
         self.listeners.add(listener)
 
     def compare(self, known: KnownPositions | StreamChange) -> bool:
-        """Whether all that is known of the stream was given to listeners; read again where it was not."""
+        """Whether listeners were given everything that is known of the stream. If not, the stream is read again."""
         place = self._place
         if place is not None and known.reached(place.linear, place.positions, place.late):
             return True
@@ -93,9 +93,9 @@ class Follower:
         self._task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Listeners must not take a follower that broke for a stream that is quiet."""
+        """Cut the listeners off if the follower failed: they must not take that for a quiet stream."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("FollowProgram a stream broke off", stream=self._stream, problem=repr(problem))
+            log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
                 settle(listener.cut_off)
 
@@ -108,7 +108,7 @@ class Follower:
                     driver.answered(await self._carry_out(step))
                 except Unavailable as problem:
                     driver.failed(problem)
-                except (Refused, SchemaMismatch) as problem:  # until a person has mended it
+                except (Refused, SchemaMismatch) as problem:  # until a person has repaired it
                     driver.failed(Unavailable("A server", "its address", str(problem)))
                 continue
             assert step is not None
@@ -121,35 +121,35 @@ class Follower:
     async def _carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest():
-                # Before it reads: what is published meanwhile must set it.
+                # Before reading: a notification that comes meanwhile must set it.
                 self._notified = self._notifications.next(self._stream)
-                found = await self._requests.carry_out(request)
-                for fault in self._sentinel.look(request, found):
+                keys = await self._requests.carry_out(request)
+                for fault in self._sentinel.look(request, keys):
                     metrics.CHAIN_FAULTS.labels(fault.kind).inc()
                     log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
-                return found
+                return keys
             case AwaitEntry():
                 await self._notified.wait()
                 return None
             case ReadHistory():
                 if self._place is None:
-                    self._hand_out()  # it has begun: what is recalled came since then
-                # Redis alone will do: what it does not hold comes as ranges to read again.
+                    self._hand_out()  # the follower has started: the history is what came since then
+                # Redis alone is enough: what it does not hold comes as ranges to read again.
                 with suppress(Unavailable):
                     return await self._requests.carry_out(request)
                 return None
         return await self._requests.carry_out(request)
 
     def _hand_out(self) -> None:
-        """Give the listeners what moved since the last time. Their place stays the same object where nothing did."""
+        """Give the listeners what moved since the last time. Their place stays the same object if nothing moved."""
         before, after, events = self._place, self._following.place, self._events
         assert after is not None
         if before is None:
-            self._recent.begin(self._stream, after)
+            self._replay_buffer.begin(self._stream, after)
             self._give(Started(after))
         elif events or beyond(after.linear, before.linear):
             piece = EventBatch(self._stream, before, after, events)
-            self._recent.keep(piece)
+            self._replay_buffer.keep(piece)
             self._give(piece)
         else:
             return
@@ -164,18 +164,22 @@ class Followers:
     """For one event loop."""
 
     def __init__(
-        self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots, durable: PostgresReader
+        self,
+        requests: RequestHandler,
+        notifications: Notifications,
+        snapshots: Snapshots,
+        postgres_reader: PostgresReader,
     ) -> None:
         self._requests = requests
         self._notifications = notifications
         self._snapshots = snapshots
-        self._durable = durable
-        self._changes: ChangesSince | None = None  # what is waited for until it was given, or the last that was
-        self._given = False
-        self._came = 0  # listeners, so far
-        self._feeds: dict[str, Follower] = {}
-        self._recent = ReplayBuffer()
-        self._to_all: set[Listener] = set()
+        self._postgres_reader = postgres_reader
+        self._changes: ChangesSince | None = None  # what listeners must be given, or the last that they were given
+        self._is_given = False
+        self._joined = 0  # the number of listeners so far
+        self._followers: dict[str, Follower] = {}
+        self._replay_buffer = ReplayBuffer()
+        self._new_stream_listeners: set[Listener] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -183,120 +187,136 @@ class Followers:
         try:
             yield
         finally:
-            for feed in self._feeds.values():
-                feed.stop()
+            for follower in self._followers.values():
+                follower.stop()
             for task in tasks:
                 await cancel_until_done(task)
 
     @contextmanager
     def listening(
-        self, listener: Listener, streams: Collection[str], stands: Mapping[str, Place] | DurableMark
+        self, listener: Listener, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
     ) -> Iterator[dict[str, Place]]:
-        """`listener` is given what moves `streams` while the block runs. Gives the places from which on that joins what
-        it has: of all streams in which it `stands` somewhere, those that moved no more since than is remembered."""
-        # Whoever is new has to be given what was not followed before, too.
-        self._changes, self._came = None, self._came + 1
-        missed = self._missed(streams, stands)
+        """Give `listener` what moves `streams` while the block runs.
+
+        Args:
+            listener: the queue to fill.
+            streams: the streams to follow.
+            resume_from: what the listener has: its place in some streams, or a mark.
+
+        Yields:
+            The places that the given items continue from, of those streams whose moves since `resume_from` are still in
+                memory.
+        """
+        # A new listener must be given what was not followed before, too.
+        self._changes, self._joined = None, self._joined + 1
+        replays = self._missed(streams, resume_from)
         try:
             for stream in streams:
-                self._add(listener, stream, missed.get(stream))
-            yield {stream: found.place for stream, found in missed.items()}
+                self._add(listener, stream, replays.get(stream))
+            yield {stream: replay.place for stream, replay in replays.items()}
         finally:
             self._remove(listener)
 
-    def to_all(self, listener: Listener) -> None:
-        """Give it new streams as well, until it stops listening."""
-        self._to_all.add(listener)
+    def follow_new_streams(self, listener: Listener) -> None:
+        """Give it new streams too, until it unsubscribes."""
+        self._new_stream_listeners.add(listener)
 
     def _missed(self, streams: Collection[str], stands: Mapping[str, Place] | DurableMark) -> dict[str, BufferedReplay]:
         if isinstance(stands, DurableMark):
-            return self._recent.since(stands, streams)
-        asked = {stream: stands[stream] for stream in streams if stream in stands}
-        found = {stream: self._recent.after(stream, place) for stream, place in asked.items()}
-        return {stream: missed for stream, missed in found.items() if missed is not None}
+            return self._replay_buffer.since(stands, streams)
+        known_places = {stream: stands[stream] for stream in streams if stream in stands}
+        replays = {stream: self._replay_buffer.after(stream, place) for stream, place in known_places.items()}
+        return {stream: replay for stream, replay in replays.items() if replay is not None}
 
     def _add(self, listener: Listener, stream: str, missed: BufferedReplay | None = None) -> None:
-        feed = self._feeds.get(stream)
-        if feed is None or feed.broken:
-            feed = self._feeds[stream] = Follower(stream, self._requests, self._notifications, self._recent)
-        feed.add(listener, missed)
+        follower = self._followers.get(stream)
+        if follower is None or follower.broken:
+            follower = self._followers[stream] = Follower(
+                stream, self._requests, self._notifications, self._replay_buffer
+            )
+        follower.add(listener, missed)
 
     def _remove(self, listener: Listener) -> None:
-        self._to_all.discard(listener)
+        self._new_stream_listeners.discard(listener)
         now = time.monotonic()
-        for feed in self._feeds.values():
-            if listener in feed.listeners:
-                feed.listeners.remove(listener)
-                feed.left = now
+        for follower in self._followers.values():
+            if listener in follower.listeners:
+                follower.listeners.remove(listener)
+                follower.left = now
 
     def _end_idle(self) -> None:
         latest = time.monotonic() - LINGER
-        for stream, feed in list(self._feeds.items()):
-            if not feed.listeners and (feed.broken or feed.left < latest):
-                feed.stop()
-                self._recent.end(stream)
-                del self._feeds[stream]
+        for stream, follower in list(self._followers.items()):
+            if not follower.listeners and (follower.broken or follower.left < latest):
+                follower.stop()
+                self._replay_buffer.end(stream)
+                del self._followers[stream]
 
     async def _compare(self) -> None:
-        """Notifications may be lost, and a linear position moves without one: so all followed streams are read
-        together, once a second. So is what Postgres took in: Redis may have gone back, or not been written."""
+        """Read all followed streams once a second, together. Notifications may be lost, and a linear position may move
+        without one. What Postgres stored is compared too: Redis may have gone back, or not been written."""
         due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
             self._end_idle()
-            self._recent.forget()
-            followed = list(self._feeds)
+            self._replay_buffer.forget()
+            followed = list(self._followers)
             began = time.monotonic()
             if followed and began >= due:
                 for stream, known in (await self._snapshots.known(followed)).items():
-                    if stream in self._feeds:
-                        self._feeds[stream].compare(known)
+                    if stream in self._followers:
+                        self._followers[stream].compare(known)
                 due = began + SHARE * (time.monotonic() - began)
             if followed:
                 with suppress(Unavailable, Refused, SchemaMismatch):
                     await self._compare_with_postgres(followed)
 
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
-        before, came = self._changes, self._came
-        # What was waited for since the last time is for Postgres to tell, where Redis still does not.
-        behind = {} if before is None or self._given else self._missing(before)
-        self._requests.behind = behind
+        before, joined = self._changes, self._joined
+        # Read from Postgres what Redis has not shown since the last time.
+        behind = {} if before is None or self._is_given else self._missing(before)
+        self._requests.lagging_streams = behind
         if before is not None and not behind:
-            self._tell(before)
-        changes = await self._durable.changes(
-            None if before is None else before.mark, None if self._to_all else followed
+            self._send_watermark(before)
+        changes = await self._postgres_reader.changes(
+            None if before is None else before.mark, None if self._new_stream_listeners else followed
         )
         for stream in changes.streams:
             self._appear(stream)
-        if self._came == came and not behind and (before is None or changes.mark != before.mark):
-            self._changes, self._given = changes, False
+        if self._joined == joined and not behind and (before is None or changes.mark != before.mark):
+            self._changes, self._is_given = changes, False
             if not self._missing(changes):
-                self._tell(changes)
+                self._send_watermark(changes)
 
     def _missing(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """What of the changes was not given to those who follow those streams."""
+        """Those of the changes that were not given to listeners yet."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()
-            if stream in self._feeds and not self._feeds[stream].compare(moved)
+            if stream in self._followers and not self._followers[stream].compare(moved)
         }
 
-    def _tell(self, changes: ChangesSince) -> None:
-        if not self._given:
-            self._given = True
-            self._recent.told(changes.mark)
-            for listener in {it for feed in self._feeds.values() for it in feed.listeners if it.marks}:
+    def _send_watermark(self, changes: ChangesSince) -> None:
+        if not self._is_given:
+            self._is_given = True
+            self._replay_buffer.told(changes.mark)
+            for listener in {
+                listener
+                for follower in self._followers.values()
+                for listener in follower.listeners
+                if listener.wants_watermarks
+            }:
                 listener.give("", Watermark(changes.mark))
 
     async def _discover(self) -> None:
         while True:
             await asyncio.sleep(DISCOVER_EVERY)
-            if self._to_all:
+            if self._new_stream_listeners:
                 for stream in await self._snapshots.names():
                     self._appear(stream)
 
     def _appear(self, stream: str) -> None:
-        for listener in self._to_all:
-            if stream not in self._feeds or listener not in self._feeds[stream].listeners:
+        for listener in self._new_stream_listeners:
+            if stream not in self._followers or listener not in self._followers[stream].listeners:
                 listener.give(stream, StreamAdded())
                 self._add(listener, stream)

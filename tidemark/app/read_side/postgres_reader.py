@@ -1,4 +1,4 @@
-"""Postgres, as this process reads it, on threads: positions where Redis does not have them, and details always."""
+"""Postgres, as this process reads it, on threads: positions that Redis does not have, and details of streams."""
 
 import asyncio
 import time
@@ -27,22 +27,28 @@ from tidemark.streaming.values.policies import Policies
 
 T = TypeVar("T")
 
-PATIENCE = 2.0  # seconds that a request waits for Postgres; its thread goes on
-PAST_PATIENCE = 10.0  # seconds for a page of the history, which takes its turn after others
+TIMEOUT = 2.0  # seconds that a request waits for Postgres; its thread continues
+HISTORY_TIMEOUT = 10.0  # seconds for a page of the history, which waits for the pages before it
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
     """What the state of a stream says besides positions.
 
-    Of the stream: `pending` completed edges above their writer's position, and `gaps`, which are also the writers that
-    never joined, longest first; `behind`, who holds the linear position below what is allocated. Of each writer: its
-    epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the batch time
-    (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
-    below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
-    word. `deferred`: writers, and their epochs, whose records found no room and wait in Kafka; `recalls`:
-    those that are on their way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: the ranges
-    that hold positions back, and what settles them.
+    Attributes:
+        epochs: by writer.
+        pending: completed edges above the position of their writer.
+        gaps: longest first, with the writers that never joined.
+        reaches: by writer, the highest settled ID, above gaps too.
+        waiting: by writer, its share of `pending`.
+        regressed: writers whose source was restored. Their gaps below their position hold the linear position back.
+        transactions: by writer, the transactions that hold its open IDs, as the writer reported them.
+        behind: why the linear position is below the allocated ID.
+        seen: by writer, the batch time (ms) of its newest record, if one was noted.
+        deferred: writers, with their epochs, whose records found no room and wait in Kafka.
+        recalls: which of these records are being read again, or are gone.
+        bridged: whether `tidemark synapse` writes the stream.
+        open_ranges: what holds positions back, and what settles it.
     """
 
     epochs: Mapping[str, int]
@@ -64,8 +70,8 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """How far the pipeline has read a topic: the next offset by partition, and the highest ID by stream that any record
-    before those offsets has named, or a later one."""
+    """How far the pipeline has read a topic: the next offset by partition, and by stream the highest ID that records
+    before those offsets named, or a higher one."""
 
     offsets: Mapping[int, int]
     allocated: Mapping[str, int]
@@ -79,20 +85,20 @@ class PostgresReader:
         self._postgres = postgres
         self._history = history
         self._policy_defaults = policy_defaults
-        # Of its own: who reads the past keeps nobody waiting who asks for the present.
-        self._past = ThreadPoolExecutor(1, "history")
+        # A thread of its own: reads of the history must not delay reads of positions.
+        self._history_thread = ThreadPoolExecutor(1, "history")
         self._reading: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     async def aclose(self) -> None:
-        """Return when no thread reads any more: it would open a connection that was closed."""
+        """Return when no thread reads any more: a read would open a connection again."""
         self._closed = True
         if self._reading:
             await asyncio.wait(self._reading)
-        self._past.shutdown()
+        self._history_thread.shutdown()
 
     async def check(self) -> None:
-        """Raise `SchemaMismatch` or `VersionSkew` where the pipeline's versions are none that we can read."""
+        """Raise `SchemaMismatch` or `VersionSkew` if this version cannot read what the pipeline's version writes."""
         await self._read(self._check)
 
     def _check(self) -> None:
@@ -103,7 +109,7 @@ class PostgresReader:
         return set(await self._read(self._postgres.streams))
 
     async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
-        """Without those that do not exist."""
+        """Without streams that do not exist."""
         return await self._read(lambda: self._postgres.positions(streams))
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
@@ -111,50 +117,50 @@ class PostgresReader:
         return await self._read(lambda: _read_details(self._postgres, streams, self._policy_defaults))
 
     async def condition(self) -> Condition:
-        """Of the pipeline."""
+        """The condition of the pipeline."""
         return await self._read(self._postgres.conditions.now)
 
-    async def read_so_far(self, topic: str) -> TopicProgress:
+    async def topic_progress(self, topic: str) -> TopicProgress:
         return await self._read(lambda: _read_so_far(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """Since a mark (None: ever), of `streams` (None: of all)."""
+        """Changes since a mark (None: all), of `streams` (None: of all)."""
         return await self._read(lambda: self._postgres.changes(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
-        return await self._read_past(lambda: self._history.past(request))
+        return await self._read_history(lambda: self._history.past(request))
 
     async def missed(self, since: DurableMark, most: int) -> MissedChanges | None:
-        return await self._read_past(lambda: self._history.missed(since, most))
+        return await self._read_history(lambda: self._history.missed(since, most))
 
-    async def _read_past(self, read: Callable[[], T]) -> T:
-        """Raises `Slow` too: Postgres is there, and has more to do than it can."""
-        self._ask()
+    async def _read_history(self, read: Callable[[], T]) -> T:
+        """Raises `Slow` too: Postgres answers, and is overloaded."""
+        self._require_open()
         with self.circuit_breaker.guarding():
-            work = self._past.submit(read)
+            work = self._history_thread.submit(read)
             try:
-                return await asyncio.wait_for(asyncio.shield(self._begun(asyncio.wrap_future(work))), PAST_PATIENCE)
+                return await asyncio.wait_for(asyncio.shield(self._started(asyncio.wrap_future(work))), HISTORY_TIMEOUT)
             except TimeoutError:
-                problem = f"the history was not read within {PAST_PATIENCE:g} s; ask again"
+                problem = f"the history was not read within {HISTORY_TIMEOUT:g} s; ask again"
                 raise Slow("Postgres", self._postgres.where, problem) from None
             finally:
-                work.cancel()  # where it has not begun, and nobody waits for it any more
+                work.cancel()  # if it has not begun, and no request waits for it any more
 
     async def _read(self, read: Callable[[], T]) -> T:
-        self._ask()
+        self._require_open()
         with self.circuit_breaker.guarding():
-            reading = self._begun(asyncio.get_running_loop().run_in_executor(None, read))
+            reading = self._started(asyncio.get_running_loop().run_in_executor(None, read))
             try:
-                return await asyncio.wait_for(asyncio.shield(reading), PATIENCE)
+                return await asyncio.wait_for(asyncio.shield(reading), TIMEOUT)
             except TimeoutError:
-                problem = f"no answer within {PATIENCE:g} s"
+                problem = f"no answer within {TIMEOUT:g} s"
                 raise Unavailable("Postgres", self._postgres.where, problem) from None
 
-    def _ask(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
-            raise Unavailable("Postgres", self._postgres.where, "this process ends")
+            raise Unavailable("Postgres", self._postgres.where, "this process is stopping")
 
-    def _begun(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
+    def _started(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
         self._reading.add(reading)
         reading.add_done_callback(self._ended)
         return reading
@@ -162,11 +168,11 @@ class PostgresReader:
     def _ended(self, reading: asyncio.Future[Any]) -> None:
         self._reading.discard(reading)
         if not reading.cancelled():
-            reading.exception()  # looked at, because whoever waited for it may have gone
+            reading.exception()  # read, because the request that waited for it may have been cancelled
 
 
 def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
-    offsets = postgres.offsets().get(topic, {})  # before the allocated: those may only be higher
+    offsets = postgres.offsets().get(topic, {})  # read before the allocated IDs, which may only be higher
     allocated = {name: stored.allocated for name, stored in postgres.positions(postgres.streams()).items()}
     return TopicProgress(offsets, allocated)
 
@@ -175,27 +181,33 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
     states, asked = postgres.states(streams), postgres.conditions
     late, recalls, bridges = asked.late(streams), asked.requeues(), asked.bridges()
     ranges = [*_open_ranges(postgres, states, bridges, defaults)]
-    found = {}
+    details = {}
     for name, stored in states.items():
         try:
             decoded = state.decode(stored)
         except StateTooNew:
             continue
-        found[name] = replace(
-            _details(decoded, late.get(name), [it for it in recalls if it.stream == name], bridged=name in bridges),
-            open_ranges=[it for it in ranges if it.stream == name],
+        details[name] = replace(
+            _details(
+                decoded, late.get(name), [entry for entry in recalls if entry.stream == name], bridged=name in bridges
+            ),
+            open_ranges=[entry for entry in ranges if entry.stream == name],
         )
-    return found
+    return details
 
 
 def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
-    """Of the streams that have any; Postgres is asked for policies only if one has."""
+    """Open ranges of all streams. Postgres is asked for policies only if there are any."""
     busy = {name: stored for name, stored in states.items() if at_rest(stored) is None}
     if not busy:
         return
-    policies, begun, now = Policies(postgres.policies.given(), defaults), postgres.conditions.begun(), time.time()
+    policies, begun, now = (
+        Policies(postgres.policies.given(), defaults),
+        postgres.conditions.begun(),
+        time.time(),
+    )
     for name, stored in busy.items():
         with suppress(StateTooNew):
             yield from open_ranges.read({name: stored}, now, policies, begun, bridges)
@@ -219,7 +231,7 @@ def _details(
         transactions=stream.transactions,
         behind=summary.behind,
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
-        deferred=[(name, int(epoch)) for name, _, epoch in (it.rpartition("/") for it in summary.deferred)],
+        deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
         recalls=recalls,
         bridged=bridged,
     )

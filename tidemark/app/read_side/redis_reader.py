@@ -1,4 +1,4 @@
-"""Redis, as this process reads it: the positions of many streams in one round trip, and their names."""
+"""Redis, as this process reads it: the positions of many streams in one round trip, and the names of streams."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -21,9 +21,9 @@ from tidemark.sinks.reader import (
 )
 from tidemark.sinks.redis.client import STREAMS, RedisAddress, StreamFault, aclose, sound
 
-TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
+TIMEOUT = 2.0  # seconds for a connection or an answer; after that Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
-REPLIES = 5  # that `sinks.reader.redis.queue` asks for, for each stream
+REPLIES = 5  # of the commands of `queue_commands`, for each stream
 
 RedisRequest = ReadKeys | ReadList | ReadNewest
 
@@ -52,32 +52,32 @@ class RedisReader:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
-        """Each stream's keys as they were at one moment; without streams whose keys hold what is not ours."""
-        found = await self._read([ReadKeys(name) for name in streams])
-        return {request.stream: keys for request, keys in found.items() if isinstance(keys, StreamKeys)}
+        """The keys of each stream at one moment, without streams whose keys hold what Tidemark does not write."""
+        replies = await self._read([ReadKeys(name) for name in streams])
+        return {request.stream: keys for request, keys in replies.items() if isinstance(keys, StreamKeys)}
 
     async def read(self, request: ReadList | ReadNewest) -> StreamKeys:
         """In one round trip with what others request meanwhile. `Refused` may be about this stream alone."""
-        found = (await self._reads.get([request]))[request]
-        if isinstance(found, Refused):
-            raise found
-        return found
+        keys = (await self._reads.get([request]))[request]
+        if isinstance(keys, Refused):
+            raise keys
+        return keys
 
-    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, StreamKeys | Refused]:
-        requests = list(wanted)
-        found: dict[RedisRequest, StreamKeys | Refused] = {}
+    async def _read(self, keys: Collection[RedisRequest]) -> dict[RedisRequest, StreamKeys | Refused]:
+        requests = list(keys)
+        answers: dict[RedisRequest, StreamKeys | Refused] = {}
         with self.circuit_breaker.guarding(), translated(self.client):
             for start in range(0, len(requests), TOGETHER):
                 chunk = requests[start : start + TOGETHER]
                 # A transaction in a Cluster is of one server.
                 replies = await (self._each(chunk) if self._clustered else self._at_once(chunk))
-                # Here, where others have their turn after each chunk: of thousands it takes a while.
-                found |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
-        return found
+                # In this loop, so that other tasks run after each chunk: thousands of replies take a while.
+                answers |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
+        return answers
 
     def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> StreamKeys | Refused:
         try:
-            answers = [sound(each) for each in replies]
+            answers = [sound(reply) for reply in replies]
         except StreamFault as fault:
             return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
         try:
@@ -89,11 +89,11 @@ class RedisReader:
         pipe = self.client.pipeline(transaction=True)
         for request in requests:
             queue_commands(pipe, request)
-        found = await pipe.execute(raise_on_error=False)
-        return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(requests))]
+        replies = await pipe.execute(raise_on_error=False)
+        return [replies[number * REPLIES : (number + 1) * REPLIES] for number in range(len(requests))]
 
     async def _each(self, requests: Sequence[RedisRequest]) -> list[Any]:
-        found = await asyncio.gather(
+        replies = await asyncio.gather(
             *(send_request(self.client, request) for request in requests), return_exceptions=True
         )
-        return [[each] if isinstance(each, BaseException) else each for each in found]
+        return [[reply] if isinstance(reply, BaseException) else reply for reply in replies]

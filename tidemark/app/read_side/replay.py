@@ -1,9 +1,11 @@
-"""What moved a stream while clients were away, read once for all who resume at nearly the same place.
+"""What moved streams while clients were away, from memory or read once for all clients that resume at nearly the same
+place.
 
-A thousand clients that lost one sidecar come back within a second or two, and stand within a few moves of each other.
-Those who wait while others are read for go into one reading, from the lowest of their places; each takes of it what is
-beyond its own. Nobody is read for who has gone, and what was told from a place is told again from memory for a while:
-so who comes and goes, again and again from the beginning, costs little more than its requests.
+A thousand clients that lost one sidecar come back within a second or two, at places close to each other. `ReplayBuffer`
+keeps the last seconds: a client gets the same batches that it would have got, already encoded. For clients that were
+away for longer, requests that wait at the same time share one read, from the lowest of their places, and each takes
+what is beyond its own place. Nothing is read for clients that have left, and responses are cached for a while. So a
+client that reconnects again and again from the beginning costs little more than its requests.
 """
 
 import asyncio
@@ -23,32 +25,32 @@ from tidemark.sinks.postgres.changes import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
-NEAR = 10_000  # IDs: who stands farther back must not make others read so much
-NEAR_MARKS = 5_000  # ms, likewise
-MOST = 100_000  # moves that are told again: snapshots are less than that
+NEAR = 10_000  # IDs: a client that is farther back must not make others read so much
+NEAR_MARKS = 5_000  # ms, for the same reason
+MOST = 100_000  # moves: beyond that, snapshots are less work
 AT_ONCE = 4  # readings
-PAGE = 200  # events, some 40 KB: what is sent to a client in one piece is kept for it until it has read it
-READ = 1000  # advances that Postgres is asked for at once, in the end: whoever asks may go after a page
-TOLD_FOR = 30.0  # seconds: it may say that evidence is gone, because Postgres was away for a moment
-TOLD = 4 << 20  # bytes that are kept of it
-POSITION = 200  # bytes that one takes in a place, which clients may make long
+PAGE = 200  # events, some 40 KB: a piece stays in memory until its client has read it
+READ = 1000  # advances that Postgres is asked for at once, at most: the client may leave after a page
+CACHED_FOR = 30.0  # seconds: a response may lack evidence, because Postgres was down for a moment
+CACHE_BYTES = 4 << 20
+POSITION = 200  # bytes of an entry of a place, which clients may make long
 
 T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """A reading for any number of tasks; it ends when the last of them has gone."""
+    """One computation for any number of tasks. It is cancelled when the last of them has left."""
 
     def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.create_task(reading)
-        # Looked at, because whoever waited for it may have gone.
+        # Read the exception: every task that waited for it may have left.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._waiting = 0
         self.abandoned = False
-        """Whether it was ended: nobody may wait for it any more."""
+        """Whether it was cancelled: no task may wait for it any more."""
 
     async def get(self) -> T:
-        """Raises what the reading raises."""
+        """Raises what the computation raises."""
         self._waiting += 1
         try:
             return await asyncio.shield(self._task)
@@ -60,8 +62,8 @@ class SingleFlight(Generic[T]):
 
 
 class ResponseCache:
-    """What clients were told of a stream from a place on, and where that led: never all that there was, so whoever is
-    told it again asks for the rest. For one thread."""
+    """Responses about a stream from a place on, and the place after each. A response is never everything: a client that
+    gets it asks for the rest. For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -73,15 +75,15 @@ class ResponseCache:
         if key not in self._texts:
             return None
         at, _, text, after = self._texts[key]
-        if self._now() - at > TOLD_FOR:
+        if self._now() - at > CACHED_FOR:
             self._drop(key)
             return None
         self._texts.move_to_end(key)
         return text, after
 
     def keep(self, stream: str, place: Place, text: bytes, after: Place) -> None:
-        """In place of those that were not asked for the longest, where there are too many. Not where it led nowhere, as
-        who is told it again would go on from there for ever."""
+        """Store a response. If there are too many, the least recently used go. A response that leads nowhere is not
+        stored: a client would go on from there for ever."""
         if after == place:
             return
         key = stream, identity(place)
@@ -90,7 +92,7 @@ class ResponseCache:
         size = len(text) + POSITION * (len(place.positions) + len(after.positions))
         self._texts[key] = self._now(), size, text, after
         self._bytes += size
-        while self._bytes > TOLD:
+        while self._bytes > CACHE_BYTES:
             self._drop(next(iter(self._texts)))
 
     def _drop(self, key: tuple[str, Hashable]) -> None:
@@ -102,7 +104,7 @@ def identity(place: Place) -> Hashable:
 
 
 class MissedPage:
-    """`events` lead to `place`. Those who have taken it let it go: a page is kept for the slowest alone."""
+    """`events` lead to `place`. A page is kept in memory for the slowest client alone."""
 
     def __init__(self, past: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
         self.events = events
@@ -110,17 +112,17 @@ class MissedPage:
         self.complete = complete
         """Nothing more was published when this was read."""
         self.sent: dict[Hashable, tuple[bytes, Place]] = {}
-        """By where a client stands: what of the page it is sent, and where it stands then. Many stand at one place."""
+        """By place of a client: the text that it is sent, and its place after that. Many clients are at one place."""
         self._past = past
         self._next: SingleFlight[MissedPage | None] | None = None
 
     @property
     def abandoned(self) -> bool:
-        """Whether the next page was ended half read: whoever wants it asks anew, from its own place."""
+        """Whether reading the next page was cancelled: a client that wants it asks again, from its own place."""
         return self._next is not None and self._next.abandoned
 
     async def next(self) -> "MissedPage | None":
-        """For any number of tasks, which share it. Raises `Unavailable`, `Stop`; may be called again."""
+        """For any number of tasks, which share it. Raises `Unavailable` and `Stop`; may be called again."""
         if self._next is None:
             self._next = SingleFlight(_page(self._past))
         reading = self._next
@@ -133,14 +135,14 @@ class MissedPage:
 
 
 async def _page(past: HistoryPager) -> MissedPage | None:
-    found = await past.page()
-    return None if found is None else MissedPage(past, found.events, found.place, complete=found.complete)
+    page = await past.page()
+    return None if page is None else MissedPage(past, page.events, page.place, complete=page.complete)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """What moved any stream since a mark; `told` by stream, when somebody is first told: the texts, and where they
-    lead. The events are let go then."""
+    """What moved any stream since a mark. `told`: by stream, the texts for clients and the place after them, computed
+    once when a client first needs them. The events are dropped then."""
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, StreamChange]
@@ -154,9 +156,9 @@ class MissedMoves:
 class Resumptions:
     """For one event loop."""
 
-    def __init__(self, requests: RequestHandler, durable: PostgresReader) -> None:
+    def __init__(self, requests: RequestHandler, postgres_reader: PostgresReader) -> None:
         self._requests = requests
-        self._durable = durable
+        self._postgres_reader = postgres_reader
         self._since = ReadCoalescer(self._read_since)
         self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -164,8 +166,8 @@ class Resumptions:
         self.told = ResponseCache()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
-        """The first page of what was published after `place`, or after one that is nearly as far; None where nobody
-        knows the stream. Read after this call. Raises `Unavailable`, `Stop`."""
+        """The first page of what was published after `place`, or after one that is a little lower. None if no server
+        knows the stream. Read after this call. Raises `Unavailable` and `Stop`."""
         key = stream, place.linear // NEAR
         if key not in self._waiting:
             places: dict[object, Place] = {}
@@ -176,14 +178,14 @@ class Resumptions:
         try:
             return await reading.get()
         finally:
-            del places[me]  # who has gone before it begins must not make others read from there
+            del places[me]  # a client that left before the read begins must not make others read from its place
             if reading.abandoned and self._waiting.get(key) is waiting:
                 del self._waiting[key]
 
     async def since(self, mark: DurableMark) -> MissedMoves | None:
-        """What moved any stream since `mark`, or one shortly before; None where that is more than `MOST`, or not kept,
-        or where so much is held already for clients that have not read it. Read after this call. Raises `Unavailable`,
-        `Stop`."""
+        """What moved any stream since `mark`, or since one shortly before. None if that is more than `MOST`, or not
+        stored any more, or if too much is held already for clients that have not read it. Read after this call. Raises
+        `Unavailable` and `Stop`."""
         return (await self._since.get([mark]))[mark]
 
     async def _read_since(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
@@ -199,21 +201,21 @@ class Resumptions:
     async def _missed_since(self, mark: DurableMark) -> MissedMoves | None:
         if sum(missed.moves for missed in self._being_told) > MOST:
             return None
-        found = await self._durable.missed(mark, MOST)
-        if found is None:
+        changes = await self._postgres_reader.missed(mark, MOST)
+        if changes is None:
             return None
-        missed = MissedMoves({**found.events}, found.streams)
+        missed = MissedMoves({**changes.events}, changes.streams)
         self._being_told.add(missed)
         return missed
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._turns:
-            del self._waiting[key]  # who comes now wants what is read from now on
+            del self._waiting[key]  # a later request needs a later read
             return await _page(HistoryPager(self._requests, key[0], lowest(places.values()), PAGE, READ))
 
 
 def lowest(places: Iterable[Place]) -> Place:
-    """The farthest place that is behind all of them."""
+    """The farthest place that is not beyond any of them."""
     first, *rest = places
     for other in rest:
         writers = {*first.positions, *other.positions}
@@ -226,14 +228,14 @@ def lowest(places: Iterable[Place]) -> Place:
 
 
 KEPT_SECONDS = 15.0
-MOVES = 40_000  # that are kept, of all streams: some 20 MB, and 8 s at 5000 a second
-SLICES = 10_000  # likewise; less than a listener may be behind
+MOVES = 40_000  # of all streams: some 20 MB, and 8 s at 5000 a second
+SLICES = 10_000  # of all streams; less than a listener may lag
 MARKS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedReplay:
-    """Whoever stands at `place` has all once it has taken `slices`."""
+    """A listener at `place` has everything once it has taken `slices`."""
 
     place: Place
     slices: list[EventBatch]
@@ -241,7 +243,7 @@ class BufferedReplay:
 
 @dataclass(slots=True)
 class _StreamReplay:
-    """Of one stream, everything behind the slice numbered `since`, which leads to `place`."""
+    """Of one stream, everything after the batch numbered `since`, up to `place`."""
 
     since: int
     place: Place
@@ -249,7 +251,7 @@ class _StreamReplay:
 
 
 class ReplayBuffer:
-    """For one thread."""
+    """The last seconds of followed streams. For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -260,14 +262,14 @@ class ReplayBuffer:
         self._marks: dict[DurableMark, int] = {}
 
     def begin(self, stream: str, place: Place) -> None:
-        """It is followed from here on."""
+        """The stream is followed from this place on."""
         self._streams[stream] = _StreamReplay(self._number, place)
 
     def end(self, stream: str) -> None:
         self._streams.pop(stream, None)
 
     def keep(self, piece: EventBatch) -> None:
-        """The next one of its stream."""
+        """Add the next batch of its stream."""
         self._number += 1
         self._moves += len(piece.events)
         kept = self._streams[piece.stream]
@@ -277,7 +279,7 @@ class ReplayBuffer:
         self.forget()
 
     def forget(self) -> None:
-        """What is too old or too much."""
+        """Drop what is too old or too much."""
         oldest = self._now() - KEPT_SECONDS
         while self._all and (self._moves > MOVES or len(self._all) > SLICES or self._all[0][1].at < oldest):
             number, piece = self._all.popleft()
@@ -288,14 +290,14 @@ class ReplayBuffer:
                 kept.since = number
 
     def told(self, mark: DurableMark) -> None:
-        """What Postgres published up to the mark, of all streams that are followed, is in the slices so far."""
-        # The first time counts: who was told so then, was told no more than that.
+        """Everything that Postgres published up to `mark`, of all followed streams, is in the batches so far."""
+        # The first time counts: a listener that was given the mark then was given no more than that.
         self._marks.setdefault(mark, self._number)
         if len(self._marks) > MARKS:
             del self._marks[next(iter(self._marks))]
 
     def after(self, stream: str, place: Place) -> BufferedReplay | None:
-        """What comes after a place; None where that is not kept any more."""
+        """What comes after a place; None if that is not in memory any more."""
         kept = self._streams.get(stream)
         if kept is None:
             return None
@@ -305,27 +307,27 @@ class ReplayBuffer:
         for start in reversed(range(len(slices))):
             if slices[start].before == place:
                 return BufferedReplay(slices[start].before, slices[start:])
-        # Between two of ours: of another sidecar.
+        # Between two places of ours: the client comes from another sidecar.
         if not reached(place, slices[0].before if slices else kept.place):
             return None
         start = next((at for at, piece in enumerate(slices) if not reached(place, piece.after)), len(slices))
         return BufferedReplay(place, slices[start:])
 
     def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
-        """What moved these streams since a mark; empty where that is not kept of all of them."""
+        """What moved these streams since a mark. Empty if that is not in memory for all of them."""
         number = self._marks.get(mark)
-        found: dict[str, BufferedReplay] = {}
+        replays: dict[str, BufferedReplay] = {}
         for stream in streams:
             kept = self._streams.get(stream)
             if number is None or kept is None or kept.since > number:
                 return {}
             slices = [piece for at, piece in kept.slices if at > number]
-            found[stream] = BufferedReplay(slices[0].before if slices else kept.place, slices)
-        return found
+            replays[stream] = BufferedReplay(slices[0].before if slices else kept.place, slices)
+        return replays
 
 
 def reached(place: Place, other: Place) -> bool:
-    """Whether who stands at `place` has everything that leads to the `other` one, of any writer."""
+    """Whether a reader at `place` has everything that leads to `other`, of any writer."""
     return (
         not beyond(other.linear, place.linear)
         and place.late >= other.late

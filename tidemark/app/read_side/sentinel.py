@@ -1,8 +1,8 @@
-"""A sentinel beside each follower: whether the advances on a stream's list in Redis keep what docs/design.md promises.
+"""Checks the advances on a stream's list in Redis against the rules of docs/design.md, for each follower. Pure.
 
-It looks at entries as they stand there, before the follower joins them and repairs what is missing, so that what went
-wrong in the writing is seen although no reader suffers. What it cannot know it takes for good: where a list began anew,
-and where an entry that it saw last is gone, each writer's chain begins with its next entry. Pure.
+It reads entries as they are on the list, before the follower joins them and repairs what is missing. So a mistake in
+writing is seen although no reader suffers. At the start of a list, and after an entry that is gone, the chain of each
+writer begins with its next entry.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,16 @@ EVIDENCE = ("facts", "empty", "unseen", "skipped")
 
 @dataclass(frozen=True, slots=True)
 class ChainFault:
-    """What breaks a rule. `entry` names it on the list; `prev` and `id` are its range, and the writer had come to
-    `reached`. Of the line, which has no writer, `reached` is where it was and `id` where it is.
+    """An entry that breaks a rule.
 
-    `hole`: IDs between two advances of a writer that are in neither. `overlap`: IDs that are in both. `regress`: an
-    advance to where the writer was already, or before it; or the line went back. `empty`: an advance over no ID, or
-    without any evidence.
+    `hole`: IDs between two advances of a writer are in neither. `overlap`: IDs are in both. `regress`: an advance to
+    where the writer was before, or below; or the linear position went back. `empty`: an advance over no ID, or without
+    any evidence.
+
+    Attributes:
+        writer: None for the linear position.
+        reached: where the writer was; for the linear position, where it was, and `id` is where it is.
+        entry: the name of the entry on the list.
     """
 
     kind: FaultKind
@@ -37,28 +41,28 @@ class ChainFault:
 
 
 class Sentinel:
-    """Of one stream. Each fault is told once: the chain goes on from the entry that had it."""
+    """Checks one stream. Each fault is reported once: the chain continues from the entry that had it."""
 
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}
         self._line: int | None = None
         self._last: str | None = None
 
-    def look(self, request: ReadList | ReadNewest, found: Answer) -> Iterator[ChainFault]:
-        """The faults of what was read; to be taken from it before the next call."""
-        assert isinstance(found, StreamKeys)
+    def look(self, request: ReadList | ReadNewest, keys: Answer) -> Iterator[ChainFault]:
+        """The faults of what was read. Take all of them before the next call."""
+        assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
-        if after is None or after != self._last or not found.joined:
+        if after is None or after != self._last or not keys.joined:
             self._reached.clear()
             self._last = None
-        for entry in found.entries:
+        for entry in keys.entries:
             self._last = entry.name
             if entry.fields["kind"] == "POSITION":
                 yield from self._advance(entry)
-        if found.linear is not None and found.last != NO_LIST:
-            line, self._line = self._line, found.linear
-            if line is not None and beyond(line, found.linear):
-                yield ChainFault("regress", None, line, found.linear, line, found.last)
+        if keys.linear is not None and keys.last != NO_LIST:
+            before, self._line = self._line, keys.linear
+            if before is not None and beyond(before, keys.linear):
+                yield ChainFault("regress", None, before, keys.linear, before, keys.last)
 
     def _advance(self, entry: ListEntry) -> Iterator[ChainFault]:
         writer, prev, id = entry.fields["writer"], int(entry.fields["prev"]), int(entry.fields["id"])

@@ -1,9 +1,8 @@
-"""Snapshots: where streams stand now, from Redis, else from Postgres, else from memory; never less than before.
+"""Snapshots: the positions of streams now, from Redis, else from Postgres, else from memory; never less than before.
 
-A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than this process has
-answered already. What was true stays true (docs/design.md, rule 2), so the farther of both is answered. And a Redis
-that a failover set back may say less than was published before: Postgres, which never does, is read beside it once a
-second.
+A Redis that was restored from an older copy, or a Postgres replica that lags, may say less than this process has
+answered. What was true stays true (Rule 2), so the farther position is answered. A Redis that a failover set back may
+say less than was published: so Postgres is read too, once a second.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ COPIES: Final = ("redis", "postgres")
 
 @dataclass(frozen=True, slots=True)
 class PositionDifference:
-    """Where each stood when it was last seen; `since` in s since 1970."""
+    """The linear positions in both servers when they were last read. `since`: seconds since 1970."""
 
     redis: int
     postgres: int
@@ -35,18 +34,23 @@ class PositionDifference:
 
 
 class DivergenceDetector:
-    """For one thread."""
+    """Streams whose linear positions in Redis and Postgres differ. For one thread; pure.
+
+    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks something if Postgres had it
+    before Redis was read, and Postgres lacks something if Redis had it before Postgres was read. A difference may last
+    only a moment; `since` shows that.
+    """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self._lines: dict[str, dict[str, int]] = {name: {} for name in COPIES}
-        self._found: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which copy lacks something
+        self._linear: dict[str, dict[str, int]] = {name: {} for name in COPIES}
+        self._found: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which of the two lacks something
 
     def read(self, copy: str, lines: Mapping[str, int]) -> None:
-        """What a copy, `redis` or `postgres`, has just told, by stream."""
-        other = self._lines[COPIES[copy == "redis"]]
+        """The linear positions, by stream, that `copy` (`redis` or `postgres`) has just returned."""
+        other = self._linear[COPIES[copy == "redis"]]
         for stream, line in lines.items():
-            self._lines[copy][stream] = line
+            self._linear[copy][stream] = line
             before = self._found.get(stream)
             if stream in other and beyond(other[stream], line):
                 since = before[1].since if before and before[0] == copy else self._now()
@@ -56,14 +60,14 @@ class DivergenceDetector:
                 del self._found[stream]
 
     def of(self, stream: str) -> PositionDifference | None:
-        found = self._found.get(stream)
-        return found and found[1]
+        difference = self._found.get(stream)
+        return difference and difference[1]
 
 
-DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
-BESIDE_AGE = 1.0  # seconds for which Postgres is not asked again for what Redis tells
-NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
-DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details, and for what Postgres says beside Redis
+DETAILS_AGE = 1.0  # seconds for which details are not read again: decoding them costs time
+COMPARE_AGE = 1.0  # seconds for which Postgres is not compared with Redis again
+NAMES_AGE = 10.0  # seconds for which names are not read from Postgres again: Redis may lack some while it is filled
+DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details, and for the comparison with Postgres
 
 Source = Literal["redis", "postgres", "memory"]
 
@@ -105,29 +109,34 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What can be found of `stream`. `exists` is False where Postgres knows of no such stream, None where nobody can
-    tell; `known` is None where it is recovering."""
+    """What is known of `stream`.
+
+    Attributes:
+        exists: False: Postgres does not know the stream. None: no server could tell.
+        known: None while the stream is recovering.
+        divergence: how the positions of Redis and Postgres differ.
+    """
 
     stream: str
     exists: bool | None
     known: KnownPositions | None
     details: Details | None = None
     details_read_at: float | None = None
-    apart: PositionDifference | None = None
+    divergence: PositionDifference | None = None
 
 
 class Snapshots:
-    """One per process, for one event loop. Never raises for a server that is away: it answers with what there is."""
+    """One per process, for one event loop. Never raises for a server that is down: it answers with what is known."""
 
     def __init__(
         self,
-        live: RedisReader,
-        durable: PostgresReader,
+        redis_reader: RedisReader,
+        postgres_reader: PostgresReader,
         answered: AnsweredPositions,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._live = live
-        self._durable = durable
+        self._redis_reader = redis_reader
+        self._postgres_reader = postgres_reader
         self._answered = answered
         self._now = now
         self._positions = ReadCoalescer(self._read_positions)
@@ -141,81 +150,83 @@ class Snapshots:
 
     @property
     def remembers(self) -> bool:
-        """Whether it can say something of a stream while neither server answers."""
+        """Whether anything is known of any stream while no server answers."""
         return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
-        """Whether the stream was read before: it exists, whatever the servers say now. Asks nobody."""
+        """Whether the stream was read before: it exists, whatever the servers say now. Asks no server."""
         return stream in self._answered
 
     def fresh(self, seconds: float) -> dict[str, int]:
-        """The linear positions that were read in the last so many seconds, by stream; asks nobody."""
+        """The linear positions that were read in the last `seconds`, by stream. Asks no server."""
         return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
         """Every stream that Redis, Postgres or this process knows, or knew."""
-        found: set[str] = set()
+        names: set[str] = set()
         with suppress(Unavailable, Stop):
-            found = await self._live.names()
-        if not found or self._now() - self._named_at >= NAMES_AGE:
+            names = await self._redis_reader.names()
+        if not names or self._now() - self._named_at >= NAMES_AGE:
             with suppress(Unavailable, Stop):
-                found |= await self._durable.names()
+                names |= await self._postgres_reader.names()
                 self._named_at = self._now()
-        self._names |= found | self._answered.streams
+        self._names |= names | self._answered.streams
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
-        """In the order of `streams`; what was read is not older than this call, but for details."""
-        found = await self._positions.get(streams)
-        stale = [name for name in streams if self._is_stale(name) and found[name].exists is not False]
-        await asyncio.gather(self._look(self._details, stale), self._beside(found))
-        return [self._detailed_now(found[name]) for name in streams]
+        """In the order of `streams`. The positions are read after this call; details may be older."""
+        snapshots = await self._positions.get(streams)
+        stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
+        await asyncio.gather(self._read_soon(self._details, stale), self._compare_with_postgres(snapshots))
+        return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """The stream's positions alone; None: nobody can say."""
-        found = await self._positions.get([stream])
-        await self._beside(found)
-        return self._detailed_now(found[stream]).known
+        """The positions of the stream alone. None: they are not known."""
+        snapshots = await self._positions.get([stream])
+        await self._compare_with_postgres(snapshots)
+        return self._with_details(snapshots[stream]).known
 
     async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
-        """Their positions alone, without streams of which nobody can say."""
-        found = await self._positions.get(streams)
-        return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
+        """Positions of streams, without those that are not known."""
+        snapshots = await self._positions.get(streams)
+        return {name: known for name in sorted(streams) if (known := snapshots[name].known) is not None}
 
-    async def _beside(self, found: Mapping[str, Snapshot]) -> None:
-        """Look what Postgres says of what Redis told."""
+    async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
+        """Read in Postgres what Redis has answered."""
         now = self._now()
         due = [
             name
-            for name, it in found.items()
-            if it.known and it.known.source == "redis" and now - self._stored_at.get(name, -math.inf) >= BESIDE_AGE
+            for name, snapshot in snapshots.items()
+            if snapshot.known
+            and snapshot.known.source == "redis"
+            and now - self._stored_at.get(name, -math.inf) >= COMPARE_AGE
         ]
-        await self._look(self._stored, due)
+        await self._read_soon(self._stored, due)
 
-    async def _look(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
+    async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
-            with suppress(TimeoutError):  # it comes with a later answer then
+            with suppress(TimeoutError):  # a later answer has it
                 await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
 
-    def _detailed_now(self, found: Snapshot) -> Snapshot:
-        # What was answered since we read may be more.
-        known = found.known and self._answered.raise_to(found.stream, found.known)
-        details, read_at = self._detailed.get(found.stream, (None, None))
-        apart = self._divergence.of(found.stream)
-        return replace(found, known=known, details=details, details_read_at=read_at, apart=apart)
+    def _with_details(self, snapshot: Snapshot) -> Snapshot:
+        # Another request may have answered more since this was read.
+        known = snapshot.known and self._answered.raise_to(snapshot.stream, snapshot.known)
+        details, read_at = self._detailed.get(snapshot.stream, (None, None))
+        divergence = self._divergence.of(snapshot.stream)
+        return replace(snapshot, known=known, details=details, details_read_at=read_at, divergence=divergence)
 
     async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
-        found = await self._from_redis(streams)
-        missing = [name for name in streams if name not in found]
+        positions = await self._from_redis(streams)
+        missing = [name for name in streams if name not in positions]
         exists: bool | None = None
         if missing:
             with suppress(Unavailable, Stop):
-                found |= await self._from_postgres(missing)
+                positions |= await self._from_postgres(missing)
                 exists = False
         answer = {}
         for name in streams:
-            if name in found:
-                answer[name] = Snapshot(name, exists=True, known=self._answered.raise_to(name, found[name]))
+            if name in positions:
+                answer[name] = Snapshot(name, exists=True, known=self._answered.raise_to(name, positions[name]))
             elif last := self._answered.remembered(name):
                 answer[name] = Snapshot(name, exists=True, known=last)
             else:
@@ -225,29 +236,33 @@ class Snapshots:
     async def _from_redis(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
         with suppress(Unavailable, Stop):
-            seen = await self._live.keys(streams)
-            self._divergence.read("redis", {name: it.linear for name, it in seen.items() if it.linear is not None})
+            replies = await self._redis_reader.keys(streams)
+            self._divergence.read(
+                "redis", {name: keys.linear for name, keys in replies.items() if keys.linear is not None}
+            )
             return {
-                name: KnownPositions(it.linear, it.positions, it.late, it.allocated, "redis", now)
-                for name, it in seen.items()
-                if it.linear is not None
+                name: KnownPositions(keys.linear, keys.positions, keys.late, keys.allocated, "redis", now)
+                for name, keys in replies.items()
+                if keys.linear is not None
             }
         return {}
 
     async def _from_postgres(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         now = self._now()
-        stored = await self._durable.positions(streams)
+        stored = await self._postgres_reader.positions(streams)
         return {
-            name: KnownPositions(it.linear, it.positions, it.late, it.allocated, "postgres", now)
-            for name, it in stored.items()
+            name: KnownPositions(
+                positions.linear, positions.positions, positions.late, positions.allocated, "postgres", now
+            )
+            for name, positions in stored.items()
         }
 
     async def _read_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
         self._stored_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
-            found = await self._from_postgres(streams)
-            self._divergence.read("postgres", {name: it.linear for name, it in found.items()})
-            return {name: self._answered.raise_to(name, known) for name, known in found.items()}
+            positions = await self._from_postgres(streams)
+            self._divergence.read("postgres", {name: known.linear for name, known in positions.items()})
+            return {name: self._answered.raise_to(name, known) for name, known in positions.items()}
         return {}
 
     def _is_stale(self, stream: str) -> bool:
@@ -256,8 +271,8 @@ class Snapshots:
 
     async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
         now = self._now()
-        found: Mapping[str, Details] = {}
+        by_stream: Mapping[str, Details] = {}
         with suppress(Unavailable, Stop):
-            found = await self._durable.details(streams)
-            self._detailed |= {name: (details, now) for name, details in found.items()}
-        return found
+            by_stream = await self._postgres_reader.details(streams)
+            self._detailed |= {name: (details, now) for name, details in by_stream.items()}
+        return by_stream

@@ -1,4 +1,4 @@
-"""What a follower gives to its listeners: slices of a stream's moves, the same object to all of them."""
+"""What a follower gives to its listeners: batches of events of a stream. All listeners get the same object."""
 
 import asyncio
 import time
@@ -13,31 +13,31 @@ from tidemark.streaming.values.direction import beyond
 
 T = TypeVar("T")
 
-BUFFER = 20_000  # slices that a listener may be behind
-PATIENCE = 20.0  # seconds that a slice may wait for a listener: bounds the memory, because slices are shared
+BUFFER = 20_000  # batches that a listener may lag
+PATIENCE = 20.0  # seconds that a batch may wait for a listener: bounds the memory, because batches are shared
 
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """The follower stands at `place`, and all that comes now goes on from there."""
+    """The follower is at `place`, and every later item continues from there."""
 
     place: Place
     joins: "Joins" = field(default_factory=dict, init=False, repr=False)
 
 
 Joins = dict[int, tuple[Place, Any]]
-"""What was computed for listeners that stand elsewhere: by the identity of their place, which is kept for that."""
+"""What was computed for listeners at other places, by the identity of the place, which is kept for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAdded:
-    """A stream that was not there when the listener came."""
+    """A stream that did not exist when the listener subscribed."""
 
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """What moved `stream` from `before` to `after`, joined: whoever holds `before` itself stands at `after` itself when
-    it has taken `events`."""
+    """The events that moved `stream` from `before` to `after`, joined. A listener at `before` is at `after` when it has
+    taken `events`."""
 
     stream: str
     before: Place
@@ -49,11 +49,11 @@ class EventBatch:
 
     @property
     def linear(self) -> int | None:
-        """The linear position after the events; None where it did not move."""
+        """The linear position after the events; None if it did not move."""
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
     def once(self, encode: Callable[["EventBatch"], T]) -> T:
-        """`encode(self)`, computed for the first listener that asks and remembered for all others."""
+        """`encode(self)`, computed for the first listener that asks and shared with all others."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
         encoded: T = self._encoded[encode]
@@ -62,7 +62,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """All that Postgres published up to `mark`, of every stream that the listener follows, was given before."""
+    """Everything that Postgres published up to `mark`, of every stream that the listener follows, was given before."""
 
     mark: DurableMark
 
@@ -71,15 +71,16 @@ Item = Started | StreamAdded | EventBatch | Watermark
 
 
 class Listener:
-    """For one event loop. `cut_off` is done when it was too slow: nothing more comes then."""
+    """The queue of one listener. For one event loop. `cut_off` is done if the listener was too slow: nothing more comes
+    then."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.marks = False
-        """Whether it is given `Watermark` items."""
+        self.wants_watermarks = False
+        """Whether it gets `Watermark` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
-        self._given: asyncio.Future[None] | None = None  # of the one who waits
+        self._given: asyncio.Future[None] | None = None  # of the task that waits
 
     def give(self, stream: str, item: Item) -> None:
         if self.cut_off.done():
@@ -94,9 +95,9 @@ class Listener:
                 settle(self._given)
 
     async def waited(self, seconds: float) -> bool:
-        """Return when there is something to take (True), or after `seconds`. For one task at a time."""
+        """Return when there is an item to take (True), or after `seconds` (False). For one task at a time."""
         if not self._items:
-            # Thousands wait so, some times a second: a time-out of asyncio costs several times as much.
+            # Thousands of tasks wait here, some times a second: a time-out of asyncio costs several times as much.
             loop = asyncio.get_running_loop()
             self._given = loop.create_future()
             timer = loop.call_later(seconds, settle, self._given)
@@ -108,7 +109,7 @@ class Listener:
         return bool(self._items)
 
     def take(self, most: int) -> list[tuple[str, Item]]:
-        """What was given and not taken yet, at most so many."""
+        """The items that were not taken yet, at most `most`."""
         return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
 
 

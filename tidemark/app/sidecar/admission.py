@@ -1,10 +1,10 @@
-"""Connections of the web server while their requests are not known: none may fill the memory or keep others out.
+"""Connections of the web server before their requests are known: none may fill the memory or keep others out.
 
-uvicorn's parser sets no bound to a request's head, nor to the time that it takes, and counts a connection that has said
-nothing as a request. Here a head has a bound of bytes, fields and seconds; if all places are taken, a connection whose
-next head has not come makes room; and probes are answered however many requests are open. Places are shared by address,
-and requests that come all at once begin by turns that go round by address, so that one client's crowd delays neither
-the probes nor other clients.
+The parser of uvicorn bounds neither the size of a request head nor the time that it takes, and counts a connection that
+has sent nothing as a request. Here a head has a bound of bytes, fields and seconds. If every slot is taken, an idle
+connection is closed for a new one. Probes are answered however many requests are open. Slots are shared by address, and
+requests that come at once start in turns that go round by address. So many connections of one client delay neither
+probes nor other clients.
 """
 
 from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
@@ -23,17 +23,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tidemark.app.eviction import SHARE, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
-_A_TURN = 4  # requests that begin at one turn of the event loop
+_A_TURN = 4  # requests that start in one turn of the event loop
 
 
 class AdmissionQueue:
-    """By which requests begin: those of one address in order, and one of each address in turn. For one event loop."""
+    """Turns in which requests start: in order for one address, and one address after the other. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
     async def next(self, loop: AbstractEventLoop, address: str) -> None:
-        """Return when it is the caller's turn: the loop's next one if few came since the last."""
+        """Return when it is the caller's turn: the next one of the event loop, if few requests came."""
         turn: Future[None] = loop.create_future()
         if not self._waiting:
             loop.call_soon(self._begin, loop)
@@ -48,23 +48,29 @@ class AdmissionQueue:
             turn = turns.popleft()
             if turns:
                 self._waiting[network] = turns
-            if not turn.done():  # who waited may be gone
+            if not turn.done():  # its request may have been cancelled
                 turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._begin, loop)
 
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
-SPARE = 64  # connections beyond the places: for probes, and to tell whoever is one too many
-_UNSENT = 16 << 10  # bytes that may wait for a client, besides what it is sent at once: there are thousands
+SPARE = 64  # connections beyond the slots: for probes, and to refuse clients that are too many
+_UNSENT = 16 << 10  # bytes that may wait for a client, besides one piece: there are thousands of clients
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """`places`: requests that are served at once, and as many connections. Of a request's head: `bytes`, `fields`, and
-    the `seconds` that it may take to come. `trusted_proxies`: addresses and networks whose `X-Forwarded-For` counts, as
-    uvicorn takes them."""
+    """Bounds of connections and request heads.
+
+    Attributes:
+        places: requests that are served at once, and as many connections.
+        bytes: of a request head.
+        fields: of a request head.
+        seconds: that a request head may take.
+        trusted_proxies: addresses and networks whose `X-Forwarded-For` counts, in the form of uvicorn.
+    """
 
     places: int = 5000
     bytes: int = 64 << 10
@@ -74,7 +80,7 @@ class AdmissionConfig:
 
 
 def admission(bounds: AdmissionConfig) -> type[Protocol]:
-    """For uvicorn, in place of its own class of connections."""
+    """The connection class for uvicorn."""
     return cast(
         type[Protocol],
         partial(AdmittedConnection, bounds, SlotPool(bounds.places), AdmissionQueue(), ConnectionsByNetwork()),
@@ -82,33 +88,34 @@ def admission(bounds: AdmissionConfig) -> type[Protocol]:
 
 
 class _AdmittedRequest:
-    """A request that has a place; `begun`: it had its turn."""
+    """A request that has a slot; `is_started`: it had its turn."""
 
     def __init__(self, connection: "AdmittedConnection") -> None:
         self.connection = connection
-        self.begun = False
-        self.gave_way = False
+        self.is_started = False
+        self.is_evicted = False
 
-    def give_way(self) -> None:
-        """To a client of another address: one that had its turn cannot be answered otherwise any more."""
-        self.gave_way = True
-        if self.begun:
+    def evict(self) -> None:
+        """End it for a client of another address. If it had its turn, its connection is cut."""
+        self.is_evicted = True
+        if self.is_started:
             self.connection.abort()
 
 
 class AdmittedConnection(HttpToolsProtocol):
-    """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
+    """`waits_since` is when it began to wait for a request head (s, of the loop's clock); None while a request is
+    served."""
 
     def __init__(
         self,
         bounds: AdmissionConfig,
         places: "SlotPool[_AdmittedRequest]",
         turns: AdmissionQueue,
-        crowds: "ConnectionsByNetwork",
+        by_network: "ConnectionsByNetwork",
         **given: Any,
     ) -> None:
         super().__init__(**given)
-        self._crowds = crowds
+        self._by_network = by_network
         self.waits_since: float | None = None
         self._bounds = bounds
         self._places = places
@@ -120,7 +127,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self._came = self._bytes = self._fields = self._body = self._hosts = 0
         self._refusal: HTTPStatus | None = None
         self._is_body_refused = False
-        self._refuses_next = False  # as soon as the requests before it are answered
+        self._refuses_next = False  # once the requests before it are answered
 
     @property
     def address(self) -> str:
@@ -128,25 +135,25 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._bounds.places:
-            self._crowds.make_room(self._bounds.places)
+            self._by_network.make_room(self._bounds.places)
         super().connection_made(transport)
-        self._crowds.add(self)
+        self._by_network.add(self)
         transport.set_write_buffer_limits(_UNSENT)
         self._wait()
         self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
-        self._crowds.remove(self)
+        self._stop_waiting()
+        self._by_network.remove(self)
         super().connection_lost(exc)
 
     def abort(self) -> None:
         self.connections.discard(self)
-        self._crowds.remove(self)
+        self._by_network.remove(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # nothing behind that is looked at
+        if self._refusal is not None:  # nothing after it is parsed
             return
         if self.waits_since is not None:
             self._came += len(data)
@@ -171,13 +178,13 @@ class AdmittedConnection(HttpToolsProtocol):
         super().on_header(name, value)
         if name.lower() == b"host":
             self._hosts += 1
-            if self._hosts > 1:  # by RFC 9112: two parts of the way may take a different one of them
+            if self._hosts > 1:  # by RFC 9112: two proxies may take a different one of them
                 self._refuse(HTTPStatus.BAD_REQUEST)
         if name.lower() == b"content-length" and int(value) > self._bounds.bytes:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def on_body(self, body: bytes) -> None:
-        """No operation reads one."""
+        """No operation reads a body."""
         self._body += len(body)
         if self._body <= self._bounds.bytes:
             super().on_body(body)
@@ -188,7 +195,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def _count(self, size: int) -> None:
-        """What is raised in here reaches `send_400_response`."""
+        """What is raised here reaches `send_400_response`."""
         self._bytes += size
         if self._bytes > self._bounds.bytes or self._fields > self._bounds.fields:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -198,7 +205,7 @@ class AdmittedConnection(HttpToolsProtocol):
         raise ValueError(status.phrase)
 
     def on_headers_complete(self) -> None:
-        self._wait_no_more()
+        self._stop_waiting()
         if len(self.pipeline) >= _PIPELINED:
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
         if not self._hosts and self.parser.get_http_version() == "1.1":
@@ -216,16 +223,16 @@ class AdmittedConnection(HttpToolsProtocol):
         try:
             displaced = self._places.take(me, address)
         except NoFreeSlot:
-            await _busy(scope, receive, send)
+            await _refuse_busy(scope, receive, send)
             return
         if displaced is not None:
-            displaced.give_way()
+            displaced.evict()
         try:
             await self._turns.next(self.loop, address)
-            if me.gave_way:
-                await _busy(scope, receive, send)
+            if me.is_evicted:
+                await _refuse_busy(scope, receive, send)
                 return
-            me.begun = True
+            me.is_started = True
             await self.config.loaded_app(scope, receive, send)
         finally:
             self._places.leave(me)
@@ -238,7 +245,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._send_refusal()
 
     def send_400_response(self, msg: str) -> None:
-        """The refusal comes behind the answers to the requests before the one that is refused."""
+        """The refusal is sent after the answers to the requests before the refused one."""
         self._refusal = self._refusal or HTTPStatus.BAD_REQUEST
         queued = self.pipeline and self.pipeline[0][0] is self.cycle
         if self._is_body_refused and queued:
@@ -264,22 +271,22 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         self.waits_since, self._came = self.loop.time(), 0
-        self._crowds.waits(self)
+        self._by_network.is_idle(self)
 
-    def _wait_no_more(self) -> None:
+    def _stop_waiting(self) -> None:
         self.waits_since, self._came = None, 0
-        self._crowds.waits_no_more(self)
+        self._by_network.is_busy(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
 class ConnectionsByNetwork:
-    """The connections by address, of which the largest crowd gives way. For one thread."""
+    """The connections by network, to evict from the network with the most. For one thread."""
 
     def __init__(self) -> None:
         self._all: dict[str, dict[AdmittedConnection, None]] = {}
-        self._waiting: dict[str, dict[AdmittedConnection, None]] = {}  # those that wait longest first
+        self._waiting: dict[str, dict[AdmittedConnection, None]] = {}  # the longest idle first
         self._count = 0
 
     def add(self, connection: AdmittedConnection) -> None:
@@ -287,37 +294,37 @@ class ConnectionsByNetwork:
         self._count += 1
 
     def remove(self, connection: AdmittedConnection) -> None:
-        self.waits_no_more(connection)
-        self._count -= _taken(self._all, connection)
+        self.is_busy(connection)
+        self._count -= _remove_from(self._all, connection)
 
-    def waits(self, connection: AdmittedConnection) -> None:
-        """For the head of its next request."""
-        self.waits_no_more(connection)
+    def is_idle(self, connection: AdmittedConnection) -> None:
+        """It waits for the head of its next request."""
+        self.is_busy(connection)
         self._waiting.setdefault(network_of(connection.address), {})[connection] = None
 
-    def waits_no_more(self, connection: AdmittedConnection) -> None:
-        _taken(self._waiting, connection)
+    def is_busy(self, connection: AdmittedConnection) -> None:
+        _remove_from(self._waiting, connection)
 
     def make_room(self, places: int) -> None:
-        """Of the address that has most connections, those that wait longest for a head give way, and no other's. Beyond
-        the spare places one gives way that does not wait."""
+        """Close the connections of the largest network that have been idle longest. Beyond the spare connections, close
+        one that is not idle."""
         network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
-        found = [*islice(self._waiting.get(network, ()), max(1, places // SHARE))]
-        if not found and self._count >= places + SPARE:
-            found = [next(reversed(largest))]
-        for oldest in found:
+        victims = [*islice(self._waiting.get(network, ()), max(1, places // SHARE))]
+        if not victims and self._count >= places + SPARE:
+            victims = [next(reversed(largest))]
+        for oldest in victims:
             oldest.abort()
 
 
-def _taken(of: dict[str, dict[AdmittedConnection, None]], connection: AdmittedConnection) -> bool:
+def _remove_from(by_network: dict[str, dict[AdmittedConnection, None]], connection: AdmittedConnection) -> bool:
     network = network_of(connection.address)
-    here = of.get(network, {})
-    found = here.pop(connection, ...) is None
-    if not here:
-        of.pop(network, None)
-    return found
+    connections = by_network.get(network, {})
+    was_there = connections.pop(connection, ...) is None
+    if not connections:
+        by_network.pop(network, None)
+    return was_there
 
 
-async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
-    problem = Busy("as many requests are open as may be; ask another sidecar, or try again")
+async def _refuse_busy(scope: Scope, receive: Receive, send: Send) -> None:
+    problem = Busy("the limit of open requests is reached; ask another sidecar, or try again")
     await problem.response()(scope, receive, send)

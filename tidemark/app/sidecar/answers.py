@@ -1,7 +1,8 @@
-"""Answers of the sidecar: the types of its JSON, from which `/openapi.json` is made, and snapshots as such. Pure.
+"""Answers of the sidecar: the types of its JSON, from which `/openapi.json` is made, and their values from snapshots.
+Pure.
 
-IDs are signed 64-bit integers: a client that reads JSON numbers as floating point loses those beyond 2^53. Field
-descriptions in `Meta` are the public documentation; a type is called there as here, without `Answer`.
+IDs are signed 64-bit integers. A client that reads JSON numbers as floating point loses IDs beyond 2^53. Field
+descriptions in `Meta` are the public documentation. The public name of a type has no `Answer` at its end.
 """
 
 from collections.abc import Iterable
@@ -32,7 +33,8 @@ Source = Annotated[
 
 
 class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`writer` owes the IDs in `(low, top]`; without a range, it never joined and so holds the linear position back."""
+    """`writer` has not completed the IDs in `(low, top]`. Without a range: it never joined, and so holds the linear
+    position back."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
@@ -79,7 +81,7 @@ class StreamsAnswer(msgspec.Struct, frozen=True):
 
 
 class HealthAnswer(msgspec.Struct, frozen=True):
-    """`problems` are for people. Ready with problems: one server is away and the other one answers."""
+    """`problems` are for people. Ready with problems: one server is down and the other one answers."""
 
     ready: bool
     problems: list[str]
@@ -96,7 +98,7 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
-    """`now` is of the clock that the snapshot was read by."""
+    """`now` is of the clock of the snapshot."""
     known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
     return StreamAnswer(
         stream=snapshot.stream,
@@ -107,7 +109,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
         epochs=None if details is None else dict(sorted(details.epochs.items())),
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
-        blockers=None if details is None else [blocker_answer(it) for it in nearest_blockers(details)],
+        blockers=None if details is None else [blocker_answer(gap) for gap in nearest_blockers(details)],
         behind=None if details is None else behind_answer(details.behind),
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
@@ -118,7 +120,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """The gaps that hold a position back now: of each writer the nearest, and writers that never joined."""
+    """The gaps that hold a position back now: the nearest of each writer, and writers that never joined."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.unknown
@@ -138,7 +140,7 @@ def blocker_answer(gap: Blocker) -> BlockerAnswer:
 
 
 def etag(body: StreamAnswer | StreamsAnswer) -> str:
-    """An ETag, equal for answers that differ in their ages alone; weak, because their bytes differ."""
+    """An ETag, equal for answers that differ only in their ages. Weak, because their bytes differ."""
     streams = body.streams if isinstance(body, StreamsAnswer) else [body]
     same = [_ageless(stream) for stream in streams]
     return f'W/"{blake2b(msgspec.json.encode(same), digest_size=12).hexdigest()}"'
@@ -278,7 +280,8 @@ def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAn
         total=len(details.gaps),
         deferred=[DeferredRangeAnswer(writer=writer, epoch=epoch) for writer, epoch in details.deferred],
         recalled=[
-            RecallAnswer(writer=it.writer, since=it.since, gone=it.gone, problem=it.problem) for it in details.recalls
+            RecallAnswer(writer=recall.writer, since=recall.since, gone=recall.gone, problem=recall.problem)
+            for recall in details.recalls
         ],
         age_seconds=round(max(0.0, age), 3),
     )

@@ -1,7 +1,7 @@
 """The web application: the operations behind bearer tokens and limits, with problems as answers.
 
-Bearer tokens stand in a file, one a line, which is read again when it changes. There may be several, so that they can
-be rotated: add the new one, move the clients, remove the old one.
+Bearer tokens are in a file, one a line, which is read again when it changes. There may be several tokens, so that they
+can be rotated: add the new one, move the clients, remove the old one.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ _PROBES = (b"/livez", b"/readyz")
 
 
 class AllowedHosts:
-    """Refuses requests whose `Host` is none of `names`. `/livez` and `/readyz` are asked by address, and tell
-    nothing."""
+    """Refuses requests whose `Host` is none of `names`: a page of another site must not reach a sidecar on its reader's
+    machine. `/livez` and `/readyz` are asked by address, and tell nothing."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
@@ -104,15 +104,21 @@ def _read_tokens(path: Path) -> list[bytes]:
     return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
-# Not for streams of events, which it lets through, but for which it holds 256 KB each as long as they last.
+# Not for event streams: it would not compress them, and would hold 256 KB for each.
 COMPRESSED = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
 OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
 
 @dataclass(frozen=True, slots=True)
 class SiteConfig:
-    """Whom the site serves. `tokens_file` None: everybody. `origins` are the web sites whose scripts may read, `hosts`
-    the names by which it may be asked; none: any. `note` are lines for people, above the streams of the page."""
+    """Whom the site serves.
+
+    Attributes:
+        tokens_file: None: every client.
+        origins: web sites whose scripts may read.
+        hosts: names by which the sidecar may be asked; empty: any name.
+        note: banner text on the live page.
+    """
 
     tokens_file: Path | None = None
     origins: Sequence[str] = ()
@@ -122,7 +128,7 @@ class SiteConfig:
 
 
 CompanionService = Callable[[ReadSide], AbstractAsyncContextManager[None]]
-"""What runs on the same read side while the site does."""
+"""What runs on the same read side while the site runs."""
 
 
 def site(
@@ -131,8 +137,8 @@ def site(
     stopping: asyncio.Event,
     beside: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
-    """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, it ends what it
-    holds open."""
+    """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, open requests
+    end."""
     tokens = None if config.tokens_file is None else Tokens(config.tokens_file)
 
     @asynccontextmanager
@@ -165,13 +171,13 @@ def site(
         routes=[
             *(
                 Route(
-                    it.path,
-                    _endpoint(it, tokens),
+                    operation.path,
+                    _endpoint(operation, tokens),
                     methods=["GET"],
-                    name=it.name,
-                    middleware=[] if it.media == EVENT_STREAM else [COMPRESSED],
+                    name=operation.name,
+                    middleware=[] if operation.media == EVENT_STREAM else [COMPRESSED],
                 )
-                for it in offered
+                for operation in offered
             ),
             *page.routes([COMPRESSED], config.note),
         ],
@@ -179,30 +185,30 @@ def site(
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},
         lifespan=lifespan,
     )
-    web.router.redirect_slashes = False  # to wherever the client's own `Host` says
+    web.router.redirect_slashes = False  # a redirect would go to the `Host` that the client sent
     return web
 
 
 class NoStoreMiddleware:
-    """Whatever says nothing else is stored by no cache: a position that was true is an old one soon. And no browser
-    takes an answer for something else than its media type says."""
+    """No cache stores an answer that does not say otherwise: a position is soon old. And no browser guesses another
+    media type than the one that is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def said(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in (NEVER_KEPT | NO_SNIFFING).items():
                     headers.setdefault(name, value)
             await send(message)
 
-        await self._app(scope, receive, said)
+        await self._app(scope, receive, send_with_headers)
 
 
 class RawPathMiddleware:
-    """Routes by the path as it was sent: a stream's name may hold slashes, written %2F."""
+    """Routes by the path as it was sent: the name of a stream may contain slashes, written %2F."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -219,7 +225,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         status = 500
         try:
             call = _call(request)
-            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # there is no end of it to wait for
+            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # it has no end to wait for
                 response = Response(media_type=EVENT_STREAM)
             else:
                 response = await operation.act(call)
@@ -234,11 +240,11 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
 
     def _call(request: Request) -> OperationCall:
         if tokens and operation.guarded and not tokens.allow(request.headers.get("authorization")):
-            raise Unauthorized("send Authorization: Bearer and one of the tokens in the sidecar's file")
+            raise Unauthorized("send Authorization: Bearer with one of the tokens in the file of this sidecar")
         stream = unquote(request.path_params.get("stream", ""))
         if "stream" in request.path_params and not is_name(stream):
             raise UnknownStream(stream)
-        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # before it is taken apart, which costs more
+        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # before it is parsed, which costs more
             raise BadRequest(
                 f"a request has at most {PARAMETERS} parameters; name fewer streams, or none to follow all"
             )

@@ -1,4 +1,5 @@
-"""What clients of `/v1/events` are sent, as texts, each made once for all who stand at the same place."""
+"""Server-sent events: events and their IDs as text, each encoded once for all clients at the same place, and the
+response."""
 
 import asyncio
 import binascii
@@ -31,14 +32,17 @@ EVENT_STREAM = "text/event-stream"
 
 
 def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
-    """One event, named after the struct's tag where it has no `name`."""
+    """One event. `name` is its kind; by default the tag of the struct."""
     return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
 
 class EventStream(Response):
-    """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is done: sending to one that
-    does not read waits for ever. Where the process stops, it ends as a whole answer does, so that nothing on the way
-    takes it for a failure."""
+    """A response of events that does not end by itself.
+
+    Closes `resources` when the client has left, and stops serving a client for which `cut_off` is done: sending to a
+    client that does not read would wait for ever. If the process stops, the response ends as a complete one, so that no
+    proxy takes it for a failure.
+    """
 
     media_type = EVENT_STREAM
 
@@ -56,7 +60,7 @@ class EventStream(Response):
             serving = asyncio.create_task(self._serve(send))
             gone = asyncio.create_task(_gone(receive))
             try:
-                # Two tasks of its own, and futures of others: there are thousands of such streams.
+                # Two tasks and shared futures: there are thousands of such responses.
                 await asyncio.wait((serving, gone, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 serving.cancel()
@@ -76,7 +80,7 @@ class EventStream(Response):
 
     async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._begun:
-            await send({"type": "http.response.body", "body": b": this sidecar stops\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": b": this sidecar is stopping\n\n", "more_body": False})
         else:
             await Stops().response()(scope, receive, send)
 
@@ -86,7 +90,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-MAX_CURSOR_BYTES = 1 << 20  # bytes that a cursor may unpack to: a hostile one must not fill the memory
+MAX_CURSOR_BYTES = 1 << 20  # bytes that a cursor may decompress to: a hostile one must not fill the memory
 
 
 class _EncodedPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -100,8 +104,10 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, _EncodedPlace])
 
 
 def encode_places(places: Mapping[str, Place]) -> str:
-    plain = {stream: _EncodedPlace(it.linear, dict(it.positions), it.late) for stream, it in places.items()}
-    return "p" + urlsafe_b64encode(zlib.compress(msgspec.msgpack.encode(plain))).decode().rstrip("=")
+    encoded = {
+        stream: _EncodedPlace(place.linear, dict(place.positions), place.late) for stream, place in places.items()
+    }
+    return "p" + urlsafe_b64encode(zlib.compress(msgspec.msgpack.encode(encoded))).decode().rstrip("=")
 
 
 def decode_places(text: str) -> dict[str, Place]:
@@ -112,8 +118,8 @@ def decode_places(text: str) -> dict[str, Place]:
         packed = urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
         stored = _DECODER.decode(_decompressed(packed))
     except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
-        raise BadRequest(f"{text[:80]!r} is none that this interface gave out") from None
-    return {stream: Place(it.linear, it.positions, it.late) for stream, it in stored.items()}
+        raise BadRequest(f"{text[:80]!r} was not given out by this interface") from None
+    return {stream: Place(place.linear, place.positions, place.late) for stream, place in stored.items()}
 
 
 def encode_mark(mark: DurableMark) -> str:
@@ -121,12 +127,12 @@ def encode_mark(mark: DurableMark) -> str:
 
 
 def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
-    """What an event's ID says: a place in each stream, or a mark. Raises `BadRequest`."""
+    """What the ID of an event says: a place in each stream, or a mark. Raises `BadRequest`."""
     if text.startswith("t"):
-        found = _MARK.fullmatch(text)
-        if found is None or any(int(it) >= 1 << 63 for it in found.groups()):
-            raise BadRequest(f"{text[:80]!r} is none that this interface gave out")
-        return DurableMark(int(found[1]), int(found[2]))
+        mark = _MARK.fullmatch(text)
+        if mark is None or any(int(number) >= 1 << 63 for number in mark.groups()):
+            raise BadRequest(f"{text[:80]!r} was not given out by this interface")
+        return DurableMark(int(mark[1]), int(mark[2]))
     return decode_places(text)
 
 
@@ -156,12 +162,12 @@ def _decompressed(packed: bytes) -> Any:
     return data
 
 
-SNAPSHOTS_AT_ONCE = 100  # streams whose snapshots are read: others have their turn in between
+SNAPSHOTS_AT_ONCE = 100  # streams whose snapshots are read at once: other tasks run in between
 SHARED_FOR = 5.0  # seconds
 
 
 class SnapshotTexts:
-    """Snapshots as they are sent, made once for all clients that come at the same time. For one event loop."""
+    """Encoded snapshots, made once for all clients that come at the same time. For one event loop."""
 
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
@@ -170,47 +176,48 @@ class SnapshotTexts:
         self._cleared = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Of each stream, as it was read not before `since` (s, monotonic): where it stood, and its event."""
-        found: Mapping[str, tuple[float, Place, bytes]] = self._texts
-        if missing := [name for name in streams if name not in found or found[name][0] < since]:
-            found = {**{name: found[name] for name in streams if name in found}, **await self._reads.get(missing)}
-        return [(name, *found[name][1:]) for name in streams]
+        """Of each stream, as it was read at or after `since` (s, monotonic): its place, and its event."""
+        texts: Mapping[str, tuple[float, Place, bytes]] = self._texts
+        if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
+            texts = {**{name: texts[name] for name in streams if name in texts}, **await self._reads.get(missing)}
+        return [(name, *texts[name][1:]) for name in streams]
 
     async def _read(self, streams: Collection[str]) -> Mapping[str, tuple[float, Place, bytes]]:
         now = time.monotonic()
         if now - self._cleared > SHARED_FOR:
             self._texts, self._cleared = {}, now
-        names, found = list(streams), {}
+        names, texts = list(streams), {}
         for start in range(0, len(names), SNAPSHOTS_AT_ONCE):
             for snapshot in await self._snapshots.get(names[start : start + SNAPSHOTS_AT_ONCE]):
                 known = snapshot.known
                 place = Place() if known is None else Place(known.linear, known.vector, known.late)
                 text = encode_event(stream_answer(snapshot, time.monotonic()), "snapshot")
-                found[snapshot.stream] = now, place, text
-        self._texts |= found
-        return found
+                texts[snapshot.stream] = now, place, text
+        self._texts |= texts
+        return texts
 
 
 def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -> tuple[list[bytes], Place]:
-    """What is new to a client that stands elsewhere than the follower did, before it or ahead; and where it is then."""
-    joining = EventMerge(place)
-    found: list[Event]
+    """What is new in `item` for a client at `place`, which is not the place of the follower; and the client's place
+    after it."""
+    merge = EventMerge(place)
+    new_events: list[Event]
     match item:
         case Started(after):
-            found = [event for it in after.positions.items() for event in joining.reach(*it)]
+            new_events = [event for position in after.positions.items() for event in merge.reach(*position)]
         case EventBatch(after=after):
-            found = [new for event in item.events for new in _fed(joining, event)]
-    blocks = [encode_event(move_answer(stream, event)) for event in found]
-    joining.settle(after.linear, after.positions)
+            new_events = [new for event in item.events for new in _fed(merge, event)]
+    blocks = [encode_event(move_answer(stream, event)) for event in new_events]
+    merge.settle(after.linear, after.positions)
     if beyond(after.linear, place.linear):
         blocks.append(_line(stream, after.linear))
-    if joining.place == place:
+    if merge.place == place:
         return blocks, place
-    return blocks, after if joining.place == after else joining.place
+    return blocks, after if merge.place == after else merge.place
 
 
 def encode_batch(piece: EventBatch) -> tuple[bytes, bytes]:
-    """The slice as server-sent events, the last one apart from the others: it is the one that may carry an ID."""
+    """The batch as server-sent events. The last event is separate: it is the one that may carry an ID."""
     blocks = [encode_event(move_answer(piece.stream, event)) for event in piece.events]
     if piece.linear is not None:
         blocks.append(_line(piece.stream, piece.linear))
@@ -218,20 +225,20 @@ def encode_batch(piece: EventBatch) -> tuple[bytes, bytes]:
 
 
 def encode_batch_id(piece: EventBatch) -> bytes:
-    """Where a client stands behind this slice that follows nothing but its stream."""
+    """The place after this batch of a client that follows nothing but its stream."""
     return encode_places({piece.stream: piece.after}).encode()
 
 
-def _fed(joining: EventMerge, event: Event) -> Iterable[Event]:
+def _fed(merge: EventMerge, event: Event) -> Iterable[Event]:
     match event:
         case Advance():
-            return joining.advance(event)
+            return merge.advance(event)
         case Reread(writer=str() as writer):
-            return joining.reach(writer, event.id)
+            return merge.reach(writer, event.id)
         case Late():
-            return joining.complete(event)
+            return merge.complete(event)
         case LateLost():
-            return joining.lose_late(event.number)
+            return merge.lose_late(event.number)
     return [event]
 
 
@@ -239,26 +246,29 @@ def _line(stream: str, linear: int) -> bytes:
     return encode_event(LinearMoveAnswer(stream=stream, linear=linear))
 
 
-async def encode_missed_moves(missed: MissedMoves, stream: str, stands: Place) -> tuple[list[bytes], Place]:
-    """What moved one of many streams, as texts of a page each, with others' turns in between: there may be very many
-    moves, and each text is kept for who has not read it. And where they lead whoever `stands` there."""
-    joining, found, texts = EventMerge(stands), missed.events[stream], []
-    for start in range(0, len(found), PAGE):
-        page = found[start : start + PAGE]
+async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) -> tuple[list[bytes], Place]:
+    """What moved one of many streams, and the place after it for a client that begins at `start`.
+
+    One text per page, and other tasks run in between: there may be very many moves, and each text is kept until its
+    client has read it.
+    """
+    merge, events, texts = EventMerge(start), missed.events[stream], []
+    for first in range(0, len(events), PAGE):
+        page = events[first : first + PAGE]
         for event in page:
-            deque(_fed(joining, event), maxlen=0)
+            deque(_fed(merge, event), maxlen=0)
         texts.append(b"".join(encode_event(move_answer(stream, event)) for event in page))
         await asyncio.sleep(0)
     missed.events[stream] = ()
-    return [*texts, _line(stream, missed.streams[stream].linear)], joining.place
+    return [*texts, _line(stream, missed.streams[stream].linear)], merge.place
 
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
-    """What of the page is new to a client that stands at `place`, and where it stands then."""
-    joining = EventMerge(place)
-    blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _fed(joining, event)]
+    """What is new in the page for a client at `place`, and its place after the page."""
+    merge = EventMerge(place)
+    blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _fed(merge, event)]
     if page.complete:
-        joining.settle(page.place.linear, page.place.positions)
+        merge.settle(page.place.linear, page.place.positions)
         if beyond(page.place.linear, place.linear):
             blocks.append(_line(stream, page.place.linear))
-    return b"".join(blocks), page.place if joining.place == page.place else joining.place
+    return b"".join(blocks), page.place if merge.place == page.place else merge.place

@@ -1,7 +1,11 @@
 """The operations that answer with server-sent events: `/v1/events` for programs, `/v1/watch` for people.
 
-`/v1/events`: a snapshot of each stream, then everything that moves it, in order per writer, without a hole.
-`/v1/watch`: what changed of all streams since the client's last text; a slow client gets fewer and newer texts.
+`/v1/events`: a snapshot of each stream, then everything that moves it, in order per writer, without a gap. `/v1/watch`:
+what changed in all streams since the last text of the client; a slow client gets fewer and newer texts.
+
+The ID of an event is the place of the client, so that any sidecar can continue from there (`Last-Event-ID`). If few
+streams are followed, it holds the place in each of them. If many are, it names a mark: a moment up to which the client
+was sent everything that Postgres published. A mark is as long for a million streams as for ten.
 """
 
 import asyncio
@@ -42,19 +46,19 @@ from tidemark.sinks.postgres.changes import DurableMark
 from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 
-KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
-RETRY = 1000, 3000  # ms after which a client comes back: not all of them at once
-FEW = 8  # streams, up to which an ID holds a place in each
-LONGEST_ID = 16_000  # characters, which servers take in a header
-PIECE = 16 << 10  # bytes that are sent in one piece, and some more: they are kept for a client until it has read them
-JOINS = 1000  # places for which an item remembers what is new there: that of a stream that rests stays for long
+KEEP_ALIVE = 15.0  # seconds without an event, after which a comment keeps the connection alive
+RETRY = 1000, 3000  # ms after which a client reconnects: not all of them at once
+FEW = 8  # streams, up to which an ID holds the place in each
+LONGEST_ID = 16_000  # characters that servers accept in a header
+PIECE = 16 << 10  # bytes that are sent in one piece, and some more: they stay in memory until the client has read them
+JOINS = 1000  # places for which an item caches what is new: the last item of a quiet stream stays for long
 
 
 class EventsClient:
-    """Its `places` by stream, and the texts that it is sent.
+    """One client of `/v1/events`: its `places` by stream, and the texts that it is sent.
 
-    As soon as it has caught up with a follower, its place is the follower's own `Place` object: then it takes slices as
-    they are encoded for all, and comparing by identity is mostly enough.
+    Once it has caught up with a follower, its place is the `Place` object of the follower. Then it takes batches as
+    they are encoded for all clients, and comparing places by identity is mostly enough.
     """
 
     def __init__(
@@ -62,40 +66,48 @@ class EventsClient:
         read_side: ReadSide,
         snapshots: SnapshotTexts,
         listener: Listener,
-        stands: Mapping[str, Place] | DurableMark,
+        resume_from: Mapping[str, Place] | DurableMark,
         joined: dict[str, Place],
-        begun: Callable[[], None],
+        on_started: Callable[[], None],
     ) -> None:
-        """`stands`: what its last ID says. The listener listens already; what it is given joins the places `joined`.
-        `begun` is called when it has been sent where everything stands."""
+        """The listener has subscribed already.
+
+        Args:
+            read_side: where positions and events come from.
+            snapshots: encoded snapshots.
+            listener: the queue of the client.
+            resume_from: what the last ID of the client says.
+            joined: the places that the items of the listener continue from.
+            on_started: called when the client has been sent the position of every stream.
+        """
         self._read_side = read_side
         self._texts = snapshots
         self._listener = listener
-        self._stands = stands
+        self._resume_from = resume_from
         self._came = time.monotonic()
         self._places = joined
-        self._begun = begun
+        self._on_started = on_started
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
         yield b"retry: %d\n\n" % random.randint(*RETRY)
-        if not isinstance(self._stands, DurableMark):
+        if not isinstance(self._resume_from, DurableMark):
             for stream in streams:
-                if stream in self._stands and stream not in self._places:
-                    async for text in self._missed(stream, self._stands[stream]):
+                if stream in self._resume_from and stream not in self._places:
+                    async for text in self._missed(stream, self._resume_from[stream]):
                         yield text
         elif not self._places:
-            async for text in self._missed_since(self._stands, streams):
+            async for text in self._missed_since(self._resume_from, streams):
                 yield text
         others = [stream for stream in streams if stream not in self._places]
         for start in range(0, len(others), SNAPSHOTS_AT_ONCE):
             yield b"".join(await self._snapshots(others[start : start + SNAPSHOTS_AT_ONCE], self._came))
         self._count()
         text = await self._next()
-        if not text and self._places and not self._listener.marks:
+        if not text and self._places and not self._listener.wants_watermarks:
             text = b": at\n" + self._id(None) + b"\n"
         if text:
             yield text
-        self._begun()
+        self._on_started()
         while not self._listener.cut_off.done():
             if await self._listener.waited(KEEP_ALIVE):
                 if text := await self._next():
@@ -111,8 +123,8 @@ class EventsClient:
         while page is None or not page.complete:
             if page is not None and page.abandoned:
                 page = None
-            if page is None and (told := resumptions.told.get(stream, place)):
-                text, place = told
+            if page is None and (cached := resumptions.told.get(stream, place)):
+                text, place = cached
                 yield text
                 continue
             try:
@@ -121,7 +133,7 @@ class EventsClient:
                 yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
-            if page is None:  # nobody knows the stream
+            if page is None:  # no server knows the stream
                 return
             key = identity(place)
             if key not in page.sent:
@@ -133,10 +145,10 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """What moved all streams since the mark; nothing, and no places, where that is not known any more."""
+        """What moved all streams since the mark. Nothing, and no places, if the mark is not known any more."""
         while True:
             try:
-                # Positions before moves, which then lead to them and perhaps beyond.
+                # Read positions before moves: the moves then lead to them or beyond.
                 known = await self._read_side.snapshots.known(streams)
                 missed = await self._read_side.resumptions.since(mark)
             except (Unavailable, Stop):
@@ -153,7 +165,7 @@ class EventsClient:
             if stream not in missed.told or missed.told[stream].abandoned:
                 place = Place(stands.linear, stands.vector, stands.late)
                 missed.told[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
-            # The same place for all: what was known before this was read is among the events.
+            # The same place for all clients: what was known before this was read is among the events.
             texts, self._places[stream] = await missed.told[stream].get()
             for text in texts:
                 yield text
@@ -167,10 +179,10 @@ class EventsClient:
 
     def _count(self) -> None:
         if len(self._places) > FEW:
-            self._listener.marks = True
+            self._listener.wants_watermarks = True
 
     async def _next(self) -> bytes:
-        """The items given to the listener meanwhile, with an ID behind them where one is known; may be empty."""
+        """The items that the listener was given meanwhile, followed by an ID if one is known. May be empty."""
         blocks: list[bytes] = []
         last: Item | None = None
         size = 0
@@ -179,7 +191,7 @@ class EventsClient:
             new = await self._taken(stream, last)
             size += sum(map(len, new))
             blocks += new
-        if blocks and not self._listener.marks:
+        if blocks and not self._listener.wants_watermarks:
             blocks[-1] = self._id(last) + blocks[-1]
         return b"".join(blocks)
 
@@ -201,9 +213,9 @@ class EventsClient:
             if len(item.joins) >= JOINS:
                 item.joins.clear()
             item.joins[id(place)] = place, encode_events_after(stream, place, item)
-        found: tuple[list[bytes], Place] = item.joins[id(place)][1]
-        self._places[stream] = found[1]
-        return found[0]
+        joined: tuple[list[bytes], Place] = item.joins[id(place)][1]
+        self._places[stream] = joined[1]
+        return joined[0]
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
@@ -211,7 +223,7 @@ class EventsClient:
         else:
             text = encode_places(self._places).encode()
         if len(text) > LONGEST_ID:
-            self._listener.marks = True
+            self._listener.wants_watermarks = True
             return b""
         return b"id: %s\n" % text
 
@@ -235,9 +247,9 @@ async def follow_events(call: OperationCall) -> Response:
             raise UnknownStream(name)
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
-    stands = decode_event_id(last) if last else {}
+    resume_from = decode_event_id(last) if last else {}
     address = call.address
-    if pause := service.churn.pause(address):
+    if pause := service.reconnect_throttle.pause(address):
         metrics.PAUSED.inc()
         await asyncio.sleep(pause)
         if await call.request.is_disconnected():
@@ -245,19 +257,19 @@ async def follow_events(call: OperationCall) -> Response:
     with ExitStack() as stack:
         listener = Listener()
         stack.enter_context(service.limiter.one("events", address, partial(settle, listener.cut_off)))
-        begun = await service.beginnings.turn(address)
-        stack.callback(begun)
+        on_started = await service.start_queue.turn(address)
+        stack.callback(on_started)
         names = set(query.stream) or await read_side.snapshots.names()
-        if query.stream and (others := sorted(it for it in names if not read_side.snapshots.has(it))):
+        if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has(name))):
             for snapshot in await read_side.snapshots.get(others):
                 existing(snapshot)
-        listener.marks = len(names) > FEW
+        listener.wants_watermarks = len(names) > FEW
         if not query.stream:
-            read_side.feeds.to_all(listener)
-        joined = stack.enter_context(read_side.feeds.listening(listener, names, stands))
-        stack.callback(service.churn.ended, address, time.monotonic())
+            read_side.followers.follow_new_streams(listener)
+        joined = stack.enter_context(read_side.followers.listening(listener, names, resume_from))
+        stack.callback(service.reconnect_throttle.ended, address, time.monotonic())
         resources = stack.pop_all()
-    client = EventsClient(read_side, service.snapshot_texts, listener, stands, joined, begun)
+    client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, joined, on_started)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
 
 

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the HTTP interface described from the operations and the types that they answer with."""
+"""The operations of the HTTP interface, as values, and `/openapi.json`, which is made from them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ JSON = "application/json"
 
 
 class NoQuery(msgspec.Struct, frozen=True):
-    """An operation that takes no parameters but those of its path."""
+    """An operation that takes only the parameters of its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCall:
-    """A request, checked: `stream` is that of the path ("" where it names none), `query` the operation's struct."""
+    """A request, checked. `stream` is that of the path (empty if the path has none), `query` the operation's struct."""
 
     service: Service
     request: Request
@@ -33,14 +33,19 @@ class OperationCall:
 
     @property
     def address(self) -> str:
-        """The client's; behind a trusted proxy the one that the proxy names."""
+        """The address of the client; behind a trusted proxy, the one that the proxy names."""
         return self.request.client.host if self.request.client else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`answers` is the type of what a 200 holds, `media` its media type; `headers` names what a request may send;
-    `others` are types of what comes with another status, without being a problem."""
+    """One operation: its path, what it takes, what it answers.
+
+    Attributes:
+        answers: the type of a 200 answer, and `media` its media type.
+        headers: the names of headers that a request may have.
+        others: the types of answers with another status that are no problems.
+    """
 
     path: str
     name: str
@@ -55,7 +60,7 @@ class Operation:
 
     @property
     def guarded(self) -> bool:
-        """Whether it needs a bearer token, where tokens are set."""
+        """Whether it needs a bearer token, if tokens are set."""
         return self.path.startswith("/v1/") or self.path == "/metrics"
 
     @property
@@ -65,7 +70,7 @@ class Operation:
 
 
 def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msgspec.Struct:
-    """Raises `BadRequest`. A parameter that stands there several times makes a list; unknown ones are left alone."""
+    """Raises `BadRequest`. A parameter that is given several times makes a list. Unknown parameters are ignored."""
     many: dict[str, list[str]] = {}
     for name, text in given:
         many.setdefault(name, []).append(text)
@@ -79,7 +84,7 @@ def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msg
 
 @cache
 def _lists(query: type[msgspec.Struct]) -> frozenset[str]:
-    """Names of the parameters that may stand there several times."""
+    """Names of the parameters that may be given several times."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(query) if "list" in str(field.type))
 
 
@@ -88,10 +93,10 @@ def json(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | N
 
 
 def tagged(request: Request, body: msgspec.Struct, tag: str) -> Response:
-    """304 without a body where the client has this answer already."""
+    """304 without a body if the client has this answer already."""
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    had = [each.strip() for each in request.headers.get("if-none-match", "").split(",")]
-    if tag in had or "*" in had:
+    known_tags = [text.strip() for text in request.headers.get("if-none-match", "").split(",")]
+    if tag in known_tags or "*" in known_tags:
         return Response(status_code=304, headers=headers)
     return json(body, headers=headers)
 
@@ -108,8 +113,8 @@ BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
 def operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
-    """The operation that answers the document about `others` and itself. `security`: `BEARER`, or nothing where whoever
-    asks is answered."""
+    """The operation that answers the document about `others` and itself. `security`: `BEARER`, or empty if every
+    request is answered."""
 
     async def describe(_: OperationCall) -> Response:
         return Response(text, media_type=JSON)
@@ -120,12 +125,14 @@ def operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Opera
 
 
 def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
-    types = [type_ for it in operations for type_ in (it.answers, it.query, *it.others.values())]
+    types = [
+        type_ for operation in operations for type_ in (operation.answers, operation.query, *operation.others.values())
+    ]
     schemas, components = msgspec.json.schema_components(
         [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
     )
     known = dict(zip(map(repr, [*types, answers.ProblemAnswer]), map(_published, schemas), strict=True))
-    queries = {it.query.__name__ for it in operations}
+    queries = {operation.query.__name__ for operation in operations}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -134,7 +141,9 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
             "description": "How far each stream may be read. IDs are signed 64-bit integers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "paths": {it.path: {"get": _described(it, known, components, security)} for it in operations},
+        "paths": {
+            operation.path: {"get": _described(operation, known, components, security)} for operation in operations
+        },
         "components": {
             "schemas": {
                 name.removesuffix(SUFFIX): _published(schema)
@@ -147,7 +156,7 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
 
 
 def _published(schema: Any) -> Any:
-    """A schema with the names that users of the interface see: those of our types without `SUFFIX`."""
+    """A schema with the public names: those of our types without `SUFFIX`."""
     match schema:
         case dict():
             return {
@@ -155,35 +164,38 @@ def _published(schema: Any) -> Any:
                 for key, value in schema.items()
             }
         case list():
-            return [_published(it) for it in schema]
+            return [_published(item) for item in schema]
         case str() if schema.startswith(SCHEMAS):
             return schema.removesuffix(SUFFIX)
     return schema
 
 
 def _described(
-    it: Operation, known: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
+    operation: Operation, known: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
 ) -> dict[str, Any]:
-    answered = {"description": it.summary, "content": {it.media: {"schema": known[repr(it.answers)]}}}
+    answered = {
+        "description": operation.summary,
+        "content": {operation.media: {"schema": known[repr(operation.answers)]}},
+    }
     responses: dict[str, Any] = {"200": answered}
-    if it.tagged:
+    if operation.tagged:
         tag = {"ETag": {"description": "Equal while nothing changed.", "required": True, "schema": {"type": "string"}}}
         answered["headers"] = tag
         responses["304"] = {"description": "Nothing changed.", "headers": tag}
-    for status, type_ in it.others.items():
+    for status, type_ in operation.others.items():
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {JSON: {"schema": known[repr(type_)]}},
         }
-    for problem in [problem for problem in it.problems if security or problem is not Unauthorized]:
+    for problem in [problem for problem in operation.problems if security or problem is not Unauthorized]:
         responses[str(int(problem.status))] = _refusal(problem, known)
     described = {
-        "operationId": it.name,
-        "summary": it.summary,
-        "parameters": [*_in_path(it), *_in_query(it, components), *_in_headers(it)],
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "parameters": [*_in_path(operation), *_in_query(operation, components), *_in_headers(operation)],
         "responses": responses,
     }
-    return described | ({"security": [{name: []} for name in security]} if it.guarded and security else {})
+    return described | ({"security": [{name: []} for name in security]} if operation.guarded and security else {})
 
 
 def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,15 +205,15 @@ def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _in_path(it: Operation) -> list[dict[str, Any]]:
-    if "{stream}" not in it.path:
+def _in_path(operation: Operation) -> list[dict[str, Any]]:
+    if "{stream}" not in operation.path:
         return []
     schema = {"type": "string", "pattern": NAME}
     return [{"name": "stream", "in": "path", "required": True, "description": "Its name.", "schema": schema}]
 
 
-def _in_query(it: Operation, components: Mapping[str, Any]) -> list[dict[str, Any]]:
-    schema = components[it.query.__name__]
+def _in_query(operation: Operation, components: Mapping[str, Any]) -> list[dict[str, Any]]:
+    schema = components[operation.query.__name__]
     required = schema.get("required", [])
     return [
         {
@@ -215,8 +227,8 @@ def _in_query(it: Operation, components: Mapping[str, Any]) -> list[dict[str, An
     ]
 
 
-def _in_headers(it: Operation) -> list[dict[str, Any]]:
+def _in_headers(operation: Operation) -> list[dict[str, Any]]:
     return [
         {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
-        for name in it.headers
+        for name in operation.headers
     ]

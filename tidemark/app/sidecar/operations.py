@@ -1,6 +1,6 @@
-"""The operations that answer once: where streams stand, what moved them, what holds them back, how processes are.
+"""The operations that answer once: positions of streams, what moved them, what holds them back, the state of processes.
 
-`wait` is among them, as a long poll: it answers when a stream has come as far as a token.
+`wait` is a long poll: it answers when a stream has reached a token.
 """
 
 import asyncio
@@ -61,8 +61,8 @@ from tidemark.sinks.reader import (
 
 PLAIN = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
-FRESH = 10.0  # seconds for which a line counts as what would be answered; followed ones are read once a second
-SERVERS = 2  # Redis and Postgres, one of which is enough to answer; and what was read of them is still true
+FRESH = 10.0  # seconds for which a read position counts as current; followed streams are read once a second
+SERVERS = 2  # Redis and Postgres: one of them is enough to answer, and what was read before is still true
 
 
 class StreamsQuery(msgspec.Struct, frozen=True):
@@ -90,11 +90,11 @@ async def one_stream(call: OperationCall) -> Response:
 
 
 def existing(snapshot: Snapshot) -> Snapshot:
-    """Raises `UnknownStream`, and `RecoveringProblem` where nobody can tell whether it exists."""
+    """Raises `UnknownStream`, and `RecoveringProblem` if no server can tell whether the stream exists."""
     if snapshot.exists is False:
         raise UnknownStream(snapshot.stream)
     if snapshot.exists is None:
-        raise RecoveringProblem(f"nothing is known of a stream {snapshot.stream!r}, and Postgres does not answer")
+        raise RecoveringProblem(f"stream {snapshot.stream!r} is not known, and Postgres does not answer")
     return snapshot
 
 
@@ -115,11 +115,11 @@ async def readyz(call: OperationCall) -> Response:
 
 async def scrape(call: OperationCall) -> Response:
     read_side = call.service.read_side
-    for server, reached in (("redis", read_side.live), ("postgres", read_side.durable)):
+    for server, reached in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
         metrics.UP.labels(server).set(reached.circuit_breaker.problem is None)
     lines = sorted(read_side.snapshots.fresh(FRESH).items())
     named = lines[: call.service.limits.streams]
-    metrics.LINE.clear()  # and no await until they are there again
+    metrics.LINE.clear()  # no await until they are set again
     for stream, line in named:
         metrics.LINE.labels(stream, "sidecar").set(line)
     metrics.LINES_LEFT_OUT.set(len(lines) - len(named))
@@ -145,7 +145,7 @@ async def gaps(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     details, read_at = existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
-        raise RecoveringProblem("gaps come from Postgres, which does not answer")
+        raise RecoveringProblem("gaps are read from Postgres, which does not answer")
     query: GapsQuery = call.query
     return json(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
 
@@ -155,26 +155,26 @@ async def advances(call: OperationCall) -> Response:
     since = decode_since(call.stream, query.since)
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
-            since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
-        found = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).page()
+            since.compare(Token.of(known.linear, known.vector))  # a stream never changes direction
+        page = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).page()
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
     except BadToken as problem:
         raise BadRequest(str(problem)) from None
-    if found is None:
+    if page is None:
         raise UnknownStream(call.stream)
-    return await asyncio.to_thread(_answered, call.stream, found)  # ten thousand moves would keep others waiting
+    return await asyncio.to_thread(_answered, call.stream, page)  # ten thousand moves would block the event loop
 
 
-def _answered(stream: str, found: HistoryPage) -> Response:
+def _answered(stream: str, page: HistoryPage) -> Response:
     return json(
         AdvancesAnswer(
             stream=stream,
-            moves=[move_answer(stream, event) for event in found.events],
-            next=encode_places({stream: found.place}),
-            complete=found.complete,
+            moves=[move_answer(stream, event) for event in page.events],
+            next=encode_places({stream: page.place}),
+            complete=page.complete,
         )
     )
 
@@ -183,7 +183,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
     token: Annotated[
         str,
         Meta(
-            description="How far the stream shall be complete: m7, or m7~web.9.",
+            description="Up to where the stream must be complete: m7, or m7~web.9.",
             extra_json_schema={"pattern": f"^{TOKEN_PATTERN}$"},
         ),
     ]
@@ -203,7 +203,7 @@ async def wait(call: OperationCall) -> Response:
             await _carry_out_wait(call, Driver[Standing](program), place)
         except TokenFromTheFuture as problem:
             detail = (
-                f"writers of {call.stream} have come to {problem.allocated}: this is a token of another stream or"
+                f"writers of {call.stream} have allocated up to {problem.allocated}: the token is of another stream or"
                 " database"
             )
             raise Ahead(detail, await _position(call)) from None
@@ -234,11 +234,13 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: 
             case AwaitEntry(seconds=seconds):
                 if call.service.stopping.is_set():
                     raise Stops
-                if place.gave_way:
-                    raise Busy("as many requests are held open as may be, and this one gave way to another address")
+                if place.is_evicted:
+                    raise Busy(
+                        "the limit of open requests is reached, and a client of another address has the slot"
+                    )
                 await wait_for_notification(notified, seconds)
                 if await call.request.is_disconnected():
-                    raise NotYet("the client went away")
+                    raise NotYet("the client disconnected")
                 driver.answered(None)
 
 
@@ -252,7 +254,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams",
         "streams",
-        "Where every stream stands.",
+        "The positions of all streams.",
         all_streams,
         StreamsAnswer,
         query=StreamsQuery,
@@ -262,7 +264,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}",
         "stream",
-        "Where one stream stands.",
+        "The positions of one stream.",
         one_stream,
         StreamAnswer,
         problems=(Unauthorized, UnknownStream, RecoveringProblem),
@@ -271,7 +273,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/gaps",
         "gaps",
-        "What is open above the positions of a stream's writers, and who holds its linear position back.",
+        "The open ranges above the positions of a stream's writers, and what holds its linear position back.",
         gaps,
         GapsAnswer,
         query=GapsQuery,
@@ -280,7 +282,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/advances",
         "advances",
-        "What moved a stream, each writer's moves joined without a hole, in pages.",
+        "What moved a stream, in pages; the moves of each writer join without a gap.",
         advances,
         AdvancesAnswer,
         query=AdvancesQuery,
@@ -298,7 +300,7 @@ OPERATIONS = [
     Operation(
         "/v1/pipeline",
         "pipeline",
-        "Who computes positions, how long ago it last did, and what it rejected.",
+        "The process that computes positions, when it last did, and what it rejected.",
         pipeline,
         PipelineAnswer,
         problems=(Unauthorized,),
@@ -307,7 +309,7 @@ OPERATIONS = [
     Operation(
         "/readyz",
         "readyz",
-        "Whether it can answer: 503 where neither server does, and nothing was read of them before.",
+        "Whether it can answer: 503 if neither server answers and nothing was read from them before.",
         readyz,
         HealthAnswer,
         others={503: HealthAnswer},

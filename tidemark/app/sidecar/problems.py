@@ -1,16 +1,16 @@
 """What a request is refused with, as application/problem+json (RFC 9457).
 
-Problem                     400 to 503; `type` is a name that stays, told as a URN; `detail` is for people
+Problem                     400 to 504; `type` is a stable name, sent as a URN; `detail` is for people
 ├── BadRequest              400 a parameter cannot be read
-├── WrongHost               421 it is none of the names of this sidecar
+├── WrongHost               421 the `Host` is none of the names of this sidecar
 ├── Unauthorized            401 no token, or one that is not listed
-├── UnknownStream           404 nobody knows the stream
-├── NotYet                  412 a wait was over
-├── Ahead                   409 a token is beyond all that was allocated
-├── Busy                    429 this process serves as many as it may
-├── Recovering              503 nobody can say now
-├── Stops                   503 this process ends
-└── SlowAnswer              504 Postgres is there, and was not done with this in time
+├── UnknownStream           404 no server knows the stream
+├── NotYet                  412 a wait timed out
+├── Ahead                   409 a token is beyond every allocated ID
+├── Busy                    429 a limit of this process is reached
+├── RecoveringProblem       503 no server can answer now
+├── Stops                   503 this process is stopping
+└── SlowAnswer              504 Postgres answers, and was too slow with this query
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ _RENAMED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # by RFC 
 
 
 def urn(type_: str) -> str:
-    """The name of a problem, the same whichever sidecar tells it: RFC 9457 wants an absolute URI."""
+    """The name of a problem, the same for every sidecar. RFC 9457 wants an absolute URI."""
     return f"urn:tidemark:problem:{type_}"
 
 
 class Problem(Exception):
-    """Raised by whatever answers a request; `answered` turns it into the response."""
+    """Raised by an operation. `answered` turns it into the response."""
 
     status: ClassVar[HTTPStatus]
     type: ClassVar[str]
@@ -64,7 +64,7 @@ class BadRequest(Problem):
 class WrongHost(Problem):
     status = HTTPStatus.MISDIRECTED_REQUEST
     type = "wrong-host"
-    title = "The sidecar is not called so"
+    title = "Unknown host name"
 
 
 class Unauthorized(Problem):
@@ -80,13 +80,13 @@ class UnknownStream(Problem):
     title = "There is no such stream"
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"no record of a stream {stream[:255]!r} was ever read; /v1/streams lists all")
+        super().__init__(f"no record of stream {stream[:255]!r} was ever read; /v1/streams lists all streams")
 
 
 class NotYet(Problem):
     status = HTTPStatus.PRECONDITION_FAILED  # not 408, after which browsers and proxies send a request again
     type = "not-yet"
-    title = "The stream has not come so far"
+    title = "The stream has not reached the token"
 
 
 class Ahead(Problem):
@@ -98,31 +98,31 @@ class Ahead(Problem):
 class Busy(Problem):
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "busy"
-    title = "This sidecar serves as many as it may"
+    title = "The limit of this sidecar is reached"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
 class RecoveringProblem(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "recovering"
-    title = "Nobody can say at the moment"
+    title = "Neither server can answer now"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
 class Stops(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "stopping"
-    title = "This sidecar stops"
+    title = "This sidecar is stopping"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
     def __init__(self) -> None:
-        super().__init__("ask another sidecar, or the one that takes its place")
+        super().__init__("ask another sidecar, or the one that replaces it")
 
 
 class SlowAnswer(Problem):
     status = HTTPStatus.GATEWAY_TIMEOUT
     type = "slow"
-    title = "Postgres was not done with this in time"
+    title = "Postgres did not answer in time"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "5"}
 
 
@@ -139,12 +139,12 @@ async def framework(_: Request, problem: Exception) -> Response:
 
 
 def phrase(status: HTTPStatus) -> str:
-    """The same whatever Python runs."""
+    """The same in every version of Python."""
     return _RENAMED.get(status, status.phrase)
 
 
 def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
-    """What HTTP itself refuses."""
+    """The response to what HTTP itself refuses."""
     title = phrase(status)
     type_ = title.lower().replace(" ", "-")
     body = answers.ProblemAnswer(type=urn(type_), title=title, status=status, detail=status.description or title)
@@ -152,9 +152,9 @@ def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Re
 
 
 async def unexpected(_: Request, __: Exception) -> Response:
-    """The handler of our own mistakes; Starlette raises them again for the log."""
+    """The handler of defects of our own. Starlette raises them again for the log."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
-    detail = "the sidecar's log tells more"
+    detail = "see the log of the sidecar"
     return _response(answers.ProblemAnswer(type=urn("internal"), title=status.phrase, status=status, detail=detail), {})
 
 

@@ -1,5 +1,4 @@
-"""What a request may use: the read side, what watchers see, how many requests may be held open, and who has to wait
-before one is."""
+"""What a request may use: the read side, encoded snapshots and changes, and the limits of requests that stay open."""
 
 import asyncio
 import time
@@ -19,8 +18,13 @@ from tidemark.app.sidecar.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many requests may be held open at once, for how long one wait may last (s), and how many streams have series
-    of their own in the metrics."""
+    """Limits of the sidecar.
+
+    Attributes:
+        held: requests that may stay open at the same time.
+        wait: seconds that one wait may last.
+        streams: streams with metrics of their own.
+    """
 
     held: int = 2500
     wait: float = 60.0
@@ -28,14 +32,14 @@ class Limits:
 
 
 class OpenRequest:
-    """One request that is held open. `gave_way`: its place went to a client of another address, so it must end."""
+    """A request that stays open. `is_evicted`: its slot went to a client of another address, so it must end."""
 
     def __init__(self, end: Callable[[], None]) -> None:
-        self.gave_way = False
+        self.is_evicted = False
         self._end = end
 
-    def give_way(self) -> None:
-        self.gave_way = True
+    def evict(self) -> None:
+        self.is_evicted = True
         self._end()
 
 
@@ -43,28 +47,28 @@ def _nothing() -> None: ...
 
 
 class Limiter:
-    """The places of requests that are held open: waits, event streams and watchers together, shared by address."""
+    """The slots of requests that stay open: waits, event streams and watchers together, shared by address."""
 
     def __init__(self, most: int) -> None:
         self._places: SlotPool[OpenRequest] = SlotPool(most)
 
     @contextmanager
     def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
-        """Hold a place while the block runs; `end` is called if the request has to give way to another address.
+        """Hold a slot while the block runs. `end` is called if the request is evicted for another address.
 
-        Raises `Busy` if all places are taken and nobody gives way to this address.
+        Raises `Busy` if every slot is taken and no request is evicted for this address.
         """
         held = OpenRequest(end)
         try:
             displaced = self._places.take(held, address)
         except NoFreeSlot:
             raise Busy(
-                f"{self._places.most} requests are held open already, and this address has its share of them; ask"
+                f"{self._places.most} requests are open already, and this address has its share of them; ask"
                 " another sidecar, or try again"
             ) from None
         if displaced is not None:
             metrics.GAVE_WAY.inc()
-            displaced.give_way()
+            displaced.evict()
         try:
             with metrics.OPEN.labels(operation).track_inprogress():
                 yield held
@@ -73,19 +77,19 @@ class Limiter:
 
 
 class StartQueue:
-    """How many streams of events begin at once, with turns that go round by address: to begin one costs as much as to
-    answer some requests, and thousands that begin together would delay everybody. For one event loop."""
+    """Bounds how many event streams start at once, with turns that go round by address. To start one costs as much as
+    some requests, and thousands that start together would delay every client. For one event loop."""
 
     AT_ONCE = 32
-    LONGEST = 0.25  # seconds: whoever does not read must not keep others from beginning
+    LONGEST = 0.25  # seconds: a client that does not read must not keep others from starting
 
     def __init__(self) -> None:
         self._begun = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def turn(self, address: str) -> Callable[[], None]:
-        """Return when it is the caller's turn, with what ends the turn: to be called when the stream has begun, or
-        cannot; it may be called again, and is after `LONGEST`."""
+        """Return when it is the caller's turn, with a function that ends the turn. Call it when the stream has started
+        or failed; it may be called again, and is called after `LONGEST`."""
         loop = asyncio.get_running_loop()
         if self._begun >= self.AT_ONCE:
             mine: asyncio.Future[None] = loop.create_future()
@@ -116,21 +120,23 @@ class StartQueue:
             turn = turns.popleft()
             if turns:
                 self._waiting[network] = turns
-            if not turn.done():  # a client that waited may be gone
+            if not turn.done():  # its request may have been cancelled
                 turn.set_result(None)
                 return
         self._begun -= 1
 
 
 class ReconnectThrottle:
-    """How much clients come and go, by address. To begin a stream of events costs as much as to hear hundreds, so where
-    very many end young, whoever comes next from there waits a little. Whoever is there already, or stayed for longer
-    than `YOUNG`, however many they are that come back, has nothing to do with it. Pure."""
+    """Delays clients of an address from which very many event streams end soon after they began. Pure.
+
+    To start an event stream costs as much as to send hundreds of events. Clients that stayed for longer than `YOUNG`
+    seconds are not delayed, however many of them come back.
+    """
 
     YOUNG = 1.0  # seconds
-    FREE = 100  # young ends that cost nothing
-    FORGIVEN = 5.0  # a second
-    EACH = 0.05  # seconds to wait, for each beyond
+    FREE = 100  # young ends without a delay
+    FORGIVEN = 5.0  # young ends a second
+    EACH = 0.05  # seconds of delay for each young end beyond
     LONGEST = 1.0  # seconds
     ADDRESSES = 10_000
 
@@ -139,11 +145,11 @@ class ReconnectThrottle:
         self._ends: dict[str, tuple[float, float]] = {}
 
     def pause(self, address: str) -> float:
-        """Seconds that who comes now waits."""
+        """Seconds that a client which comes now waits."""
         return min(self.LONGEST, max(0.0, self._count(network_of(address)) - self.FREE) * self.EACH)
 
     def ended(self, address: str, began: float) -> None:
-        """A stream of events that `began` then."""
+        """An event stream that `began` then has ended."""
         now, address = self._now(), network_of(address)
         if now - began >= self.YOUNG:
             return
@@ -166,13 +172,13 @@ class Service:
     watch: Watch
     snapshot_texts: SnapshotTexts
     limiter: Limiter
-    churn: ReconnectThrottle
-    beginnings: StartQueue
+    reconnect_throttle: ReconnectThrottle
+    start_queue: StartQueue
     limits: Limits
     stopping: asyncio.Event
-    """Set when the process ends: what is held open is answered then."""
+    """Set when the process stops: open requests are answered then."""
     stopped: asyncio.Future[Any]
-    """Done when that is set; for all who wait for it among other things."""
+    """Done when `stopping` is set; for tasks that wait for several things."""
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
-"""Every stream once a second for all watchers, kept as text that is encoded once.
+"""All streams once a second for all watchers: the JSON of `/v1/watch` and `/v1/pipeline`, encoded once.
 
-A watcher takes what changed since it last took something, however long ago that is: one that reads slowly gets fewer
-and newer texts, and no queue is kept for it.
+A watcher takes what changed since it last took something, however long ago that was. So a slow watcher gets fewer and
+newer texts, and has no queue. Nothing in a text ages by itself: equal text means that nothing happened, and ages follow
+from `since` and `time`.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.core.effects import Blocker
 from tidemark.streaming.values.direction import beyond, farther
 
-GAPS = 50  # of one writer that are shown, the nearest
+GAPS = 50  # of one writer that are shown, nearest first
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -45,7 +46,7 @@ class GapAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One writer of a stream. What comes from Postgres alone is null while it was never reached: `epoch`, `retired`."""
+    """One writer of a stream. `epoch` and `retired` come from Postgres alone: null while it was never reached."""
 
     writer: Name
     epoch: Count | None
@@ -74,7 +75,7 @@ class UnknownWriterAnswer(msgspec.Struct, frozen=True):
 
 
 class RemedyAnswer(msgspec.Struct, frozen=True):
-    """What ends the waiting for one writer: `tidemark gaps` says the same."""
+    """What unblocks one writer: `tidemark gaps` says the same."""
 
     writer: Name
     epoch: Count
@@ -89,7 +90,7 @@ class LateSummaryAnswer(msgspec.Struct, frozen=True):
 
 
 class CopiesAnswer(msgspec.Struct, frozen=True):
-    """Redis and Postgres tell different linear positions, as this sidecar read them one after the other."""
+    """The linear positions of Redis and Postgres differ, as this sidecar read them one after the other."""
 
     redis: StreamId
     postgres: StreamId
@@ -97,7 +98,7 @@ class CopiesAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
-    """One stream with its writers. `source` is null where it is recovering."""
+    """One stream with its writers. `source` is null while it is recovering."""
 
     stream: Name
     state: State
@@ -119,7 +120,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class ActAnswer(msgspec.Struct, frozen=True):
-    """What an operator did by a verb: `by` and `why` are their own words, `seen_as` is the user that Postgres knew."""
+    """An operator override: `by` and `why` are the operator's own words, `seen_as` is the user that Postgres saw."""
 
     number: Count
     kind: str
@@ -133,7 +134,7 @@ class ActAnswer(msgspec.Struct, frozen=True):
 
 
 class NotShownAnswer(msgspec.Struct, frozen=True):
-    """A stream that `sink` cannot show, while it shows the others."""
+    """A stream that `sink` cannot publish, while it publishes the others."""
 
     sink: str
     stream: str
@@ -142,7 +143,7 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
 
 
 class LaggingAnswer(msgspec.Struct, frozen=True):
-    """A Kafka partition whose records wait. If an open transaction blocks it, `blocked_offset` is where."""
+    """A Kafka partition with lag. If an open transaction blocks it, `blocked_offset` is where."""
 
     topic: str
     partition: Count
@@ -161,7 +162,8 @@ class DeadLettersAnswer(msgspec.Struct, frozen=True):
 
 
 class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
-    """Who computes positions, and how it is. What comes from Postgres is null while that does not answer."""
+    """The process that computes positions, and its condition. What comes from Postgres is null while Postgres does not
+    answer."""
 
     time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
     owner: Annotated[str | None, Meta(description="Who holds the lease, or held it last.")]
@@ -202,8 +204,8 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
         else LateSummaryAnswer(details.late.count, details.late.newest),
         bridged=details is not None and details.bridged,
         copies=None
-        if (it := snapshot.apart) is None
-        else CopiesAnswer(it.redis, it.postgres, moment(int(it.since * 1000))),
+        if (difference := snapshot.divergence) is None
+        else CopiesAnswer(difference.redis, difference.postgres, moment(int(difference.since * 1000))),
     )
 
 
@@ -227,15 +229,15 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
         owner=condition.owner,
         lease_seconds=round(condition.lease, 1),
         quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
-        dead_letters=[DeadLettersAnswer(it.reason, it.records, it.newest) for it in condition.dead_letters],
-        acts=[ActAnswer(*astuple(it)) for it in condition.acts],
-        not_shown=[NotShownAnswer(it.sink, it.stream, it.problem, it.since) for it in condition.faults],
+        dead_letters=[DeadLettersAnswer(entry.reason, entry.records, entry.newest) for entry in condition.dead_letters],
+        acts=[ActAnswer(*astuple(entry)) for entry in condition.acts],
+        not_shown=[NotShownAnswer(entry.sink, entry.stream, entry.problem, entry.since) for entry in condition.faults],
         lagging=[LaggingAnswer(*astuple(lag)) for lag in condition.lagging],
     )
 
 
 def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
-    recalls = [it for it in details.recalls if it.writer == name] if details else []
+    recalls = [recall for recall in details.recalls if recall.writer == name] if details else []
     return WatchedWriterAnswer(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
@@ -246,28 +248,30 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         gaps=gaps[:GAPS],
         hidden=max(0, len(gaps) - GAPS),
         transactions=details.transactions.get(name, []) if details else [],
-        deferred=details is not None and name in {it for it, _ in details.deferred} | {it.writer for it in recalls},
-        gone=sum(it.gone for it in recalls),
+        deferred=details is not None
+        and name in {recall for recall, _ in details.deferred} | {recall.writer for recall in recalls},
+        gone=sum(recall.gone for recall in recalls),
         last_seen=last_seen(details.seen.get(name, 0)) if details else None,
     )
 
 
 def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
-    """Above it a gap of the writer is still one: details may be a second older than the positions."""
+    """A gap of the writer above it is still open: details may be a second older than the positions."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
 def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
-    found = [
+    gaps = [
         GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
     ]
-    return sorted(found, key=lambda gap: abs(gap.low))
+    return sorted(gaps, key=lambda gap: abs(gap.low))
 
 
 def _remedies(details: Details) -> list[RemedyAnswer]:
-    found = {(it.writer, it.epoch): it for it in reversed(details.open_ranges)}
+    by_incarnation = {(open_range.writer, open_range.epoch): open_range for open_range in reversed(details.open_ranges)}
     return [
-        RemedyAnswer(writer, epoch, it.verdict, it.advice, it.verb) for (writer, epoch), it in sorted(found.items())
+        RemedyAnswer(writer, epoch, open_range.verdict, open_range.advice, open_range.verb)
+        for (writer, epoch), open_range in sorted(by_incarnation.items())
     ]
 
 
@@ -278,7 +282,7 @@ def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
 log = get_logger(__name__)
 
 PACE = 1.0  # seconds between two rounds
-SHARE = 10  # a round that takes long is followed by a pause of so many times that: very many streams are read less
+SHARE = 10  # times the length of a round that the pause after it has at least: very many streams are read less often
 
 
 class Watcher:
@@ -289,7 +293,7 @@ class Watcher:
 
 
 class Watch:
-    """One per process, for one event loop. It reads while somebody watches."""
+    """One per process, for one event loop. It reads only while there are watchers."""
 
     def __init__(self, read_side: ReadSide) -> None:
         self._read_side = read_side
@@ -315,9 +319,9 @@ class Watch:
         self._running.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Watchers must not take a task that broke for streams that are quiet for ever."""
+        """Start the task again after a failure: watchers must not take it for quiet streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("ReadProgram the streams for those who watch broke off", problem=repr(problem))
+            log.error("Reading the streams for /v1/watch failed", problem=repr(problem))
             self._running = None
             asyncio.get_running_loop().call_later(PACE, self._start)
 
@@ -333,7 +337,7 @@ class Watch:
                 self._wanted.clear()
 
     async def news(self, watcher: Watcher) -> bytes:
-        """The events of all that changed since the watcher took the last ones; all that there is at first."""
+        """The events of everything that changed since the watcher took the last ones; of everything at first."""
         async with self._ended_round:
             await self._ended_round.wait_for(lambda: self._number > watcher.seen)
         changed = [text for number, text in self._texts.values() if number > watcher.seen]
@@ -344,9 +348,9 @@ class Watch:
         """Read now."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):
-            condition = await self._read_side.durable.condition()
-        breakers = self._read_side.live.circuit_breaker, self._read_side.durable.circuit_breaker
-        problems = [str(it.problem) for it in breakers if it.problem is not None]
+            condition = await self._read_side.postgres_reader.condition()
+        breakers = self._read_side.redis_reader.circuit_breaker, self._read_side.postgres_reader.circuit_breaker
+        problems = [str(breaker.problem) for breaker in breakers if breaker.problem is not None]
         return pipeline_answer(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
@@ -359,13 +363,14 @@ class Watch:
             await asyncio.sleep(pause)
 
     async def _round(self) -> bool:
-        """Whether every server answered: else the time went into waiting, and says nothing of how much there is."""
+        """Returns whether every server answered. If not, the time of the round says nothing about the number of
+        streams."""
         names = await self._read_side.snapshots.names()
-        found = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
+        streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
         async with self._ended_round:
             self._number += 1
-            for stream in found:
+            for stream in streams:
                 text = encode_event(stream)
                 before = self._texts.get(stream.stream)
                 if before is None or before[1] != text:

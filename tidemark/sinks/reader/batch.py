@@ -1,4 +1,4 @@
-"""Batches as a service gets them, and the parking of facts on which it fails."""
+"""Batches as a service receives them, and the parking of facts on which the service fails."""
 
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -20,16 +20,18 @@ log = get_logger(__name__)
 
 C = TypeVar("C")
 
-LONGEST = 2000  # characters of a reason
+MAX_REASON = 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch(Generic[C]):
-    """Rows of the backing table, ascending, as dicts; all rows of a fact are in one batch.
+    """Rows of the backing table, ascending, as dicts. All rows of a fact are in one batch.
 
-    Do everything that comes of them on `connection`: it is inside the transaction that also moves the reader's place,
-    and that is committed when the loop goes on. Do not keep it, and do not end its transaction. `late` is None for rows
-    in their order; otherwise these rows belong to IDs that the reader has passed without them (see `Late`).
+    Write all effects of the batch on `connection`. It is inside the transaction that also moves the checkpoint of the
+    reader, and that is committed when the loop continues. Do not keep the connection, and do not end its transaction.
+
+    `late` is None for rows in order. Otherwise the rows belong to IDs that the reader has passed without them; see
+    `Late`.
     """
 
     rows: list[Row]
@@ -39,22 +41,22 @@ class ReadBatch(Generic[C]):
     _ledger: CheckpointStore
 
     def facts(self) -> Iterator[tuple[int, list[Row]]]:
-        """The rows fact by fact, each with its ID."""
+        """The rows of each fact, with its ID."""
         for id, rows in groupby(self.rows, key=lambda row: row[self._id]):
             yield id, list(rows)
 
     def parking(self, id: int, *errors: type[Exception]) -> "Parking":
-        """A savepoint for what comes of the fact `id`: `with`, or `async with` of an `AsyncReader`.
+        """A savepoint for the effects of the fact `id`: `with`, or `async with` for an `AsyncReader`.
 
-        One of the `errors` inside takes that back and puts the fact into `tidemark_reader.parked`, with the reason, for
-        a person; it is logged, and the loop goes on. Every other error passes, and so does what will mend by itself
-        (a lost connection, a deadlock).
+        One of the `errors` inside rolls the effects back and puts the fact into `tidemark_reader.parked`, with the
+        reason, for a person. The error is logged and the loop continues. Every other error is raised, and so is an
+        error that a retry may solve (a lost connection, a deadlock).
         """
         return Parking(self._ledger, self.connection, id, errors)
 
 
 class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """One block of either form; see `ReadBatch.parking`."""
+    """The block of `ReadBatch.parking`, in both forms."""
 
     def __init__(self, ledger: CheckpointStore, connection: Any, id: int, errors: tuple[type[Exception], ...]) -> None:
         self._ledger = ledger
@@ -74,7 +76,7 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             return True
         if not self._parks(error):
             return False
-        self._connection.execute(self._ledger.parked(self._id, self._said(error)))
+        self._connection.execute(self._ledger.parked(self._id, self._reason(error)))
         return True
 
     async def __aenter__(self) -> None:
@@ -88,7 +90,7 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             return True
         if not self._parks(error):
             return False
-        await self._connection.execute(self._ledger.parked(self._id, self._said(error)))
+        await self._connection.execute(self._ledger.parked(self._id, self._reason(error)))
         return True
 
     def _parks(self, error: BaseException | None) -> bool:
@@ -96,8 +98,8 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             return False
         return not (isinstance(error, psycopg.Error) and isinstance(explained(error, "", {}), Retry))
 
-    def _said(self, error: BaseException | None) -> str:
+    def _reason(self, error: BaseException | None) -> str:
         text = first_line(error) if isinstance(error, psycopg.Error) else str(error)
-        reason = f"{type(error).__name__}: {text}"[:LONGEST].replace("\0", "?").encode(errors="replace").decode()
-        log.warning("Parked a fact that failed", reader=self._ledger.reader, id=self._id, problem=reason)
+        reason = f"{type(error).__name__}: {text}"[:MAX_REASON].replace("\0", "?").encode(errors="replace").decode()
+        log.warning("Parked a fact", reader=self._ledger.reader, id=self._id, problem=reason)
         return reason

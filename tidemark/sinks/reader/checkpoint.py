@@ -1,4 +1,4 @@
-"""The place of a reader, kept in the reader's own database (`schema.sql`). No sockets."""
+"""The checkpoint of a reader, stored in the reader's own database (`schema.sql`). No sockets."""
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,8 +34,14 @@ class DeliveredFact:
 
 @dataclass(frozen=True, slots=True)
 class ReaderCheckpoint:
-    """The kept state of a reader. `version` 0: nothing yet. `late_part`: the number of the late completion in hand, and
-    the ID up to which it was handed over. `owed` and `delivered`: see `read_loop`."""
+    """The stored state of a reader.
+
+    Attributes:
+        version: 0: nothing is stored yet.
+        late_part: the number of the late completion in hand, and the ID up to which its rows were handed over.
+        owed: ranges that must be read whatever the evidence says; see `read_loop`.
+        delivered: facts that may still be announced as late, by ID; see `read_loop`.
+    """
 
     version: int = 0
     place: Place = field(default_factory=Place)
@@ -45,7 +51,7 @@ class ReaderCheckpoint:
 
 
 class CheckpointStore:
-    """The requests for one reader of one stream."""
+    """The requests that load and store the checkpoint of one reader of one stream."""
 
     def __init__(self, reader: str, stream: str, mode: Mode) -> None:
         self.reader = reader
@@ -53,13 +59,14 @@ class CheckpointStore:
         self._mode = mode
 
     def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
-        """The kept state; makes the schema where there is none, and the place's row. Raises `ReaderModeChanged`."""
-        found = yield from self._rows(
+        """The stored checkpoint. Makes the schema, and the row of the reader, if they do not exist. Raises
+        `ReaderModeChanged`."""
+        schema = yield from self._rows(
             "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.places')"
             " and attname = 'is_settled') and to_regclass('tidemark_reader.parked') is not null as there"
         )
-        if not found[0]["there"]:
-            # Copies of a reader may make it at the same moment. No advisory lock: any other login could hold that.
+        if not schema[0]["there"]:
+            # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
             yield from self._rows(_SCHEMA)
         yield from self._check_visible()
         places = yield from self._rows(
@@ -84,27 +91,34 @@ class CheckpointStore:
             Place(row["linear"], row["positions"], row["late"], row["is_settled"]),
             None if row["late_part"] is None else (row["late_part"][0], row["late_part"][1]),
             tuple(Range(writer, prev, id) for writer, prev, id in row["owed"]),
-            {it["id"]: DeliveredFact(**it) for it in delivered},
+            {fact["id"]: DeliveredFact(**fact) for fact in delivered},
         )
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
-        """The version of the place, and the name of the open transaction, until whose end nobody else moves it; None
-        where another copy of the reader has it in hand. Waits for nobody."""
-        found = yield from self._rows(
+        """Lock the row of the reader until the transaction ends. Never waits.
+
+        Returns:
+            The stored version, and the name of the open transaction. None: another copy of the reader holds the lock.
+        """
+        locked = yield from self._rows(
             "select version, txid_current()::text as transaction from tidemark_reader.places"
             " where reader = {reader} and stream = {stream} for update skip locked"
         )
-        if not found:
+        if not locked:
             yield from self._check_visible()
-        return (found[0]["version"], found[0]["transaction"]) if found else None
+        return (locked[0]["version"], locked[0]["transaction"]) if locked else None
 
     def save(
-        self, kept: ReaderCheckpoint, more: Iterable[DeliveredFact], forgotten: Iterable[int], transaction: str
+        self, checkpoint: ReaderCheckpoint, more: Iterable[DeliveredFact], forgotten: Iterable[int], transaction: str
     ) -> Generator[Request, Answer, int]:
-        """Write the place, the facts that were `delivered` in addition, and forget others; inside the transaction.
+        """Store the checkpoint, add the facts `more` to those that were delivered, and forget others, inside the
+        transaction.
 
-        Returns the new version, which is of the clock: a database that is restored gives none again. Raises
-        `BatchEnded` where the transaction is not the one any more in which the place was locked.
+        Returns:
+            The new version. It comes from the clock, so a database that is restored never gives out the same one again.
+
+        Raises:
+            BatchEnded: the transaction in which the row was locked has ended.
         """
         written = yield from self._rows(
             "update tidemark_reader.places set mode = {mode}, linear = {linear}, positions = {positions},"
@@ -114,12 +128,12 @@ class CheckpointStore:
             " returning version",
             mode=self._mode,
             transaction=transaction,
-            linear=kept.place.linear,
-            positions=Jsonb(dict(kept.place.positions)),
-            late=kept.place.late,
-            is_settled=kept.place.is_settled,
-            part=None if kept.late_part is None else Jsonb(kept.late_part),
-            owed=Jsonb([(it.writer, it.prev, it.id) for it in kept.owed]),
+            linear=checkpoint.place.linear,
+            positions=Jsonb(dict(checkpoint.place.positions)),
+            late=checkpoint.place.late,
+            is_settled=checkpoint.place.is_settled,
+            part=None if checkpoint.late_part is None else Jsonb(checkpoint.late_part),
+            owed=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.owed]),
         )
         if not written:
             yield from self._check_visible()
@@ -130,9 +144,9 @@ class CheckpointStore:
                 "insert into tidemark_reader.delivered (reader, stream, id, writer, epoch)"
                 " select {reader}, {stream}, * from unnest({ids}::bigint[], {writers}::text[], {epochs}::bigint[])"
                 " on conflict (reader, stream, id) do update set writer = excluded.writer, epoch = excluded.epoch",
-                ids=[it.id for it in added],
-                writers=[it.writer for it in added],
-                epochs=[it.epoch for it in added],
+                ids=[item.id for item in added],
+                writers=[item.writer for item in added],
+                epochs=[item.epoch for item in added],
             )
         if ids := [*forgotten]:
             yield from self._rows(
@@ -153,17 +167,17 @@ class CheckpointStore:
         )
 
     def _check_visible(self) -> Generator[Request, Answer, None]:
-        """Raises `Refused` if row level security hides rows of our tables from this user. The connection is that of the
-        service's own statements, so `row_security` stays as the service has it."""
-        hidden = yield from self._rows(
+        """Raises `Refused` if row level security hides rows of our tables from this user. The connection belongs to the
+        service, so `row_security` stays as the service set it."""
+        hidden_tables = yield from self._rows(
             "select relname as name, current_user::text as role, current_database()::text as database,"
             " pg_has_role(relowner, 'usage') as is_owner from pg_class"
             " where relnamespace = to_regnamespace('tidemark_reader') and relkind = 'r' and row_security_active(oid)"
             " order by relname limit 1"
         )
-        for it in hidden:
-            problem, do = hidden_from(it["role"], f"tidemark_reader.{it['name']}", is_owner=it["is_owner"])
-            raise Refused("Postgres", f"database {it['database']}", problem, do)
+        for table in hidden_tables:
+            problem, do = hidden_from(table["role"], f"tidemark_reader.{table['name']}", is_owner=table["is_owner"])
+            raise Refused("Postgres", f"database {table['database']}", problem, do)
 
     def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:
         return (yield from rows(RunSql("place", self._statement(query, **values))))

@@ -1,7 +1,7 @@
-"""The databases of a reader: addresses, meaning of errors, and the wait for a replica. No connections.
+"""The databases of a reader: addresses, the meaning of errors, and the wait for a replica. No connections.
 
-A position is published after the commits that it stands for, so all of them lie below the place in the write-ahead log
-where the primary is once the position is known: what a replica has to replay before it is read.
+A position is published after the commits that it stands for. So all of these commits are below the position in the
+write-ahead log that the primary has once the position is known. A replica must replay up to there before it is read.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -35,8 +35,13 @@ _REFUSALS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Databases:
-    """Addresses, which may hold passwords: `source` has the backing table, `effects` is the reader's own, `primary`
-    is the server that `source` is a replica of, None where it is none."""
+    """Addresses, which may contain passwords.
+
+    Attributes:
+        source: the database with the backing table.
+        effects: the reader's own database.
+        primary: the server that `source` is a replica of; None: `source` is not a replica.
+    """
 
     source: str = field(repr=False)
     effects: str = field(repr=False)
@@ -47,7 +52,7 @@ class Databases:
 
     @contextmanager
     def translated(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
-        """Turn what psycopg raises into `Unavailable` (go on from the place that is kept) and `Refused`."""
+        """Turn what psycopg raises into `Unavailable` (continue from the stored checkpoint) and `Refused`."""
         try:
             yield
         except psycopg.Error as error:
@@ -55,8 +60,8 @@ class Databases:
             raise explained(error, address(self._dsn(role)), _REFUSALS, user) from error
 
     def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
-        """Raise `Refused` where the server answers, but not us. For the first connection only: later, the server may
-        be out of connections, which libpq reports like a wrong password."""
+        """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the server
+        may have run out of connections, which libpq reports like a wrong password."""
         if answers(self._dsn(role)):
             raise Refused(
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
@@ -74,7 +79,8 @@ class Databases:
 
 
 def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
-    """`RowUnreadable` for what the cursor raised as its rows were fetched, where it is about one of them."""
+    """`RowUnreadable`, if the error that the cursor raised while rows were fetched is about one row; else the error
+    itself."""
     result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
     if result is None or request.id not in names:
         return error
@@ -92,7 +98,7 @@ def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exceptio
 log = get_logger(__name__)
 
 POLL = 0.01  # seconds
-SAY_AFTER = 1000  # polls
+LOG_EVERY = 1000  # polls
 
 _WRITTEN = sql.SQL(
     "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
@@ -108,25 +114,25 @@ SHORT_HEADER, LONG_HEADER = 24, 40  # of a page, and of the first page of a segm
 
 
 def caught_up() -> Generator[Request, Answer, None]:
-    """Return once `source` has replayed what `primary` has written by now."""
+    """Return once `source` has replayed everything that `primary` has written by now."""
     (written,) = yield from rows(RunSql("primary", _WRITTEN))
-    wanted = end_of_records(written["lsn"], written["segment"])
+    target = end_of_records(written["lsn"], written["segment"])
     polls = 0
     while True:
         (replayed,) = yield from rows(RunSql("source", _REPLAYED))
-        if replayed["lsn"] >= wanted:
+        if replayed["lsn"] >= target:
             return
         polls += 1
-        if polls % SAY_AFTER == 0:
-            log.warning("IdleConnection for the replica to replay", bytes=wanted - replayed["lsn"])
+        if polls % LOG_EVERY == 0:
+            log.warning("Waiting for the replica to replay", bytes=target - replayed["lsn"])
         yield Pause(POLL)
 
 
 def end_of_records(insert: int, segment: int) -> int:
-    """The end of the last record of a primary that would insert the next one at `insert`.
+    """The end of the last record of a primary that would insert the next record at `insert`.
 
-    Where that is the first byte behind a page's header, no record reaches into the page: a replica that has replayed
-    everything stands before the header, and would not move until the next record is written.
+    If `insert` is the first byte after a page header, no record reaches into that page. A replica that has replayed
+    everything is then before the header, and moves only when the next record is written.
     """
     if insert % segment == LONG_HEADER:
         return insert - LONG_HEADER

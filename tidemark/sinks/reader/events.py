@@ -1,6 +1,6 @@
-"""Events, which a follower hands over, and a follower's place among them. Values only.
+"""Events, which a follower hands over, and the place of a follower among them. Values only.
 
-IDs are signed; times are the pipeline's batch times (ms since 1970).
+IDs are signed. Times are the batch times of the pipeline, in milliseconds since 1970.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,12 @@ from tidemark.streaming.values.limits import Evidence
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The position of `writer` moved over `(prev, id]`; `prev` is where the writer's last event ended.
+    """The position of `writer` moved over `(prev, id]`. `prev` is where the last event of the writer ended.
 
-    `evidence` is of `(claimed, id]`. That is the same range, but where the reader stood in the middle of it: then the
-    counts are upper bounds for `(prev, id]`. `linear` is the linear position after the batch that made the advance.
+    Attributes:
+        evidence: how the IDs of `(claimed, id]` were settled. If the reader began inside that range, `prev` is beyond
+            `claimed`, and the counts are upper bounds for `(prev, id]`.
+        linear: the linear position after the batch of the advance.
     """
 
     writer: str
@@ -30,16 +32,16 @@ class Advance:
 
     @property
     def proven_empty(self) -> bool:
-        """Nothing was written there: who reads the table for it finds nothing."""
+        """No facts were written there: a reader of the table finds no rows."""
         return self.evidence.proves_empty
 
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Completed IDs `(prev, id]` of `writer` whose evidence is gone: read the table for them.
+    """`(prev, id]` of `writer` is complete, and its evidence is not available any more: read the table for it.
 
-    Without a `writer`: those of every writer but the ones in `besides`, up to the linear position `id`. A writer may
-    have come and gone while nobody followed, and no list tells of it any more.
+    Without a `writer`: the same for every writer except those in `besides`, up to the linear position `id`. A writer
+    may have joined and retired while nobody followed, and no list names it any more.
     """
 
     writer: str | None
@@ -56,8 +58,10 @@ class Reread:
 class LinearMove:
     """The linear position moved over `(prev, id]`.
 
-    `advances` are those that touch the range; one across an end of it is in two lines. `known` tells whether they are
-    all that there are, each with its evidence: else there may be facts that none of them counts.
+    Attributes:
+        advances: the advances that touch the range. An advance across an end of it is in two moves.
+        known: whether `advances` are all advances of the range, each with its evidence. If not, the range may hold
+            facts that none of them counts.
     """
 
     prev: int
@@ -67,17 +71,22 @@ class LinearMove:
 
     @property
     def proven_empty(self) -> bool:
-        """Nothing was written there, by whomever: who reads the table for it finds nothing."""
+        """No writer wrote a fact there: a reader of the table finds no rows."""
         return self.known and all(advance.proven_empty for advance in self.advances)
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Completions in `(prev, id]` of `writer` that came after the range was settled without them; see `why`:
-    `skipped` by an operator; the source `regressed` (its database was restored and gave these IDs out again); `final`:
-    the linear position had passed the ID, or another writer had completed it; `announced` as empty by their own writer.
+    """Completions in `(prev, id]` of `writer` that came after the range was settled without them. Each is handed over
+    once.
 
-    `number` ascends; each is handed over once. The range holds no ID of `writer` that was completed in time.
+    Attributes:
+        number: ascends with each late completion of the stream.
+        why: `skipped`: an operator skipped the range. `regressed`: the source database was restored and gave these IDs
+            out again. `final`: the linear position had passed the ID, or another writer had completed it. `announced`:
+            their own writer had declared the range empty.
+
+    The range holds no ID of `writer` that was completed in time.
     """
 
     number: int
@@ -93,7 +102,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class LateLost:
-    """Late completions numbered `(after, number]` are not listed any more: Tidemark's Postgres would know them."""
+    """Late completions numbered `(after, number]` are not listed any more. Tidemark's Postgres may still have them."""
 
     after: int
     number: int
@@ -104,13 +113,15 @@ Event = Advance | Reread | LinearMove | Late | LateLost
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A plain value, to be stored as you like. It says more than a token: what was handed over, and not what is true.
+    """What was handed over to a follower: a plain value, to be stored in any form. A token says what is complete; a
+    place says what one reader has.
 
-    Each writer stands at its entry in `positions`, which may lie below `linear`; a writer without one stands at
-    `linear`. `late` is the number of the last late completion. In linear mode `positions` is empty.
-
-    `is_settled`: a reader of a table has the rows up to `linear` of writers that Tidemark does not know too. A table
-    that is older than its stream has such rows. False is always safe: the range is read, again if need be.
+    Attributes:
+        linear: the place of every writer that has no entry in `positions`.
+        positions: by writer; an entry may be below `linear`. Empty in linear mode.
+        late: the number of the last late completion.
+        is_settled: a reader of a table has the rows up to `linear` of writers that Tidemark does not know, too. A table
+            that is older than its stream has such rows. False is always safe: the range is read, again if necessary.
     """
 
     linear: int = 0
@@ -120,5 +131,5 @@ class Place:
 
     @classmethod
     def after(cls, token: Token, late: int = 0) -> "Place":
-        """The place of a reader of all that `token` stands for, and of late completions up to number `late`."""
+        """The place of a reader that has everything up to `token`, and late completions up to number `late`."""
         return cls(token.linear, dict(token.positions), late)

@@ -1,9 +1,9 @@
-"""The program behind `follow`: takes a stream's list of advances, for as long as it lasts, into events. No sockets.
+"""The program behind `follow`: turns a stream's list of advances into events, for as long as it runs. No sockets.
 
-The list in Redis is a convenience that may be cut, emptied and begun anew at any time. So each reading of the list
-begins with the entry that the last one ended with: where that entry is gone, the list is read from its start, and
-Postgres is asked for what the list does not hold (or the reader is told to read the table). And whatever the list says,
-a reading is over only when each writer stands where the positions say, which Redis gives in the same transaction.
+The list in Redis may be cut, emptied and begun again at any time. So each reading begins with the entry that the last
+reading ended with. If that entry is gone, the list is read from its start, and Postgres is asked for what the list does
+not hold; without Postgres the reader is told to read the table. And a reading is complete only when each writer is at
+the position that Redis gives in the same transaction.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -31,75 +31,85 @@ from tidemark.sinks.reader.token import Token
 
 log = get_logger(__name__)
 
-PAGE = 5000  # advances that Postgres is asked for at once: what is in hand is not let grow, and servers answer in time
+PAGE = 5000  # advances that Postgres is asked for at once: bounds the memory, and the time of an answer
 
 
 class ListMerge:
-    """Call `misses`, `remember` where it says so, then `take`, and `complete` where the list does not go on.
+    """One list, merged into the events of a stream.
 
-    `completed`: the reader stands where the positions said that came with the list's newest entry.
+    Call `misses`, then `add_history` if it returns True, then `take`, and `complete` if the list has no more entries.
+
+    Args:
+        joining: the events so far.
+        completed: the reader has everything up to the positions that came with the newest entry of the list.
     """
 
-    def __init__(self, joining: EventMerge, *, completed: bool) -> None:
-        self._joining = joining
-        self.recalled = False  # Postgres has told all that it knows
+    def __init__(self, merge: EventMerge, *, completed: bool) -> None:
+        self._merge = merge
+        self.has_history = False  # everything that Postgres has was added
         self._completed = completed
-        # The list has shown an entry that was handed over before: nothing was cut off behind it. One that was filled
-        # anew has advances only where it has all late completions (sinks.redis.mirror).
-        self._seam = False
+        # The list has an entry that was handed over before: nothing after it was cut off. A list that was filled again
+        # has advances only if it has all late completions (sinks.redis.mirror).
+        self._overlaps = False
 
-    def misses(self, seen: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
-        """Whether the list may lack evidence of what `seen` shows, so that Postgres should be asked before it is taken.
-        `items` are its entries.
+    def misses(self, keys: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
+        """Whether the list may lack evidence of what `keys` shows, so that Postgres should be asked before the list is
+        taken.
 
-        True of every list at first: it holds neither what was cut off nor writers that came and went.
+        True for every list at first: it has neither entries that were cut off nor writers that joined and retired
+        meanwhile.
+
+        Args:
+            seen: the keys of the stream.
+            items: their list entries, parsed.
         """
         if not self._completed:
-            return not self.recalled
-        trial = EventMerge(self._joining.place)
+            return not self.has_history
+        trial = EventMerge(self._merge.place)
         for item in items:
             if isinstance(item, Advance):
-                if trial.leaves_hole(item):
+                if trial.leaves_gap(item):
                     return True
                 all(trial.advance(item))
             elif item is not None:
                 all(trial.complete(item))
-        return not seen.more and trial.behind(seen.positions, seen.late)
+        return not keys.more and trial.is_behind(keys.positions, keys.late)
 
-    def remember(self, past: StreamHistory) -> Iterator[Event]:
-        """Take in a page of what Postgres knows: with the last one, all that was published before it was asked."""
-        self.recalled = not past.more
-        for writer, (position, advances) in past.chains.items():
+    def add_history(self, history: StreamHistory) -> Iterator[Event]:
+        """Add a page of history from Postgres. With the last page, everything is there that was published before it was
+        read."""
+        self.has_history = not history.more
+        for writer, (position, advances) in history.chains.items():
             for advance in advances:
-                yield from self._joining.advance(advance)
-            yield from self._joining.reach(writer, position)
-        for late in past.late:
-            yield from self._joining.complete(late)
+                yield from self._merge.advance(advance)
+            yield from self._merge.reach(writer, position)
+        for late in history.late:
+            yield from self._merge.complete(late)
 
     def take(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
         for item in items:
             if isinstance(item, Advance):
-                new = [*self._joining.advance(item)]
-                self._seam = self._seam or not new
+                new = [*self._merge.advance(item)]
+                self._overlaps = self._overlaps or not new
                 yield from new
             elif item is not None:
-                if not (self.recalled or self._completed or self._seam):
-                    yield from self._joining.lose_late(item.number - 1)
-                new_late = [*self._joining.complete(item)]
-                self._seam = self._seam or not new_late
+                if not (self.has_history or self._completed or self._overlaps):
+                    yield from self._merge.lose_late(item.number - 1)
+                new_late = [*self._merge.complete(item)]
+                self._overlaps = self._overlaps or not new_late
                 yield from new_late
 
-    def complete(self, seen: StreamKeys) -> Iterator[Event]:
-        """Nothing is left on the list that was published when `seen` was read."""
-        assert seen.linear is not None
-        for writer, position in seen.positions.items():
-            yield from self._joining.reach(writer, position)
-        if not (self._completed or self._joining.is_settled):
-            yield from self._joining.read_all(seen.linear, seen.positions)
-        elif not (self.recalled or self._completed):
-            yield from self._joining.sweep(seen.linear, seen.positions)
-        yield from self._joining.lose_late(seen.late)
-        self._joining.settle(seen.linear, seen.positions)
+    def complete(self, keys: StreamKeys) -> Iterator[Event]:
+        """Call this when the list has no entry left that was published before `keys` was read."""
+        assert keys.linear is not None
+        for writer, position in keys.positions.items():
+            yield from self._merge.reach(writer, position)
+        if not (self._completed or self._merge.is_settled):
+            yield from self._merge.read_all(keys.linear, keys.positions)
+        elif not (self.has_history or self._completed):
+            yield from self._merge.sweep(keys.linear, keys.positions)
+        yield from self._merge.lose_late(keys.late)
+        self._merge.settle(keys.linear, keys.positions)
         self._completed = True
 
 
@@ -108,18 +118,22 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Everything published at the last reading has been handed over. For programs that build on this one."""
+    """Everything published at the last reading was handed over. For programs that build on this one."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
 
 
 class FollowProgram:
-    """`since` is what the reader has; None: what is published at the first reading.
+    """The program that follows one stream.
 
-    A token says nothing of late completions: those that are known at the first reading are not handed over then.
-    `reads_table`: the caller reads a table, which may be older than the stream. Until its place `is_settled`, the
-    ranges of rows whose writers Tidemark does not know are handed over too.
+    A token says nothing about late completions: those that are known at the first reading are not handed over.
+
+    Args:
+        since: what the reader has; None: what is published at the first reading.
+        page: how many advances Postgres is asked for at once.
+        reads_table: the caller reads a table, which may be older than the stream. Until its place `is_settled`, the
+            ranges of rows whose writers Tidemark does not know are handed over too.
     """
 
     def __init__(
@@ -130,111 +144,111 @@ class FollowProgram:
         self._stream = stream
         self._mode = mode
         self._since = since
-        self._joining: EventMerge | None = None
-        self._lines: LinearEvidence | None = None
-        self._said = False
+        self._merge: EventMerge | None = None
+        self._linear_evidence: LinearEvidence | None = None
+        self._has_logged = False
 
     @property
     def place(self) -> Place | None:
-        """The place after the last event handed over; None while Redis is recovering and we began nowhere."""
-        if self._joining is None:
+        """The place after the last event that was handed over. None while nothing is known, if no `since` was given."""
+        if self._merge is None:
             return self._since if isinstance(self._since, Place) else None
-        place = self._joining.place
-        return Place(self._lines.linear, {}, place.late, is_settled=True) if self._lines else place
+        place = self._merge.place
+        return Place(self._linear_evidence.linear, {}, place.late, is_settled=True) if self._linear_evidence else place
 
     @property
     def writers(self) -> int:
         """The number of known writers of the stream."""
-        return len(self._joining.reached) if self._joining else 0
+        return len(self._merge.reached) if self._merge else 0
 
     def steps(self) -> Steps:
         while True:
             yield from self._follow_list()
 
     def _follow_list(self) -> Steps:
-        """Until the list is not the one any more that we read so far."""
-        # Of writers Postgres tells all that came before the list's end; the line needs what the list holds above it.
+        """Runs until the list is not a continuation of what was read so far."""
+        # Postgres has everything of writers up to the end of the list. Linear mode needs entries above it.
         ends = self._mode == "vector"
-        fresh = self._joining is None and self._since is None
-        seen = yield from self._seen_of(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
-        if self._joining is None and seen.linear is not None:
-            while self._since is None and seen.more:
-                seen = yield from self._seen_of(ReadList(self._stream, seen.entries[-1]))
-            self._begin(seen)
-        if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
-            if not self._said:
-                log.warning("Nothing is known of the stream yet; waiting for it", stream=self._stream)
-            self._said = True
-            yield from self._await_entry(seen)
+        fresh = self._merge is None and self._since is None
+        keys = yield from self._read_keys(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
+        if self._merge is None and keys.linear is not None:
+            while self._since is None and keys.more:
+                keys = yield from self._read_keys(ReadList(self._stream, keys.entries[-1]))
+            self._begin(keys)
+        if self._merge is None or keys.linear is None:  # Redis does not know the stream: it is recovering
+            if not self._has_logged:
+                log.warning("Waiting for a stream that is not known yet", stream=self._stream)
+            self._has_logged = True
+            yield from self._await_entry(keys)
             return
-        if self._lines:
-            self._lines.doubt()
-        listing = ListMerge(self._joining, completed=ends and fresh)
-        after: ListEntry | None = None
+        if self._linear_evidence:
+            self._linear_evidence.mark_uncertain()
+        list_merge = ListMerge(self._merge, completed=ends and fresh)
+        last_entry: ListEntry | None = None
         if ends and not fresh:
-            yield from self._recall(listing, self._joining)
-            if self._joining.behind(seen.positions, seen.late) or not listing.recalled:
-                seen = yield from self._seen_of(ReadList(self._stream, None))
-        if seen.linear is None:
+            yield from self._add_history(list_merge, self._merge)
+            if self._merge.is_behind(keys.positions, keys.late) or not list_merge.has_history:
+                keys = yield from self._read_keys(ReadList(self._stream, None))
+        if keys.linear is None:
             return
         while True:
-            items = [*map(parse_entry, seen.entries)]
-            if listing.misses(seen, items):
-                yield from self._recall(listing, self._joining)
-            yield from self._handed(listing.take(items))
-            if seen.entries:
-                after = seen.entries[-1]
-            if not seen.more:
-                yield from self._handed(listing.complete(seen))
-                if self._lines:
-                    yield from self._lines.move(seen.linear, seen.positions)
+            items = [*map(parse_entry, keys.entries)]
+            if list_merge.misses(keys, items):
+                yield from self._add_history(list_merge, self._merge)
+            yield from self._writer_events(list_merge.take(items))
+            if keys.entries:
+                last_entry = keys.entries[-1]
+            if not keys.more:
+                yield from self._writer_events(list_merge.complete(keys))
+                if self._linear_evidence:
+                    yield from self._linear_evidence.move(keys.linear, keys.positions)
                 yield CaughtUp()
-                yield from self._await_entry(seen)
-            if after is None:  # an empty list gives no hold: it may have been longer, and cut, before we look again
+                yield from self._await_entry(keys)
+            if last_entry is None:  # after an empty list there is no entry to continue from
                 return
-            seen = yield from self._seen_of(ReadList(self._stream, after))
-            if seen.linear is None or not seen.joined:
+            keys = yield from self._read_keys(ReadList(self._stream, last_entry))
+            if keys.linear is None or not keys.joined:
                 return
 
-    def _begin(self, seen: StreamKeys) -> None:
-        assert seen.linear is not None
+    def _begin(self, keys: StreamKeys) -> None:
+        assert keys.linear is not None
         match self._since:
             case None:
-                place = Place(seen.linear, seen.positions, seen.late, is_settled=True)
+                place = Place(keys.linear, keys.positions, keys.late, is_settled=True)
             case Token() as token:
-                place = Place.after(token, seen.late)
+                place = Place.after(token, keys.late)
             case Place() as place:
                 pass
         if not self._reads_table:
             place = replace(place, is_settled=True)
         if self._mode == "linear":
             place = Place(place.linear, {}, place.late, is_settled=True)
-            self._lines = LinearEvidence(place.linear)
-        self._joining = EventMerge(place)
+            self._linear_evidence = LinearEvidence(place.linear)
+        self._merge = EventMerge(place)
 
-    def _handed(self, events: Iterable[Event]) -> Iterator[Event]:
-        """In linear mode the writers' events are only noted."""
+    def _writer_events(self, events: Iterable[Event]) -> Iterator[Event]:
+        """In linear mode the events of writers are only noted."""
         for event in events:
-            if self._lines and isinstance(event, Advance | Reread):
-                self._lines.note(event)
+            if self._linear_evidence and isinstance(event, Advance | Reread):
+                self._linear_evidence.note(event)
             else:
                 yield event
 
-    def _seen_of(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, StreamKeys]:
-        seen = yield from patiently(request)
-        assert isinstance(seen, StreamKeys)
-        return seen
+    def _read_keys(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, StreamKeys]:
+        keys = yield from patiently(request)
+        assert isinstance(keys, StreamKeys)
+        return keys
 
-    def _recall(self, listing: ListMerge, joining: EventMerge) -> Generator[Request | Event, Answer, None]:
-        """Ask Postgres, page after page."""
+    def _add_history(self, list_merge: ListMerge, merge: EventMerge) -> Generator[Request | Event, Answer, None]:
+        """Read the history in Postgres, page after page."""
         while True:
-            past = yield from patiently(ReadHistory(self._stream, joining.place, self._page))
-            if past is None:
+            history = yield from patiently(ReadHistory(self._stream, merge.place, self._page))
+            if history is None:
                 return
-            assert isinstance(past, StreamHistory)
-            yield from self._handed(listing.remember(past))
-            if not past.more:
+            assert isinstance(history, StreamHistory)
+            yield from self._writer_events(list_merge.add_history(history))
+            if not history.more:
                 return
 
-    def _await_entry(self, seen: StreamKeys) -> Generator[Request, Answer, None]:
-        yield from patiently(AwaitEntry(self._stream, seen.last, LONGEST_WAIT))
+    def _await_entry(self, keys: StreamKeys) -> Generator[Request, Answer, None]:
+        yield from patiently(AwaitEntry(self._stream, keys.last, LONGEST_WAIT))

@@ -1,4 +1,5 @@
-"""Tidemark's Postgres in the place of Redis: for what its list does not reach back to, and for all of it meanwhile."""
+"""The history of a stream in Tidemark's Postgres: for what Redis does not list any more, and for everything while Redis
+is down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
-NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
-SECONDS = 4.0  # that one statement may take: it is bounded, so more shows a server that has too much to do
+NEWEST = 10_000  # advances per writer; older ranges are read from the table
+SECONDS = 4.0  # for one statement: its work is bounded, so a longer time shows an overloaded server
 
 
 class History:
-    """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
+    """Needs the rights of the role tidemark_reader. Any thread may call. Raises `Unavailable` (call again) and
     `Refused`."""
 
     def __init__(self, dsn: Dsn) -> None:
@@ -25,11 +26,11 @@ class History:
         self._postgres.close()
 
     def keys(self, stream: str) -> StreamKeys:
-        """The positions of `stream`, as a Redis that lists nothing would tell them."""
-        found = self._postgres.positions([stream]).get(stream)
-        if found is None:
+        """The positions of `stream`, in the form of a Redis that lists no advances."""
+        positions = self._postgres.positions([stream]).get(stream)
+        if positions is None:
             return StreamKeys(None, {}, joined=False)
-        return StreamKeys(found.linear, found.positions, found.late, found.allocated, joined=False)
+        return StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated, joined=False)
 
     def past(self, request: ReadHistory) -> StreamHistory:
         place, stream = request.place, request.stream
@@ -46,37 +47,45 @@ class History:
         )
 
     def missed(self, since: DurableMark, most: int) -> "MissedChanges | None":
-        """What moved any stream since a mark; None where that is more than `most` advances, or not kept any more."""
-        found = self._postgres.missed(since, most, SECONDS)
-        if found is None:
+        """What moved any stream since a mark. None if that is more than `most` advances, or not stored any more."""
+        changes = self._postgres.missed(since, most, SECONDS)
+        if changes is None:
             return None
         return MissedChanges(
             {
                 stream: [
-                    *sorted(map(_advance, found.advances.get(stream, ())), key=lambda it: abs(it.id)),
-                    *map(_late, found.late.get(stream, ())),
+                    *sorted(map(_advance, changes.advances.get(stream, ())), key=lambda advance: abs(advance.id)),
+                    *map(_late, changes.late.get(stream, ())),
                 ]
-                for stream in found.streams
+                for stream in changes.streams
             },
-            found.streams,
+            changes.streams,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MissedChanges:
-    """The events of each stream to which anything was done, in order per writer, and where it stands."""
+    """The events of each stream that moved, in order per writer, and its positions after them."""
 
     events: Mapping[str, Sequence[Advance | Late]]
     streams: Mapping[str, StreamChange]
 
 
 def _advance(past: StoredAdvance) -> Advance:
-    told = past.advance
+    advance = past.advance
     return Advance(
-        told.writer, told.epoch, told.prev, told.id, told.evidence, told.prev, past.linear, past.batch, past.time
+        advance.writer,
+        advance.epoch,
+        advance.prev,
+        advance.id,
+        advance.evidence,
+        advance.prev,
+        past.linear,
+        past.batch,
+        past.time,
     )
 
 
 def _late(past: StoredLate) -> Late:
-    told = past.late
-    return Late(past.number, told.writer, told.epoch, told.prev, told.id, told.facts, told.why, past.batch, past.time)
+    late = past.late
+    return Late(past.number, late.writer, late.epoch, late.prev, late.id, late.facts, late.why, past.batch, past.time)

@@ -1,9 +1,9 @@
-"""Joins what lists, history and positions say of a stream into one chain of events per writer. Pure.
+"""Merges what lists, history and positions say about a stream into one chain of events per writer. Pure.
 
-Whatever is fed, twice, out of a list that began anew, or with holes: each writer's events join exactly, the `prev` of
-one the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice. One that was gone and comes
-back begins where the line was, as a new one does. `LinearEvidence` makes moves of the linear position out of the
-writers' events.
+The input may come twice, from a list that began again, or with gaps. The events of each writer join exactly: the `prev`
+of one is the `id` of the one before (Rule 3), and nothing is handed over twice. A writer that retired and joins again
+begins at the linear position, as a new one does. `LinearEvidence` makes moves of the linear position from the events of
+writers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +16,9 @@ from tidemark.streaming.values.direction import beyond, farther
 class LinearEvidence:
     """Turns moves of the linear position into `LinearMove` events.
 
-    An ID may be passed by the line before its writer's position is there, and by writers that we never heard of while
-    we were away. So `known` is claimed only for a range that lies beyond all that stood when we began to watch, that
-    every writer has passed, and of whose advances none has lost its evidence.
+    The linear position may pass an ID before the position of its writer is known here, and it may pass IDs of writers
+    that joined and retired while nobody followed. So `known` is true only for a range that is beyond every position at
+    the start, that every writer has passed, and whose advances all have their evidence.
     """
 
     def __init__(self, linear: int) -> None:
@@ -27,16 +27,17 @@ class LinearEvidence:
         self._events: list[Advance | Reread] = []
 
     def note(self, event: Advance | Reread) -> None:
-        """A writer's position moved."""
+        """The position of a writer moved."""
         if beyond(event.id, self.linear):
             self._events.append(event)
 
-    def doubt(self) -> None:
+    def mark_uncertain(self) -> None:
         """Advances may have been missed."""
         self._watched_from = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
-        """The line stands at `linear` and the writers at their positions; all their moves so far were noted."""
+        """The linear position is at `linear`, and the writers are at their positions. All moves of writers so far were
+        noted."""
         if beyond(linear, self.linear):
             touching = [event for event in self._events if beyond(linear, event.prev)]
             known = (
@@ -54,7 +55,7 @@ class LinearEvidence:
 
 
 class EventMerge:
-    """Feed it anything that is true; it yields what is new, and has moved when an event is taken from it."""
+    """Feed it anything that is true: it yields what is new. Its place has moved when an event is taken from it."""
 
     def __init__(self, place: Place) -> None:
         self._linear = place.linear
@@ -73,7 +74,7 @@ class EventMerge:
 
     @property
     def linear(self) -> int:
-        """The position up to which writers that are not known were handed over."""
+        """The place of writers that are not known."""
         return self._linear
 
     @property
@@ -82,30 +83,30 @@ class EventMerge:
 
     @property
     def reached(self) -> Mapping[str, int]:
-        """The position up to which each known writer was handed over."""
+        """The place of each known writer."""
         return self._reached
 
     def at(self, writer: str) -> int:
         return self._reached.get(writer, self._linear)
 
-    def leaves_hole(self, advance: Advance) -> bool:
-        """Whether IDs between where we stand and where the advance begins are settled by what we have not seen."""
+    def leaves_gap(self, advance: Advance) -> bool:
+        """Whether the advance begins beyond the place of its writer: what settled the IDs between was not seen."""
         return beyond(advance.prev, self.at(advance.writer))
 
     def advance(self, advance: Advance) -> Iterator[Advance | Reread]:
-        here = self.at(advance.writer)
-        if beyond(advance.id, here):
-            if self.leaves_hole(advance):
+        reached = self.at(advance.writer)
+        if beyond(advance.id, reached):
+            if self.leaves_gap(advance):
                 yield from self.reach(advance.writer, advance.prev)
             self._reached[advance.writer] = advance.id
-            yield replace(advance, prev=here) if beyond(here, advance.prev) else advance
+            yield replace(advance, prev=reached) if beyond(reached, advance.prev) else advance
 
     def reach(self, writer: str, position: int) -> Iterator[Reread]:
-        """The writer stands at `position`, and nothing tells how it came there."""
-        here = self.at(writer)
-        if beyond(position, here):
+        """The writer is at `position`, and its advances up to there are not available."""
+        reached = self.at(writer)
+        if beyond(position, reached):
             self._reached[writer] = position
-            yield Reread(writer, here, position)
+            yield Reread(writer, reached, position)
 
     def complete(self, late: Late) -> Iterator[Late]:
         if late.number > self._late:
@@ -113,18 +114,16 @@ class EventMerge:
             yield late
 
     def lose_late(self, number: int) -> Iterator[LateLost]:
-        """Late completions up to `number` were published, and nothing tells of those after ours."""
+        """Late completions up to `number` were published, and those after the last one are not available."""
         if number > self._late:
             after, self._late = self._late, number
             yield LateLost(after, number)
 
     def sweep(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
-        """Of writers other than those that stand here, nothing tells any more what they did before they were gone.
-
-        That was up to `linear`, because only a writer that the line has passed leaves.
-        """
-        for gone in sorted(self._reached.keys() - writers.keys()):
-            yield from self.reach(gone, linear)
+        """Hand over ranges of writers other than `writers`: they retired, and their last advances are not available.
+        They went up to `linear` at most, because a writer leaves only when the linear position has passed it."""
+        for left_writer in sorted(self._reached.keys() - writers.keys()):
+            yield from self.reach(left_writer, linear)
         if beyond(linear, self._linear):
             self._know(writers)
             prev, self._linear = self._linear, linear
@@ -134,30 +133,36 @@ class EventMerge:
         """The first reading of a stream: hand over every range up to `linear` that no event has named.
 
         The table may be older than the stream. Then it has rows of writers that Tidemark does not know, rows without a
-        writer, and rows of known writers beyond what their advances tell. All of them are committed, as is everything
-        up to the linear position.
+        writer, and rows of known writers beyond their advances. All of them are committed, as everything up to the
+        linear position is.
         """
         for writer in sorted(writers):
             yield from self.reach(writer, linear)
         yield from self.sweep(linear, writers)
 
     def settle(self, linear: int, writers: Iterable[str]) -> None:
-        """No writers are left but those we know and `writers`: who comes later, begins beyond `linear`.
+        """No writers are left except those that are known and `writers`. A writer that comes later begins beyond
+        `linear`.
 
-        A writer joins before it reserves, so the line cannot pass an ID of one that has not joined (docs/design.md 3).
-        Nor of one that is gone and the line has passed: it need not be known any more, or names would pile up for ever.
+        A writer joins before it reserves, so the linear position cannot pass an ID of a writer that has not joined
+        (docs/design.md 3). A writer that has left and that the linear position has passed is forgotten, so names do not
+        accumulate.
         """
-        here = {*writers}
+        listed = {*writers}
         self._is_settled = True
-        self._know(here)
+        self._know(listed)
         self._linear = farther(linear, self._linear)
-        for gone in [it for it in self._reached if it not in here and not beyond(self._reached[it], self._linear)]:
-            del self._reached[gone]
+        for left_writer in [
+            writer
+            for writer in self._reached
+            if writer not in listed and not beyond(self._reached[writer], self._linear)
+        ]:
+            del self._reached[left_writer]
 
     def _know(self, writers: Iterable[str]) -> None:
         for writer in writers:
             self._reached.setdefault(writer, self._linear)
 
-    def behind(self, positions: Mapping[str, int], late: int) -> bool:
-        """Whether something was published that we have not been fed."""
+    def is_behind(self, positions: Mapping[str, int], late: int) -> bool:
+        """Whether something was published that was not fed in."""
         return late > self._late or any(beyond(id, self.at(writer)) for writer, id in positions.items())

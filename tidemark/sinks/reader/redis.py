@@ -1,7 +1,7 @@
-"""Redis as the reader's library uses it, in both forms: commands of a request, meaning of the replies, errors.
+"""Redis as the reader library uses it: the commands of a request, the meaning of the replies, sessions and errors.
 
-No sockets: a client, for threads or for asyncio, carries the commands out. The lists that are parsed here are written
-by `publish.lua`.
+A client of redis-py, for threads or for asyncio, carries the commands out. `publish.lua` writes the lists that are
+parsed here.
 """
 
 import sys
@@ -95,7 +95,7 @@ def translated(client: Any) -> Iterator[None]:
         raise redis_error(error, whereabouts(client), REMEDIES) from error
 
 
-# Advances are kept by the ten thousand, and say the same of evidence, line, batch and time as those beside them.
+# There are tens of thousands of advances, and neighbours have equal evidence, linear position, batch and time.
 _shared = lru_cache(1024)(int)
 
 
@@ -148,11 +148,11 @@ for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
 end
 return replies
 """
-PAGE = 1000  # entries of a list in one reading: an event loop decodes them in about 15 ms
+PAGE = 1000  # list entries per reading: an event loop decodes them in about 15 ms
 
 
 def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
-    """Put the commands on a transaction of either form of redis-py's client."""
+    """Put the commands of `request` on a pipeline of either form of redis-py."""
     pipe.get(key(request.stream, "linear"))
     pipe.hgetall(key(request.stream, "positions"))
     pipe.hget(key(request.stream, "fence"), "late")
@@ -172,7 +172,7 @@ def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
         pipe = client.pipeline(transaction=True)
         queue_commands(pipe, request)
         return pipe.execute()
-    # Its transactions for asyncio run on a loop of their own. A script is as much one moment, on the stream's node.
+    # Transactions of a cluster's asyncio client run on a loop of their own. A script is one moment too, on one node.
     noted = _CommandRecorder()
     queue_commands(noted, request)
     names = dict.fromkeys(command[1] for command in noted.commands)
@@ -180,9 +180,9 @@ def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
 
 
 class _CommandRecorder(CoreCommands):
-    """Takes redis-py's commands, and sends none."""
+    """Records the commands that redis-py would send, and sends none."""
 
-    _event_dispatcher: Any = None  # wanted by the type of these commands, and used by none of ours
+    _event_dispatcher: Any = None  # the type of these commands needs it; the commands used here do not
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -192,27 +192,29 @@ class _CommandRecorder(CoreCommands):
 
 
 def is_named(client: Any, stream: str) -> Any:
-    """Whether Redis lists the stream; of an asyncio client's, the coroutine."""
+    """Whether Redis lists the stream; for an asyncio client, the coroutine."""
     return client.sismember(STREAMS, stream)
 
 
 def is_filled(client: Any) -> Any:
-    """Whether a pipeline looks after this Redis; of an asyncio client's, the coroutine."""
+    """Whether a pipeline keeps this Redis filled; for an asyncio client, the coroutine."""
     return client.exists(SENTINEL)
 
 
 def await_entry(client: Any, request: AwaitEntry) -> Any:
-    """Block until the list goes on or the time is over; of an asyncio client's, the coroutine."""
-    milliseconds = max(1, round(1000 * request.seconds))  # 0 would be for ever
+    """Block until the list has a new entry, or until the time is over; for an asyncio client, the coroutine."""
+    milliseconds = max(1, round(1000 * request.seconds))  # 0 would block for ever
     return client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
 def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
-    """Raises redis-py's `ResponseError` where the keys hold what is not ours."""
+    """Raises redis-py's `ResponseError` if the keys hold what Tidemark does not write."""
     try:
         return _read_reply(request, reply)
     except ValueError as error:
-        raise redis.ResponseError(f"stream {request.stream}: its keys hold what is no number: {error}") from None
+        raise redis.ResponseError(
+            f"stream {request.stream}: its keys hold a value that is not a number: {error}"
+        ) from None
 
 
 def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
@@ -242,7 +244,7 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
 
 
 def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
-    """From names and values, also in turn, as a script's replies have them."""
+    """Fields as text. The replies of a script have names and values in turn."""
     pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
     return {
         name.decode() if isinstance(name, bytes) else name: value.decode() if isinstance(value, bytes) else value

@@ -18,12 +18,12 @@ from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-LONGEST_WAIT = 1.0  # seconds between two readings: the line may move without an entry on the list (a writer retires)
+LONGEST_WAIT = 1.0  # seconds between two readings: the linear position may move without a list entry (a writer retires)
 
 
 @dataclass(frozen=True, slots=True)
 class ListEntry:
-    """An item of a stream's list of advances in Redis, as it stands there."""
+    """An entry of a stream's list of advances in Redis, unparsed."""
 
     name: str
     fields: Mapping[str, str] = field(hash=False)
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReadList(Request):
-    """Read all keys of `stream` in one transaction, and what its list holds from `after` on; None: from its start."""
+    """Read all keys of `stream` in one transaction, and the list entries after `after` (None: from its start)."""
 
     stream: str
     after: ListEntry | None
@@ -44,7 +44,7 @@ class ReadList(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadNewest(Request):
-    """Read all keys of `stream` in one transaction, and the newest entry of its list, to read on from there."""
+    """Read all keys of `stream` in one transaction, and the newest entry of its list, to continue from there."""
 
     stream: str
 
@@ -58,11 +58,15 @@ class ReadKeys(Request):
 
 @dataclass(frozen=True, slots=True)
 class StreamKeys:
-    """The answer to `ReadList`, `ReadNewest` and `ReadKeys`. `linear` is None where Redis knows nothing of the stream;
-    `allocated` is the highest ID that any record of it named, None where that is not known.
+    """The answer to `ReadList`, `ReadNewest` and `ReadKeys`.
 
-    `entries` of a `ReadList` begin behind `after`; `joined` tells whether `after` still stands there (always, without
-    an `after`). `more` says that the list goes on. `last` names the newest entry of the list that was read.
+    Attributes:
+        linear: None if Redis does not know the stream.
+        allocated: the highest ID that any record of the stream named; None: not known.
+        entries: of a `ReadList`, the entries after `after`.
+        joined: whether `after` is still on the list. True without an `after`.
+        more: whether the list has more entries.
+        last: the name of the newest entry that was read.
     """
 
     linear: int | None
@@ -77,15 +81,15 @@ class StreamKeys:
 
 @dataclass(frozen=True, slots=True)
 class ReadName(Request):
-    """Look whether there may be a stream of that name. Answered by a bool: False where Postgres, or without one a Redis
-    that is filled, has never heard of it."""
+    """Ask whether a stream of that name may exist. Answered by a bool. False: Postgres, or without Postgres a filled
+    Redis, does not know it."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
-    """Return when the list of `stream` goes on behind the entry named `after`, or after `seconds`. No answer."""
+    """Return when the list of `stream` has an entry after the entry named `after`, or after `seconds`. No answer."""
 
     stream: str
     after: str
@@ -94,7 +98,7 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """Read what Postgres knows of `stream` beyond `place`, at most so many advances, and as many late completions.
+    """Read what Postgres knows of `stream` beyond `place`, at most `most` advances and as many late completions.
     Answered by `StreamHistory`, or None without a Postgres."""
 
     stream: str
@@ -104,10 +108,13 @@ class ReadHistory(Request):
 
 @dataclass(frozen=True, slots=True)
 class StreamHistory:
-    """`chains` has every writer that stands beyond the place: its position, and those of its newest advances up to
-    there that are still kept, oldest first. `late`, oldest first, are late completions after the place's.
+    """A page of the history of a stream, beyond a place.
 
-    `more`: that was not all, and the next page begins behind it. A position is then perhaps one on the way.
+    Attributes:
+        chains: by writer that is beyond the place: its position, and its newest advances up to there that are still
+            stored, oldest first.
+        late: the late completions after that of the place, oldest first.
+        more: whether there is another page, after this one. If so, a position may be an intermediate one.
     """
 
     chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
@@ -117,17 +124,19 @@ class StreamHistory:
 
 @dataclass(frozen=True, slots=True)
 class Pause(Request):
-    """Wait `seconds` before something is tried again. No answer."""
+    """Wait `seconds` before a retry. No answer."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunSql(Request):
-    """Run a statement on the session of that role and give its rows, [] where it gives none.
+    """Run a statement on the session of a role. Answered by its rows, [] if it returns none.
 
-    `place`: the reader's own database, inside its transaction where one is open; `source`: where the backing table
-    is read; `primary`: the server that `source` is a replica of. `id` is the column that names a row in an error.
+    Attributes:
+        role: `place`: the reader's own database, inside its transaction if one is open; `source`: where the backing
+            table is read; `primary`: the server that `source` is a replica of.
+        id: the column that names a row in an error.
     """
 
     role: "Role"
@@ -142,12 +151,12 @@ class BeginTransaction(Request):
 
 @dataclass(frozen=True, slots=True)
 class CommitTransaction(Request):
-    """Commit it. No answer. After a failure it may have happened."""
+    """Commit it. No answer. After a failure the outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSessions(Request):
-    """Close all database sessions, and with them the transaction that may be open. No answer."""
+    """Close all database sessions, and with them an open transaction. No answer."""
 
 
 Role = Literal["place", "source", "primary"]

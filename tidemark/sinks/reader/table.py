@@ -1,6 +1,6 @@
 """The backing table of a stream: its queries, and its rows in pages that never divide a fact. No sockets.
 
-Composed SQL only; names are always quoted.
+SQL is composed, and names are always quoted.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,11 +14,16 @@ from tidemark.streaming.values.direction import beyond, farther, nearer
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The table with the facts; `name` may say its schema (`app.events`).
+    """The table with the facts.
 
-    `id` is the column with the stream ID, `writer` the one with the writer's name (vector mode cannot do without).
-    Rows come with `columns` (none named: with all), ordered by ID and then by the columns of `then`.
-    An index on the ID, or on writer and ID for the vector mode, is what makes reading cheap.
+    An index on the ID, or on writer and ID for the vector mode, makes reading cheap.
+
+    Attributes:
+        name: may include the schema (`app.events`).
+        id: the column with the stream ID.
+        writer: the column with the writer's name. Needed in vector mode.
+        columns: the columns of the rows; empty: all columns.
+        then: the columns by which rows of one ID are ordered.
     """
 
     name: str
@@ -28,25 +33,26 @@ class Table:
     then: Sequence[str] = ()
 
     def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
-        """The rows of the ranges, which run the same way, ascending (away from 0); at most `limit`, where given.
+        """The rows of the ranges, ascending (away from 0), at most `limit`. The ranges run in the same direction.
 
-        Each range is a branch of its own that its index gives in order, so that Postgres merges them and stops at the
-        limit: one condition for all of them would be read to the end, and sorted, for each page.
+        Each range is a branch of its own, which its index returns in order. So Postgres merges the branches and stops
+        at the limit. One condition for all ranges would be read to the end, and sorted, for each page.
         """
         by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
         least = sql.SQL("" if limit is None else " limit {}").format(limit)
         branches = sql.SQL(" union all ").join(
             sql.SQL("(select {} from {} where {} order by {}{})").format(
-                self._columns(*self.then), self._name(), self._in(span, ranges[:place]), by_id, least
+                self._columns(*self.then), self._name(), self._in(span, ranges[:number]), by_id, least
             )
-            for place, span in enumerate(ranges)
+            for number, span in enumerate(ranges)
         )
         order = sql.SQL(", ").join([by_id, *map(sql.Identifier, self.then)])
         page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, least)
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
     def count_of_writer(self, span: "Range") -> sql.Composed:
-        """How many facts of the range `have_writer`, its own, and how many `have_none`. Needs `writer`."""
+        """How many facts of the range have the writer of the range (`have_writer`), and how many have no writer
+        (`have_none`). Needs `writer`."""
         null = Range(None, span.prev, span.id, has_null=True)
         count = "(select count(distinct {}) from {} where {})"
         own, unnamed = (
@@ -55,21 +61,21 @@ class Table:
         return sql.SQL("select {} as have_writer, {} as have_none").format(own, unnamed)
 
     def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
-        """The condition for the rows of `span` that are not rows of the `others` too."""
+        """The condition for rows of `span` that are not rows of `others` too."""
         bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
-        wanted = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
+        conditions = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
         if self.writer is not None and span.writer is not None:
             of_writer = "({} = {} or {} is null)" if span.has_null else "{} = {}"
             column = sql.Identifier(self.writer)
-            wanted.append(sql.SQL(of_writer).format(column, span.writer, *([column] if span.has_null else [])))
+            conditions.append(sql.SQL(of_writer).format(column, span.writer, *([column] if span.has_null else [])))
         elif self.writer is not None and span.has_null:
-            wanted.append(sql.SQL("{} is null").format(sql.Identifier(self.writer)))
+            conditions.append(sql.SQL("{} is null").format(sql.Identifier(self.writer)))
         elif self.writer is not None and span.besides:
             others_only = sql.SQL("({0} is null or {0} <> all({1}))")
-            wanted.append(others_only.format(sql.Identifier(self.writer), sorted(span.besides)))
+            conditions.append(others_only.format(sql.Identifier(self.writer), sorted(span.besides)))
         # A row without a writer makes the condition of another range null, neither true nor false.
-        wanted += [sql.SQL("({}) is not true").format(self._in(other)) for other in others if span.meets(other)]
-        return sql.SQL(" and ").join(wanted)
+        conditions += [sql.SQL("({}) is not true").format(self._in(other)) for other in others if span.meets(other)]
+        return sql.SQL(" and ").join(conditions)
 
     def _columns(self, *more: str) -> sql.Composable:
         if not self.columns:
@@ -83,9 +89,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """IDs `(prev, id]`: of `writer`, or of all writers but `besides` and of rows whose writer is NULL.
+    """IDs `(prev, id]` of `writer`. Without a `writer`: of all writers except `besides`, and of rows whose writer is
+    NULL.
 
-    `has_null`: of `writer` and of rows whose writer is NULL; without a `writer`, of those rows alone.
+    `has_null`: rows whose writer is NULL belong to the range too; without a `writer`, they alone.
     """
 
     writer: str | None
@@ -98,7 +105,7 @@ class Range:
         return beyond(id, self.prev) and not beyond(id, self.id)
 
     def meets(self, other: "Range") -> bool:
-        """Whether a row may be of both."""
+        """Whether a row may belong to both."""
         if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
             return False
         if self._reads_null and other._reads_null:
@@ -118,32 +125,32 @@ class Range:
         return self.writer is None and self.has_null
 
     def after(self, id: int) -> "Range | None":
-        """The part beyond `id`, if there is one."""
+        """The part beyond `id`; None if there is none."""
         return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
 
     def upto(self, id: int) -> "Range | None":
-        """The part up to `id`, if there is one."""
+        """The part up to `id`; None if there is none."""
         return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
 
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """The first rows of some ranges, ascending over all of them, and what of the ranges is `left` to be read."""
+    """The first rows of some ranges, ascending over all of them, and the ranges that are `left` to be read."""
 
     rows: list[Row]
     left: list[Range]
 
 
 def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
-    """At most `limit` rows, but all rows of a fact: a fact that has more of them makes a page of its own."""
-    found = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
-    if len(found) <= limit:
-        return TablePage(found, [])
-    following = found[-1][table.id]
-    whole = [row for row in found if row[table.id] != following]
-    if not whole:
-        before = following + (1 if following < 0 else -1)
-        fact = [replace(span, prev=before, id=following) for span in ranges if span.holds(following)]
-        whole = yield from rows(RunSql("source", table.select(fact), table.id))
-    last = whole[-1][table.id]
-    return TablePage(whole, [left for span in ranges if (left := span.after(last))])
+    """At most `limit` rows, but all rows of a fact: a fact with more rows makes a page of its own."""
+    page = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
+    if len(page) <= limit:
+        return TablePage(page, [])
+    next_id = page[-1][table.id]
+    rows_of_facts = [row for row in page if row[table.id] != next_id]
+    if not rows_of_facts:
+        before = next_id + (1 if next_id < 0 else -1)
+        fact = [replace(span, prev=before, id=next_id) for span in ranges if span.holds(next_id)]
+        rows_of_facts = yield from rows(RunSql("source", table.select(fact), table.id))
+    last = rows_of_facts[-1][table.id]
+    return TablePage(rows_of_facts, [left for span in ranges if (left := span.after(last))])

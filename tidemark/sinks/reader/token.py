@@ -1,12 +1,13 @@
-"""Positions as text: tokens for services (`m7~first.9`), and IDs per writer for people. Pure.
+"""Positions as text: tokens for services (`m7~first.9`), and IDs by writer for people. Pure.
 
-`m7~first.9` says: every ID up to 7 whoever wrote it, and those of `first` up to 9. The text is the one that Redis
-holds (`publish.lua`): entries at or below the linear position are left out, the others are sorted by the bytes of the
-writer's name, and `%` and `~` in a name are written `%25` and `%7E`. A name may hold dots: the last one divides.
+`m7~first.9` means: every ID up to 7, of any writer, and the IDs of `first` up to 9. Redis holds the same text
+(`publish.lua`). Entries at or below the linear position are left out. The others are sorted by the bytes of the
+writer's name. In a name, `%` is written `%25` and `~` is written `%7E`. A name may contain dots: the last dot separates
+it from the ID.
 
-`first:1-7:9,second:8` is 1 to 7 and 9 of `first`, and 8 of `second`; on a backward stream, `first:-1--7:-9`. Colons,
-commas and percent signs of a name are written `%3A`, `%2C` and `%25`; dashes need no escape, because ranges stand after
-the last name.
+`first:1-7:9,second:8` means 1 to 7 and 9 of `first`, and 8 of `second`; on a backward stream, `first:-1--7:-9`. In a
+name, colons, commas and percent signs are written `%3A`, `%2C` and `%25`. Dashes need no escape, because ranges come
+after the last name.
 """
 
 import re
@@ -29,7 +30,7 @@ _STRAY = re.compile(r"%(?!25|7E)")
 
 
 class Order(Enum):
-    """The order of two tokens. Of two `INCOMPARABLE` ones each stands for more somewhere."""
+    """The order of two tokens. `INCOMPARABLE`: each of the two is beyond the other for some writer."""
 
     BEFORE = "before"
     EQUAL = "equal"
@@ -39,14 +40,14 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Make one with `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so that equals are equal."""
+    """Made by `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so equal tokens compare equal."""
 
     linear: int
     positions: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, linear: int, positions: Mapping[str, int] | None = None) -> Self:
-        """Raises `BadToken` where signs are mixed: a stream never mixes them."""
+        """Raises `BadToken` if signs are mixed: a stream never mixes them."""
         reached = abs(linear)
         positions = positions or {}
         above = [(writer, id) for writer in sorted(positions) if abs(id := positions[writer]) > reached]
@@ -58,7 +59,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises `BadToken` for what is no token."""
+        """Raises `BadToken` if `text` is not a token."""
         first, *entries = text.split("~")
         if not first.startswith("m"):
             raise BadToken(text, "it does not begin with m and the linear position")
@@ -72,8 +73,8 @@ class Token:
             names = [_unescaped(text, name) for name in names]
         positions = dict(zip(names, reached, strict=True))
         if len(positions) < len(names):
-            ((twice, _),) = Counter(names).most_common(1)
-            raise BadToken(text, f"it names {twice!r} twice")
+            ((name, _),) = Counter(names).most_common(1)
+            raise BadToken(text, f"it names {name!r} twice")
         return cls.of(linear, positions)
 
     def __str__(self) -> str:
@@ -81,29 +82,29 @@ class Token:
         return "~".join((f"m{self.linear}", *entries))
 
     def at(self, writer: str) -> int:
-        """The position up to which `writer` was read, named or not."""
+        """The position of `writer`, whether the token names it or not."""
         return dict(self.positions).get(writer, self.linear)
 
     def covers(self, other: "Token") -> bool:
-        """Whether who has read up to this token has read all that `other` stands for. Raises as `compare` does."""
+        """Whether everything that `other` stands for is at or below this token. Raises as `compare` does."""
         _check_direction(self, other)
         if beyond(other.linear, self.linear):
             return False
-        ours = dict(self.positions)
-        return not any(beyond(id, ours.get(name, self.linear)) for name, id in other.positions)
+        own = dict(self.positions)
+        return not any(beyond(id, own.get(name, self.linear)) for name, id in other.positions)
 
     def compare(self, other: "Token") -> Order:
-        """Raises `BadToken` where one is of a backward stream and the other is not."""
+        """Raises `BadToken` if one token is of a backward stream and the other is not."""
         _check_direction(self, other)
-        pairs = [(self.linear, other.linear), *((ours, theirs) for _, ours, theirs in self._beside(other))]
-        less = any(beyond(theirs, ours) for ours, theirs in pairs)
-        more = any(beyond(ours, theirs) for ours, theirs in pairs)
+        pairs = [(self.linear, other.linear), *((own, other_id) for _, own, other_id in self._writers_of_both(other))]
+        less = any(beyond(other_id, own) for own, other_id in pairs)
+        more = any(beyond(own, other_id) for own, other_id in pairs)
         if less and more:
             return Order.INCOMPARABLE
         return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL
 
     def least_upper(self, other: "Token") -> "Token":
-        """The least token that covers both: what was read by two readers together."""
+        """The least token that covers both: what two readers have read together."""
         return self._merged(other, farther)
 
     def greatest_lower(self, other: "Token") -> "Token":
@@ -117,14 +118,14 @@ class Token:
 
     def _merged(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
         _check_direction(self, other)
-        merged = {name: choose(ours, theirs) for name, ours, theirs in self._beside(other)}
+        merged = {name: choose(own, other_id) for name, own, other_id in self._writers_of_both(other)}
         return Token.of(choose(self.linear, other.linear), merged)
 
-    def _beside(self, other: "Token") -> Iterator[tuple[str, int, int]]:
-        """Each writer that one of them names, with where it stands in both."""
-        ours, theirs = dict(self.positions), dict(other.positions)
-        for name in ours.keys() | theirs.keys():
-            yield name, ours.get(name, self.linear), theirs.get(name, other.linear)
+    def _writers_of_both(self, other: "Token") -> Iterator[tuple[str, int, int]]:
+        """Each writer that one of the tokens names, with its position in both."""
+        own, other_id = dict(self.positions), dict(other.positions)
+        for name in own.keys() | other_id.keys():
+            yield name, own.get(name, self.linear), other_id.get(name, other.linear)
 
     def _ids(self) -> list[int]:
         return [self.linear, *[id for _, id in self.positions]]
@@ -141,7 +142,7 @@ def _unescaped(text: str, name: str) -> str:
 
 
 def _numbers(text: str, ids: Sequence[str]) -> list[int]:
-    """Those of a token of thousands of writers at once: looked at one by one they keep an event loop waiting."""
+    """All IDs of a token at once. One by one, the IDs of thousands of writers would block an event loop."""
     if _IDS.fullmatch("~".join(ids)):
         numbers = [*map(int, ids)]
         if min(numbers) >= -(2**63) and max(numbers) < 2**63:
@@ -152,7 +153,7 @@ def _numbers(text: str, ids: Sequence[str]) -> list[int]:
 
 def _check_direction(a: Token, b: Token) -> None:
     if a.farthest() * b.farthest() < 0:
-        raise BadToken(str(b), f"it is of a stream that runs the other way than {a}")
+        raise BadToken(str(b), f"its stream runs in the other direction than that of {a}")
 
 
 _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
@@ -171,9 +172,9 @@ def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: Dire
 
 
 def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
-    """The sets of magnitudes that `text` names: sorted intervals `(low, high]` that do not touch.
+    """The sets of magnitudes that `text` names: sorted, disjoint intervals `(low, high]` by writer.
 
-    Raises `BadToken` where it cannot be read or mixes signs.
+    Raises `BadToken` if `text` cannot be read or mixes signs.
     """
     sets: dict[str, list[tuple[int, int]]] = {}
     signs: set[bool] = set()
@@ -182,10 +183,10 @@ def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
         if not name or not spans:
             raise BadToken(text, f"{part!r} is not a writer's name and its ranges, such as first:1-7:9")
         for span in spans:
-            found = _SPAN.fullmatch(span)
-            if not found:
+            match = _SPAN.fullmatch(span)
+            if not match:
                 raise BadToken(text, f"{span!r} is neither an ID nor a range of IDs")
-            low, high = int(found[1]), int(found[2] or found[1])
+            low, high = int(match[1]), int(match[2] or match[1])
             signs |= {low < 0, high < 0}
             if not 0 < abs(low) <= abs(high) < 2**63 or len(signs) > 1:
                 raise BadToken(text, f"{span!r} does not ascend from an ID to another of the same sign")

@@ -1,4 +1,7 @@
-"""Published positions of a stream, and the programs that read them or wait for them. No sockets."""
+"""Published positions of a stream: programs that read them or wait for them, and positions that never go back.
+
+No sockets.
+"""
 
 import math
 import time
@@ -21,21 +24,24 @@ from tidemark.sinks.reader.token import Token
 from tidemark.streaming.values.direction import beyond, farther
 
 GRACE = 5.0
-PAUSE = 0.2  # seconds until a Redis that is away is asked again
+PAUSE = 0.2  # seconds until a Redis that is down is read again
 
 
 @dataclass(frozen=True, slots=True)
 class Recovering:
-    """Nothing is known of `stream`: it has no facts yet, or Redis lost its data and is being filled. Never 0."""
+    """Nothing is known of `stream`: it has no facts yet, or Redis lost its data and is being filled."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The published positions. `allocated` is the highest ID that any record of the stream named; None: unknown.
+    """The published positions of a stream. What is current is a range, from `promised` to `usable`.
 
-    What is current is a range, from `promised` to `usable`.
+    Attributes:
+        linear: every ID up to here is complete.
+        vector: by writer, the ID up to which everything of the writer is complete.
+        allocated: the highest ID that any record of the stream named; None: not known.
     """
 
     stream: str
@@ -49,25 +55,25 @@ class Standing:
 
     @property
     def promised(self) -> int:
-        """The minimum of what is current: every ID up to it is complete, whoever wrote it, so whoever waits for one
-        may be promised it."""
+        """The lower end: every ID up to here is complete, of any writer. A process that waits for an ID may be promised
+        it."""
         return self.linear
 
     @property
     def usable(self) -> int:
-        """Its maximum: beyond `promised` the facts of single writers are complete, each up to its position, and may be
-        used already; this is the farthest."""
+        """The upper end: beyond `promised`, the facts of each writer are complete up to its position, and may be used.
+        This is the farthest position."""
         return self.token.farthest()
 
     def reached(self, token: Token) -> bool:
-        """Whether all that `token` stands for is complete."""
+        """Whether everything up to `token` is complete."""
         return self.token.covers(token)
 
 
-def standing(stream: str, seen: StreamKeys) -> Standing | Recovering:
-    if seen.linear is None:
+def standing(stream: str, keys: StreamKeys) -> Standing | Recovering:
+    if keys.linear is None:
         return Recovering(stream)
-    return Standing(stream, seen.linear, seen.positions, seen.allocated)
+    return Standing(stream, keys.linear, keys.positions, keys.allocated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +153,10 @@ def raise_keys(monotonic: MonotonicPositions[PublishedPositions], stream: str, k
 
 
 def read_positions(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
-    """Gives one `Standing` or `Recovering`."""
-    seen = yield ReadKeys(stream)
-    assert isinstance(seen, StreamKeys)
-    yield standing(stream, seen)
+    """Yields one `Standing` or `Recovering`."""
+    keys = yield ReadKeys(stream)
+    assert isinstance(keys, StreamKeys)
+    yield standing(stream, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,37 +178,37 @@ class WaitConfig:
 def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | Standing, Answer, None]:
-    """Gives a `Standing` that has reached `token`. Raises `NotReached`, `TokenFromTheFuture` and, where Redis is away
-    when the time is over, `Unavailable`."""
+    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `TokenFromTheFuture`, `StreamNotKnown` and, if
+    Redis is down at the deadline, `Unavailable`."""
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout
     ahead_since: float | None = None
     while True:
         try:
-            seen = yield ReadKeys(stream)
-            assert isinstance(seen, StreamKeys)
-            named = seen.linear is not None or (yield ReadName(stream))
+            keys = yield ReadKeys(stream)
+            assert isinstance(keys, StreamKeys)
+            is_known = keys.linear is not None or (yield ReadName(stream))
         except Unavailable:
             left = deadline - clock()
             if left <= 0:
                 raise
             yield Pause(min(PAUSE, left))
             continue
-        stands = standing(stream, seen)
-        if isinstance(stands, Standing) and stands.reached(token):
-            yield stands
+        snapshot = standing(stream, keys)
+        if isinstance(snapshot, Standing) and snapshot.reached(token):
+            yield snapshot
             return
         now = clock()
-        if named and (seen.allocated is None or not beyond(token.farthest(), seen.allocated)):
+        if is_known and (keys.allocated is None or not beyond(token.farthest(), keys.allocated)):
             ahead_since = None
         else:
             ahead_since = now if ahead_since is None else ahead_since
             if now - ahead_since >= config.grace or (config.refuses_at_timeout and now >= deadline):
-                raise _ahead(stream, token, seen.allocated)
+                raise _ahead(stream, token, keys.allocated)
         if now >= deadline:
-            text = str(stands.token) if isinstance(stands, Standing) else None
+            text = str(snapshot.token) if isinstance(snapshot, Standing) else None
             raise NotReached(stream, str(token), text, deadline - began)
-        yield AwaitEntry(stream, seen.last, min(LONGEST_WAIT, deadline - now))
+        yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT, deadline - now))
 
 
 def _ahead(stream: str, token: Token, allocated: int | None) -> Reject:
