@@ -159,5 +159,5 @@ def test_long_tokens_cost_what_they_are_long(act: Callable[[Token, Token], objec
 
 def test_directions_are_not_compared() -> None:
     """A token of a backward stream is no token of a forward one."""
-    with pytest.raises(BadToken, match="the other way"):
+    with pytest.raises(BadToken, match="the other direction"):
         Token(7).compare(Token(-7))

@@ -235,9 +235,7 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: 
                 if call.service.stopping.is_set():
                     raise Stops
                 if place.is_evicted:
-                    raise Busy(
-                        "the limit of open requests is reached, and a client of another address has the slot"
-                    )
+                    raise Busy("the limit of open requests is reached, and a client of another address has the slot")
                 await wait_for_notification(notified, seconds)
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
