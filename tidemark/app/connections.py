@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, BaseModel, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
@@ -126,6 +126,8 @@ _OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoi
 
 
 class Connections(BaseModel):
+    model_config = ConfigDict(defer_build=True)  # only `Settings`, which inherits it, is used
+
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
     kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
     kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")

@@ -33,7 +33,7 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 class Settings(SidecarSettings, Connections):
     """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True, defer_build=False)
 
     home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
         default_factory=default_home, description="Directory of the jars and of the local stack's data."

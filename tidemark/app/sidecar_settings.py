@@ -4,7 +4,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tidemark.app.connections import AnyPort, HostPort, Positive, go_together
 
@@ -22,6 +22,8 @@ Proxies = Annotated[str, AfterValidator(_are_proxies)]
 
 
 class SidecarSettings(BaseModel):
+    model_config = ConfigDict(defer_build=True)  # only `Settings`, which inherits it, is used
+
     sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
     sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
     sidecar_tokens_file: Path | None = Field(
