@@ -22,7 +22,9 @@ ALL = {name: command for name in VERBS if (command := main.get_command(click.Con
 COMMANDS = [
     name
     for name, command in ALL.items()
-    if not isinstance(command, click.Group) and not any(it.required for it in command.params)
+    if not isinstance(command, click.Group)
+    and not any(it.required for it in command.params)
+    and name != "doctor"  # it reports a wrong setting itself
 ]
 
 

@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
 from tidemark.app.lag_json import HolderAnswer
 from tidemark.app.open_ranges import OpenRange
+from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
 from tidemark.app.verbs.kafka_records import RecordedLine
 from tidemark.app.verbs.overrides import Outcome
@@ -239,6 +240,11 @@ class PolicyOutput(msgspec.Struct):
     settings: dict[str, PolicySettingOutput]
 
 
+class DoctorOutput(msgspec.Struct):
+    ok: Annotated[bool, Meta(description="No check failed.")]
+    checks: list[Check]
+
+
 class PolicyChangeOutput(msgspec.Struct):
     policy: str
     changes: Annotated[dict[str, int | None], Meta(description="Setting to new value; null: removed.")]
@@ -260,6 +266,7 @@ OUTPUTS: Final[dict[str, Any]] = {
     "dead-letters list": DeadLettersOutput,
     "dead-letters replay": DeadLetterReplayOutput,
     "dead-letters show": DeadLetterOutput,
+    "doctor": DoctorOutput,
     "explain": ExplainOutput,
     "fence": OverrideOutput,
     "gaps": GapsOutput,

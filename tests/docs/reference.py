@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from tidemark.app import metrics, settings
-from tidemark.app.cli import main
+from tidemark.app.cli import EXAMPLES, main
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, document
@@ -60,6 +60,9 @@ def command_line() -> str:
         "| 130 | interrupted with Ctrl-C |",
         "",
     ]
+    for block in EXAMPLES.strip().split("\n\n"):
+        title, *shown = block.splitlines()[1:]
+        lines += [f"## {title.removesuffix(':')}", "", "```text", *shown, "```", ""]
     context = click.Context(main, info_name="tidemark")
     return _page(
         "Command line", "For everyone who runs `tidemark`: every command and option.", [*lines, *_group(context)]

@@ -48,6 +48,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
         "trace": Verb("trace", "sidecar", "Show the history of one ID, from its Kafka record to its publication."),
         "verify": Verb("verify", "sidecar", "Compare Postgres, Redis and sidecars."),
         "replay": Verb("replay", "pipeline", "Apply recorded records again and compare with the history."),
+        "doctor": Verb("doctor", "", "Check this machine, the settings and the servers, and say how to repair each."),
         "bundle": Verb("bundle", "sidecar", "Write an archive for a fault report."),
     },
     "Settle": {
@@ -86,7 +87,7 @@ class LazyGroup(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in VERBS and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
+        if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
             check_settings(ctx)  # before the imports of the verb: a mistyped setting is reported at once
         return super().resolve_command(ctx, args)
 
@@ -114,12 +115,33 @@ def _extra_missing(error: ModuleNotFoundError, verb: str) -> Exception:
     return ExtraMissing.instead_of(error, f"tidemark {verb}", VERBS[verb].extra)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+EXAMPLES: Final = """
+\b
+Examples:
+  tidemark up --demo               run everything on this machine, with demo writers
+  tidemark status                  show positions, who blocks them, and the pipeline
+  tidemark gaps orders             show what blocks the stream orders, and how to settle it
+  tidemark wait orders 4711        wait until orders is complete up to ID 4711
+  tidemark doctor                  find out why something does not work
+
+\b
+Shell completion:
+  bash   eval "$(_TIDEMARK_COMPLETE=bash_source tidemark)"
+  zsh    eval "$(_TIDEMARK_COMPLETE=zsh_source tidemark)"
+  fish   _TIDEMARK_COMPLETE=fish_source tidemark | source
+"""
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog=EXAMPLES,
+)
 @click.version_option(package_name="tidemark")
 def main() -> None:
-    """Tidemark tells every reader of an append-only log how far it may safely read.
+    """Tell readers of append-only tables up to which ID they can read without missing a row that is still to commit.
 
-    Settings come from TIDEMARK_... in the environment; `tidemark config` shows them.
+    Settings come from environment variables TIDEMARK_...: `tidemark config` shows them, `tidemark doctor` checks them.
     """
 
 

@@ -53,11 +53,11 @@ class CommandGroup(OurCommand, click.Group):
         try:
             return self.run_command(ctx)
         except Refused as error:
-            raise CommandStopped(_without_stack(error) or _one_line(error)) from None
+            raise CommandStopped(without_stack(error) or _one_line(error)) from None
         except Stop as error:
             raise CommandStopped(_one_line(error)) from None
         except Unavailable as error:
-            raise CommandFailed(_without_stack(error) or _one_line(error)) from None
+            raise CommandFailed(without_stack(error) or _one_line(error)) from None
         except TidemarkError as error:
             raise CommandFailed(_one_line(error)) from None
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ def _one_line(error: Exception) -> str:
     return called(one_line(error))
 
 
-def _without_stack(error: Unavailable | Refused) -> str | None:
+def without_stack(error: Unavailable | Refused) -> str | None:
     """What to say of a server whose address nobody has set; None if somebody has."""
     from tidemark.app.settings import called, origin_of, variable_of
     from tidemark.app.stack_env import stack_env

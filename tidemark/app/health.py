@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from tidemark.app.output import counted, one_line
+from tidemark.app.output import count, one_line
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
@@ -71,7 +71,7 @@ class PipelineCondition:
         place = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
-            f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {counted(lag.records, 'record')} cannot be read, and"
+            f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {count(lag.records, 'record')} cannot be read, and"
             f" streams whose records are all there are not listed. Find its producer:"
             f" {tool} describe-producers {place}."
             f" If the producer is gone, abort the transaction: {tool} abort {place} --start-offset {lag.blocked_offset}"

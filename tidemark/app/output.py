@@ -1,82 +1,213 @@
-"""What the verbs print: a table for people, one JSON object for programs."""
+"""What the verbs print: tables and sentences for people, one JSON object for programs.
 
-from collections.abc import Collection, Iterable, Sequence
+A terminal gets colour and tables that fit its width. A pipe or a file gets neither, and no progress bar.
+"""
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
+import click
 import msgspec
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-WIDEST: Final = 48  # characters of a column, which the longest name would widen for all others
+MAX_CELL: Final = 48  # characters of a cell, unless it is in the last column
+MIN_CELL: Final = 12  # the same on a narrow terminal
+_HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
+_PROBLEM: Final = re.compile(r"problem: |failed ")
+_COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
 
 
-def as_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """A line for the headings and one for each of `rows`; columns whose heading is in `right` end where it ends. All
-    but the last are cut in their middle where they are too wide."""
-    rows = [[*map(_cut, row[:-1]), *row[-1:]] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    return [
+# ---- tables and lines
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), width: int | None = None
+) -> list[str]:
+    """Align cells in columns: a line for the headings and one for each row.
+
+    Args:
+        right: headings of the columns that are aligned to the right.
+        width: columns of the terminal; without it those of standard output, and no limit if it is not a terminal. A
+            cell that is too wide is cut in its middle; in the last column it is cut only if `width` is known.
+    """
+    width = terminal_width() if width is None else width
+    limit = MAX_CELL
+    while True:
+        cells = [[*(_shorten(cell, limit) for cell in row[:-1]), *row[-1:]] for row in rows]
+        widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+        before_last = sum(widths[:-1]) + 2 * (len(widths) - 1)
+        if width is None or before_last + min(widths[-1], MIN_CELL) <= width or limit <= MIN_CELL:
+            break
+        limit -= 4
+    lines = [
         "  ".join(
-            cell.rjust(width) if heading in right else cell.ljust(width)
-            for heading, cell, width in zip(headings, row, widths, strict=True)
+            cell.rjust(size) if heading in right else cell.ljust(size)
+            for heading, cell, size in zip(headings, row, widths, strict=True)
         ).rstrip()
-        for row in [headings, *rows]
+        for row in [headings, *cells]
     ]
+    return lines if width is None else [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
-def _cut(cell: str) -> str:
-    half = WIDEST // 2
-    return cell if len(cell) <= WIDEST else f"{cell[: half - 1]}…{cell[len(cell) - half :]}"
+def _shorten(cell: str, limit: int) -> str:
+    half = limit // 2
+    return cell if len(cell) <= limit else f"{cell[: half - 1]}…{cell[len(cell) - half :]}"
+
+
+def terminal_width() -> int | None:
+    """The columns of standard output; None if it is not a terminal."""
+    return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
 
 def printable(text: str) -> str:
-    """What anybody may have written, so that no terminal obeys it: what is no character to be seen comes as its
-    escape."""
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+    """The text with each character that is not printable as its escape, so that no terminal obeys foreign text."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def for_people(lines: Iterable[str]) -> str:
+def sanitize(lines: Iterable[str]) -> str:
     """Lines, each of them `printable`."""
     return "\n".join(map(printable, lines))
 
 
 def one_line(problem: Exception) -> str:
-    """What it says, whatever line breaks it has."""
+    """The text of an error without its line breaks."""
     return " ".join(str(problem).split())
 
 
-def counted(number: int, singular: str) -> str:
+# ---- numbers, IDs and times: one format in every verb
+
+
+def count(number: int, singular: str) -> str:
     """The number with its noun: `1 record`, `2 records`."""
-    return f"{number} {singular if number == 1 else singular + 's'}"
+    return f"{number} {singular if number == 1 else plural(singular)}"
 
 
-def plain(it: "DataclassInstance") -> dict[str, Any]:
-    """Its fields, as they are."""
-    return {field.name: getattr(it, field.name) for field in fields(it)}
+def plural(noun: str) -> str:
+    """The plural of a noun of ours, such as `entry` or `record`."""
+    return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
 
 
-def as_object(found: object) -> str:
-    """Of whatever msgspec encodes, indented."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-
-
-def ids_between(low: int, top: int) -> str:
-    """The signed IDs in `(low, top]`."""
+def id_range(low: int, top: int) -> str:
+    """The signed IDs in `(low, top]`: `7`, or `7..9`."""
     first = low + 1 if top > 0 else low - 1
     return str(first) if first == top else f"{first}..{top}"
 
 
-def aged(seconds: float) -> str:
+def ids(low: int, top: int) -> str:
+    """The same with its noun: `ID 7`, or `IDs 7..9`."""
+    text = id_range(low, top)
+    return f"{'IDs' if '..' in text else 'ID'} {text}"
+
+
+def duration(seconds: float) -> str:
+    """A duration or an age in one unit: `4 s`, `12 min`, `5 h`, `3 d`."""
     seconds = max(0, int(seconds))
-    if seconds < 120:
-        return f"{seconds} s"
-    if seconds < 2 * 3600:
-        return f"{seconds // 60} min"
-    return f"{seconds // 3600} h"
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
 
 
-def clock(time: datetime) -> str:
-    return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+def timestamp(moment: datetime) -> str:
+    """A time in UTC: `2026-11-26 08:00:00.123Z`."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+
+
+# ---- objects for programs
+
+
+def plain(value: "DataclassInstance") -> dict[str, Any]:
+    """The fields of a dataclass, as they are."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def as_object(value: object) -> str:
+    """The JSON of whatever msgspec encodes, indented."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+# ---- the terminal
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()  # None: it was closed
+
+
+def has_colour(stream: TextIO | None = None) -> bool:
+    """Whether to colour what is printed: on a terminal that knows colours, unless NO_COLOR is set (no-color.org)."""
+    return (
+        _is_terminal(sys.stdout if stream is None else stream)
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
+    )
+
+
+def echo(text: str) -> None:
+    """Print text for people. On a terminal, headings are bold, problems red, and commands to type cyan."""
+    if not has_colour():
+        click.echo(click.unstyle(text), color=False)
+        return
+    click.echo("\n".join(map(_painted, text.split("\n"))), color=True)
+
+
+def _painted(line: str) -> str:
+    if _HEADINGS.match(line):
+        return click.style(line, bold=True)
+    if _PROBLEM.match(line):
+        return click.style(line, fg="red")
+    return click.style(line, fg="cyan") if _COMMAND.match(line) else line
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show a bar with rate and remaining time on the terminal of standard error, and nothing in a pipe.
+
+    Args:
+        label: what is done, such as `reading Kafka`.
+        total: how many units there are.
+        unit: the noun of a unit, in the singular.
+
+    Yields:
+        A function that adds to the units that are done. Any thread may call it.
+    """
+    if not _is_terminal(sys.stderr) or total <= 0:
+        yield lambda _: None
+        return
+    began, done = time.monotonic(), 0
+
+    def rate(_: object) -> str:
+        seconds = max(time.monotonic() - began, 0.001)
+        return (
+            f"{done / seconds:,.0f} {plural(unit)}/s"
+            if done / seconds >= 10
+            else f"{done / seconds:.1f} {plural(unit)}/s"
+        )
+
+    with click.progressbar(
+        length=total,
+        label=label,
+        show_pos=True,
+        show_eta=True,
+        item_show_func=rate,
+        width=20,
+        file=sys.stderr,
+        color=has_colour(sys.stderr),
+        update_min_steps=max(1, total // 200),
+    ) as bar:
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            bar.update(units, current_item=units)
+
+        yield advance

@@ -43,6 +43,16 @@ def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TopicDetails:
+    """What the brokers say of a topic for people. `operations`: what this user may do, such as READ and WRITE."""
+
+    partitions: int
+    replicas: int
+    settings: Mapping[str, str]
+    operations: frozenset[str]
+
+
 class Topics:
     """Asks the brokers about topics. Holds one connection; any thread may call, one at a time.
 
@@ -117,6 +127,18 @@ class Topics:
         ]
         return self._offsets(partitions, OffsetSpec.latest())
 
+    def details(self, name: str, *, settings: bool) -> TopicDetails:
+        """The topic for people; with `settings` only if the user may describe its configuration.
+
+        Raises `TopicMissing`.
+        """
+        found = self._descriptions([name], operations=True)[name]
+        entries = self._configs([name])[name] if settings else {}
+        operations = frozenset(operation.name for operation in found.authorized_operations or ())
+        replicas = min((len(partition.replicas) for partition in found.partitions), default=0)
+        values = {key: str(entry.value) for key, entry in entries.items()}
+        return TopicDetails(len(found.partitions), replicas, values, operations)
+
     def max_message_bytes(self, name: str) -> int:
         """The topic's limit for one batch of records. Raises `TopicMissing`."""
         self._descriptions([name])
@@ -152,9 +174,11 @@ class Topics:
                         raise
                     time.sleep(0.05)
 
-    def _descriptions(self, names: list[str]) -> dict[str, TopicDescription]:
+    def _descriptions(self, names: list[str], *, operations: bool = False) -> dict[str, TopicDescription]:
         answers = self._ask(
-            lambda patience: self._admin.describe_topics(TopicCollection(names), request_timeout=patience),
+            lambda patience: self._admin.describe_topics(
+                TopicCollection(names), include_authorized_operations=operations, request_timeout=patience
+            ),
             expected=KafkaError.UNKNOWN_TOPIC_OR_PART,
         )
         for name in names:

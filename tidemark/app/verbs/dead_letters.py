@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tidemark.app.commands import NOT_SEEN, CommandFailed, CommandGroup, answering, confirmed, loaded, until_seen
-from tidemark.app.output import aged, as_lines, as_object
+from tidemark.app.output import as_object, duration, table
 from tidemark.app.verbs.overrides import Outcome, SentAct, moved, outcome, require_topic, send_noted, standing
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
@@ -137,7 +137,7 @@ def send_again(acts: OverrideLog, connection: KafkaConnection, topic: str, trial
 
 
 def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    return "\n".join(as_lines(HEADINGS, [_row(it, replayed, now) for it in letters]))
+    return "\n".join(table(HEADINGS, [_row(it, replayed, now) for it in letters]))
 
 
 def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: floa
     act = replayed.get(it.origin)
     done = "" if act is None else f"act {act}"
     return (
-        it.place, f"{aged(now - it.time / 1000)}", it.reason, it.stream, f"{topic}[{partition}] {offset}", done,
+        it.place, f"{duration(now - it.time / 1000)}", it.reason, it.stream, f"{topic}[{partition}] {offset}", done,
         it.gone or it.detail,
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ def to_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: f
     told = plain(it, replayed)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
     lines = [f"{name}: {told[name]}" for name in shown if told[name] is not None]
-    lines.append("record: {}[{}] {}".format(*it.origin) + f", {aged(now - it.time / 1000)} ago")
+    lines.append("record: {}[{}] {}".format(*it.origin) + f", {duration(now - it.time / 1000)} ago")
     for name, value in ((it, told.get(f"{it}_base64", told[it])) for it in ("key", "value")):
         lines += [f"{name}: {msgspec.json.encode(value).decode()}"]
     lines += [f"header {msgspec.json.encode(header).decode()}" for header in told["headers"]]

@@ -15,7 +15,7 @@ import click
 from tidemark.app import open_ranges
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.lag_json import moment as moment_of
-from tidemark.app.output import aged, as_object, clock, for_people, ids_between
+from tidemark.app.output import as_object, duration, id_range, sanitize, timestamp
 from tidemark.app.verbs import gaps
 from tidemark.sinks.postgres.inspect import (
     AppliedOverride,
@@ -172,17 +172,18 @@ def to_json(found: Sequence[Explanation]) -> str:
 
 
 def to_text(found: Sequence[Explanation], now: datetime) -> str:
-    return for_people(line for it in found for line in _lines(it, now))
+    return sanitize(line for it in found for line in _lines(it, now))
 
 
 def _lines(it: Explanation, now: datetime) -> Iterator[str]:
     stand = it.stand
-    since = clock(stand.since)
+    since = timestamp(stand.since)
     if stand.until is None and stand.went_to is not None:
         yield f"{it.stream}: the line stood at {stand.linear} from {since} to a time that the history does not tell"
     else:
-        until = "now" if stand.until is None else clock(stand.until)
-        yield f"{it.stream}: the line stood at {stand.linear} from {since} to {until}, for {aged(_seconds(stand, now))}"
+        until = "now" if stand.until is None else timestamp(stand.until)
+        lasted = duration(_seconds(stand, now))
+        yield f"{it.stream}: the line stood at {stand.linear} from {since} to {until}, for {lasted}"
     if it.idle:
         yield "  nothing held it: no ID beyond it was known to be given out"
     else:
@@ -196,13 +197,13 @@ def _lines(it: Explanation, now: datetime) -> Iterator[str]:
 
 def _holder(it: PastHolder) -> str:
     if it.gap is None:
-        until = "" if it.retired is None else f", until it retired at {clock(it.retired)}"
+        until = "" if it.retired is None else f", until it retired at {timestamp(it.retired)}"
         return f"{it.writer} (epoch {it.epoch}), which had told nothing beyond {it.position}{until}"
     gap = it.gap  # of the epoch that owed it: the writer's next advance may be of a later one
-    what = f"{it.writer} (epoch {gap.epoch}), which owed {ids_between(gap.low, gap.top)} since {clock(gap.opened)}"
+    what = f"{it.writer} (epoch {gap.epoch}), which owed {id_range(gap.low, gap.top)} since {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{what} and owes it still"
-    return f"{what} until {clock(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+    return f"{what} until {timestamp(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
 def _let_go(it: Explanation) -> Iterator[str]:
@@ -279,7 +280,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
             if len(found) == STANDS and (last := found[-1].stand.until) is not None:
                 click.echo(f"these are the first {len(found)}; ask again from {last.isoformat()} on", err=True)
             if begins > since:
-                click.echo(f"the history of {stream} that is kept begins at {clock(begins)}", err=True)
+                click.echo(f"the history of {stream} that is kept begins at {timestamp(begins)}", err=True)
         else:
             found = [it for it in [explain_at(past, stream, encoded, at or now)] if it is not None]
     if not found and between is None:

@@ -9,7 +9,7 @@ import click
 from tidemark.app import open_ranges
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.output import aged, as_object, for_people, ids_between
+from tidemark.app.output import as_object, duration, id_range, sanitize
 from tidemark.app.remedies import arguments
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
@@ -31,7 +31,7 @@ def to_text(found: Sequence[OpenRange], now: float) -> str:
         if len(ranges) > SHOWN:
             lines.append(f"{ranges[0].stream}: {ranges[0].writer} has {len(ranges) - SHOWN} gaps more")
         lines += _remedy(ranges[0])
-    return for_people(lines)
+    return sanitize(lines)
 
 
 def _line(it: OpenRange, now: float) -> str:
@@ -40,9 +40,9 @@ def _line(it: OpenRange, now: float) -> str:
     elif it.top is None:
         what = f"has told nothing beyond {it.low}"
     else:
-        what = f"owes {ids_between(it.low, it.top)}"
-    age = "" if it.since is None else f", for {aged(now - it.since.timestamp())}"
-    seen = "never seen" if it.last_seen is None else f"last seen {aged(now - it.last_seen.timestamp())} ago"
+        what = f"owes {id_range(it.low, it.top)}"
+    age = "" if it.since is None else f", for {duration(now - it.since.timestamp())}"
+    seen = "never seen" if it.last_seen is None else f"last seen {duration(now - it.last_seen.timestamp())} ago"
     waits = f"; {it.waiting} IDs wait, {it.facts} with a fact" if it.waiting else ""
     return f"{it.stream}: {it.writer} (epoch {it.epoch}) {what}{age}: {it.verdict}, {seen}{waits}"
 
@@ -51,7 +51,7 @@ def _remedy(it: OpenRange) -> Iterator[str]:
     yield from (f"    open: {transaction}" for transaction in it.transactions)
     yield f"    {it.advice} {it.verb}".rstrip()
     if it.verdict in ("silent", "fenced") and it.low is not None and it.top is not None:
-        words = shlex.join(arguments(it.stream, it.writer, ids_between(it.low, it.top)))
+        words = shlex.join(arguments(it.stream, it.writer, id_range(it.low, it.top)))
         yield f'    If it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import clock, printable
+from tidemark.app.output import printable, timestamp
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.sources.kafka import KafkaConnection
@@ -126,7 +126,7 @@ def to_text(it: RecordedMessage) -> str:
         what = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
     value = (it.value or b"").decode(errors="replace")
     cut = "..." if len(value) > LINE else ""
-    when = clock(datetime.fromtimestamp(max(it.time, 0) / 1000, UTC))
+    when = timestamp(datetime.fromtimestamp(max(it.time, 0) / 1000, UTC))
     return f"{when} {it.topic}/{it.partition} {it.offset} {printable(what)}: {printable(value[:LINE])}{cut}"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, answering, confirmed, loaded
-from tidemark.app.output import aged, as_lines, as_object, for_people, ids_between
+from tidemark.app.output import as_object, duration, id_range, sanitize, table
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
 
@@ -81,15 +81,15 @@ def _table(found: "Sequence[LateFact]", now: float) -> str:
     rows = [
         (
             str(it.number),
-            aged(now - it.time.timestamp()),
+            duration(now - it.time.timestamp()),
             it.stream,
             it.writer,
             str(it.epoch),
-            ids_between(it.prev, it.id),
+            id_range(it.prev, it.id),
             str(it.facts),
             it.why,
             "" if it.act is None else f"act {it.act}",
         )
         for it in found
     ]
-    return for_people(as_lines(HEADINGS, rows))
+    return sanitize(table(HEADINGS, rows))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded
-from tidemark.app.output import aged, as_lines, as_object, clock, for_people, ids_between
+from tidemark.app.output import as_object, duration, id_range, sanitize, table, timestamp
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 
@@ -38,7 +38,7 @@ def acts_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     if as_json:
         click.echo(as_object({"acts": found}))
     else:
-        click.echo(for_people(_table(found, time.time())) if found else "no acts")
+        click.echo(sanitize(_table(found, time.time())) if found else "no acts")
 
 
 @acts.command("show")
@@ -50,7 +50,7 @@ def acts_show(number: int, *, as_json: bool) -> None:
         found = database.numbered(number)
     if found is None:
         raise CommandFailed(f"there is no act {number}; `tidemark acts list` shows the newest")
-    click.echo(as_object(found) if as_json else for_people(_whole(found)))
+    click.echo(as_object(found) if as_json else sanitize(_whole(found)))
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _database() -> "Iterator[OverrideLog]":
 def _ids(it: "OverrideEntry") -> str:
     if not it.id:
         return ""
-    return ids_between(it.prev, it.id) if it.prev else f"up to {it.id}"
+    return id_range(it.prev, it.id) if it.prev else f"up to {it.id}"
 
 
 def _outcome(it: "OverrideEntry") -> str:
@@ -76,7 +76,7 @@ def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
     rows = [
         (
             "" if it.number is None else str(it.number),
-            aged(now - it.time.timestamp()),
+            duration(now - it.time.timestamp()),
             it.seen_as or "unknown",
             it.by,
             it.kind,
@@ -88,14 +88,14 @@ def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
         )
         for it in found
     ]
-    return as_lines(HEADINGS, rows, {"ACT"})
+    return table(HEADINGS, rows, {"ACT"})
 
 
 def _whole(it: "OverrideEntry") -> Iterator[str]:
     stream = "all streams" if it.stream == EVERY_STREAM else it.stream
     whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()
-    yield f"when: {clock(it.time)}"
+    yield f"when: {timestamp(it.time)}"
     yield f"who: {it.seen_as} as Postgres knew it, from {it.seen_from or 'a local socket'}; by {it.by}, as they said"
     yield f"why: {it.why}"
     if it.writer:  # else it is none of a writer's, and goes nowhere

@@ -29,7 +29,7 @@ from tidemark.app.commands import (
 )
 from tidemark.app.lag_json import last_seen
 from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
-from tidemark.app.output import aged, as_object, ids_between
+from tidemark.app.output import as_object, duration, id_range
 from tidemark.app.remedies import Verdict
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
@@ -172,7 +172,7 @@ class Trial:
             yield f"{it.writer} is {it.verdict}, {_heard(it.last_seen, self.now)}{waits}"
         settled = self.settled()
         if settled:
-            ranges = ", ".join(ids_between(low, high) for low, high in settled[:SHOWN])
+            ranges = ", ".join(id_range(low, high) for low, high in settled[:SHOWN])
             more = f" and {len(settled) - SHOWN} ranges more" if len(settled) > SHOWN else ""
             yield f"nothing proves that {ranges}{more} of {self.act.writer} will hold no fact: that is your word alone."
         if settled and not self.fences:
@@ -302,7 +302,7 @@ def standing(stored: bytes, writer: str) -> str:
 
 
 def _heard(seen: datetime | None, now: float) -> str:
-    return "never seen" if seen is None else f"last seen {aged(now - seen.timestamp())} ago"
+    return "never seen" if seen is None else f"last seen {duration(now - seen.timestamp())} ago"
 
 
 Outcome = Literal["applied", "refused", "settled before", "not seen"]

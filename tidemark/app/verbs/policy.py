@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, loaded, tell
-from tidemark.app.output import as_lines, as_object
+from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import fitting
 from tidemark.streaming.values.policies import POLICY_SETTINGS, Policies
@@ -66,7 +66,7 @@ def policy_list(*, as_json: bool) -> None:
         click.echo(as_object({"policies": given}))
     else:
         rows = [(name, setting, str(value)) for name, known in given.items() for setting, value in known.items()]
-        lines = as_lines(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
+        lines = table(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
         click.echo("\n".join(lines) if rows else "no stream has a policy")
 
 
@@ -92,7 +92,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
         )
         for setting, it in POLICY_SETTINGS.items()
     ]
-    click.echo("\n".join(as_lines(("SETTING", "VALUE", "FROM", "MEANING"), rows, {"VALUE"})))
+    click.echo("\n".join(table(("SETTING", "VALUE", "FROM", "MEANING"), rows, {"VALUE"})))
 
 
 @policy.command("set")

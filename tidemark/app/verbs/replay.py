@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.output import as_object, clock, for_people, plain
+from tidemark.app.output import as_object, plain, sanitize, timestamp
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
@@ -355,7 +355,7 @@ def _compare(
 
 
 def named(it: StoredBatch) -> str:
-    return f"batch {it.batch} of {clock(it.time)}"
+    return f"batch {it.batch} of {timestamp(it.time)}"
 
 
 def compared(
@@ -518,7 +518,7 @@ def to_text(found: ReplayReport) -> str:
         lines.append(f"not compared, as there is no record of them: {len(found.absent)} streams: {named}")
     said = f"{found.records} records give the history of {len(found.alike)} of"
     every = len(found.alike) + len(found.parted) + len(found.unknown)
-    return for_people([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
+    return sanitize([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
 
 
 def _part(it: PartCompared) -> str:
@@ -535,7 +535,7 @@ def _part(it: PartCompared) -> str:
 
 def _parting(it: Parting) -> Iterator[str]:
     where = "after the last record" if it.record is None else "at the record below"
-    when = "in the end" if it.time is None else f"after batch {it.batch} of {clock(it.time)}"
+    when = "in the end" if it.time is None else f"after batch {it.batch} of {timestamp(it.time)}"
     whose = "the line" if it.writer is None else it.writer
     if it.evidence is None:
         yield (

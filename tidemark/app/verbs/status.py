@@ -18,7 +18,7 @@ from tidemark.app import health, open_ranges
 from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.health import PipelineCondition
 from tidemark.app.lag_json import behind_answer, last_seen
-from tidemark.app.output import aged, as_lines, as_object, for_people, ids_between
+from tidemark.app.output import as_object, duration, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.requeues import RequeueStatus
@@ -160,7 +160,7 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     that lack a stream.
     """
     rows = [row for stream in streams for row in _rows(stream, now)]
-    lines = as_lines(HEADINGS, rows, NUMBERS)
+    lines = table(HEADINGS, rows, NUMBERS)
     lines += [f"{it.stream}: {_told(it.bridge, it.writers, now)}" for it in streams if it.bridge is not None]
     lines += [f"{stream.stream}: {line}" for stream in streams for line in _held(stream.summary.behind, now)]
     lines += [
@@ -176,21 +176,21 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     ]
     lines += [f"{it.stream}: {_recalled(it, now)}" for stream in streams for it in stream.recalls]
     lines += [
-        f"{stream.stream} is not shown in {it.sink}, for {aged(now - it.since.timestamp())}: {it.problem}"
+        f"{stream.stream} is not shown in {it.sink}, for {duration(now - it.since.timestamp())}: {it.problem}"
         for stream in streams
         for it in stream.faults
     ]
-    return for_people(lines)
+    return sanitize(lines)
 
 
 def _told(bridge: BridgeStatus, writers: Sequence[WriterStatus], now: float) -> str:
     if bridge.speaks is None:
         return "told by a bridge to Synapse; only the primary of this Postgres knows whether it runs"
     if bridge.speaks:
-        age = "" if bridge.since is None else f", for {aged(now - bridge.since.timestamp())}"
+        age = "" if bridge.since is None else f", for {duration(now - bridge.since.timestamp())}"
         return f"a bridge to Synapse tells it{age}"
     seen = max((it.last_seen.timestamp() for it in writers if it.last_seen), default=None)
-    last = "nothing of it was noted" if seen is None else f"the last that it told is {aged(now - seen)} old"
+    last = "nothing of it was noted" if seen is None else f"the last that it told is {duration(now - seen)} old"
     return f"no bridge to Synapse tells it now; {last}"
 
 
@@ -198,7 +198,7 @@ def _held(behind: Behind | None, now: float) -> Iterable[str]:
     """Nothing of a line that waits no longer than a transaction may take."""
     if behind is None or is_brief(behind.since, now):
         return
-    age = "" if behind.since is None else f", for {aged(now - behind.since / 1000)}"
+    age = "" if behind.since is None else f", for {duration(now - behind.since / 1000)}"
     yield f"the line is {behind.ids} {'ID' if behind.ids == 1 else 'IDs'} behind{age}"
     for holder in behind.holders:
         yield f"held by {held_by(holder, now)}"
@@ -214,7 +214,7 @@ def held_by(holder: Holder, now: float) -> str:
         "transaction": f"has a transaction open beyond {holder.position}",
         "silent": f"has told nothing beyond {holder.position}",
     }[holder.reason]
-    seen = f"last seen {aged(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
+    seen = f"last seen {duration(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
     return f"{holder.writer} (epoch {holder.epoch}), which {why}; {seen}"
 
 
@@ -226,7 +226,7 @@ def _recalled(it: RequeueStatus, now: float) -> str:
             " what is open waits for its next JOIN"
         )
     hindered = f": {it.problem}" if it.problem else ""
-    return f"records of {it.writer} that were put off come again, for {aged(now - it.since.timestamp())}{hindered}"
+    return f"records of {it.writer} that were put off come again, for {duration(now - it.since.timestamp())}{hindered}"
 
 
 def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
@@ -234,7 +234,7 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
     oldest = "" if stream.summary.oldest is None else described(stream.summary.oldest, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
-        seen = "" if writer.last_seen is None else f"{aged(now - writer.last_seen.timestamp())} ago"
+        seen = "" if writer.last_seen is None else f"{duration(now - writer.last_seen.timestamp())} ago"
         yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), seen, oldest)
         head, oldest = ["", ""], ""
     for name in stream.summary.unknown:
@@ -245,10 +245,10 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
 
 def described(blocker: Blocker, now: float) -> str:
     """Who holds what back, and for how long."""
-    age = aged(now - blocker.since / 1000)
+    age = duration(now - blocker.since / 1000)
     if blocker.unknown:
         return f"{blocker.writer} (epoch {blocker.epoch}) has not joined, for {age}"
-    return f"{blocker.writer} owes {ids_between(blocker.low, blocker.top)}, for {age}"
+    return f"{blocker.writer} owes {id_range(blocker.low, blocker.top)}, for {age}"
 
 
 @click.command("status", cls=OurCommand)

