@@ -4,6 +4,7 @@ Payloads come from the types that decode or encode them. Names and addresses com
 `sinks.redis.names`.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final, get_args
@@ -246,12 +247,15 @@ def _published(schema: Any) -> Any:
     """A schema with public names: those of our types without `SUFFIX`."""
     match schema:
         case Mapping():
-            return {
-                key: value.removesuffix(SUFFIX)
-                if key in {"title", "$ref"} and isinstance(value, str)
-                else _published(value)
-                for key, value in schema.items()
-            }
+            return {key: _text(key, value) for key, value in schema.items()}
         case list():
             return [_published(item) for item in schema]
     return schema
+
+
+def _text(key: str, value: Any) -> Any:
+    if isinstance(value, str) and key in {"title", "$ref"}:
+        return value.removesuffix(SUFFIX)
+    if isinstance(value, str) and key == "description":
+        return inspect.cleandoc(value)  # as Python 3.13 does by itself
+    return _published(value)
