@@ -1,4 +1,4 @@
-"""A thread that works beside the batches for as long as this pipeline holds the lease."""
+"""Threads that run while this pipeline has the lease: maintenance, and the watch of waiting batches."""
 
 import threading
 import time
@@ -18,15 +18,14 @@ from tidemark.sinks.postgres.store import Postgres
 
 log = get_logger(__name__)
 
-POLL = 1.0
-LOG_EVERY = 30.0
+POLL = 1.0  # seconds between two checks whether a batch waits
+LOG_EVERY = 30.0  # seconds between two log lines about the same wait
 
 
 class LeasedThread(ABC):
-    """A context manager: runs `work` until it is left, the lease is lost, or something comes that `work` does not deal
-    with itself.
+    """A context manager that calls `work` repeatedly until the block ends, the lease is lost, or `work` raises.
 
-    `failure` is that, or what `work` leaves there: for the thread that supervises.
+    `failure` is that error, or an error that `work` has stored there. The supervising thread raises it.
     """
 
     def __init__(self, name: str, lease: Lease) -> None:
@@ -45,7 +44,7 @@ class LeasedThread(ABC):
 
     @abstractmethod
     def work(self) -> float:
-        """Called again and again; gives the seconds until the next time."""
+        """Do one step; returns the seconds until the next step."""
 
     def _run(self) -> None:
         try:
@@ -54,20 +53,25 @@ class LeasedThread(ABC):
                 self._closing.wait(self.work())
         except LeaseLost as error:
             self._lease.lose(error.now)
-        except Exception as error:  # noqa: BLE001 - whoever supervises raises it
+        except Exception as error:  # noqa: BLE001 - the supervising thread raises it
             self.failure = error
 
 
 CLOCKS_DIFFER = 60.0
-"""Seconds from which on it is logged, and the alert TidemarkClocksDiffer fires."""
-AGAIN = 60.0  # seconds until a tidying that was not complete is tried again
-SELDOM = 20  # times as long as a comparison took until the next: of very many streams it would take a core for itself
+"""Seconds of difference that are logged, and at which the alert TidemarkClocksDiffer fires."""
+RETRY_TIDY = 60.0  # seconds until an incomplete run of retention is retried
+PAUSE_FACTOR = 20  # the pause after a comparison, in durations of it: otherwise millions of streams would take one core
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Seconds between questions whether a sink lost something, between comparisons of everything, and between
-    tidyings."""
+    """Seconds between two checks.
+
+    Attributes:
+        poll: whether a sink has lost data.
+        compare: of all streams with Postgres.
+        tidy: of retention.
+    """
 
     poll: float = 1.0
     compare: float = 60.0
@@ -75,7 +79,7 @@ class MaintenanceConfig:
 
 
 class Maintenance(LeasedThread):
-    """Problems are logged and tried again at the next poll; a `Stop` among them is the `failure`."""
+    """Refills sinks, runs retention and compares clocks. Problems are retried; a `Stop` becomes the `failure`."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Maintenance(LeasedThread):
         config: MaintenanceConfig,
         clocks_differ: Callable[[float], object] = lambda _: None,
     ) -> None:
-        """`clocks_differ` is given the seconds by which this host is ahead of Postgres, with each comparison."""
+        """`clocks_differ` is called with the seconds by which this host is ahead of Postgres, after each comparison."""
         super().__init__("maintenance", lease)
         self._clocks_differ = clocks_differ
         self._clock_at = -float("inf")
@@ -100,9 +104,9 @@ class Maintenance(LeasedThread):
 
     def work(self) -> float:
         for sink in self._sinks:
-            self._try(sink.name, partial(self._mend, sink))
-        self._try("the streams that are not shown", self._note_faults)
-        self._try("Postgres's history", self._tidy)
+            self._try(sink.name, partial(self._refill, sink))
+        self._try("the faults of the sinks", self._note_faults)
+        self._try("the history in Postgres", self._tidy)
         self._try("the clocks", self._compare_clocks)
         return self._config.poll
 
@@ -116,38 +120,38 @@ class Maintenance(LeasedThread):
             self.failure = problem
         except TidemarkError as problem:
             if self._problems.get(what) != str(problem):  # once, not at every poll
-                log.warning(f"Could not look after {what}; trying again", problem=str(problem))
+                log.warning(f"Could not maintain {what}; trying again", problem=str(problem))
             self._problems[what] = str(problem)
         else:
             if self._problems.pop(what, None):
-                log.info(f"Looking after {what} again")
+                log.info(f"Maintaining {what} again")
 
-    def _mend(self, sink: Sink) -> None:
+    def _refill(self, sink: Sink) -> None:
         began = time.monotonic()
         due = began >= self._compare_at.get(sink.name, -float("inf"))
         if sink.lost() or due:
-            # Should the refill fail, the next poll must not find that nothing was lost since this one.
+            # If the refill fails, the next poll must refill again, although nothing was lost since this poll.
             self._compare_at.pop(sink.name, None)
             sink.refill()
             ended = time.monotonic()
-            seldom = 0.0 if sink.faults() else SELDOM * (ended - began)  # it also tries those again
-            self._compare_at[sink.name] = ended + max(self._config.compare, seldom)
+            pause = 0.0 if sink.faults() else PAUSE_FACTOR * (ended - began)  # a refill also retries faulty streams
+            self._compare_at[sink.name] = ended + max(self._config.compare, pause)
 
     def _note_faults(self) -> None:
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
         if faults == self._noted:
             return
         for sink in self._sinks:
-            new = [it for it in faults.keys() - (self._noted or {}).keys() if it[0] == sink.name]
+            new = [key for key in faults.keys() - (self._noted or {}).keys() if key[0] == sink.name]
             if new:
                 log.error(
-                    f"{sink.name} cannot show some streams, by a fault of their own; it tries them again and again",
+                    f"{sink.name} cannot publish some streams because of their data; retrying them",
                     streams=len(new),
                     first=new[0][1],
                     problem=faults[new[0]],
                 )
         for sink_name, stream in (self._noted or {}).keys() - faults.keys():
-            log.info("A stream is shown again", sink=sink_name, stream=stream)
+            log.info("A stream is published again", sink=sink_name, stream=stream)
         self._postgres.note_faults(faults)
         self._noted = faults
 
@@ -160,8 +164,8 @@ class Maintenance(LeasedThread):
         was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > CLOCKS_DIFFER
         if self._is_clock_wrong and not was:
             log.warning(
-                "The clocks of this host and of Postgres differ; set them (NTP): times in the history are this host's,"
-                " and no more than a day of it is dropped at a time",
+                "The clocks of this host and of Postgres differ; set them (NTP). The history has times of this host,"
+                " and retention drops at most one day at a time",
                 seconds_ahead=round(difference),
             )
         elif was and not self._is_clock_wrong:
@@ -169,8 +173,8 @@ class Maintenance(LeasedThread):
 
     def _tidy(self) -> None:
         if time.monotonic() >= self._tidy_at:
-            # Also should it fail: it may have waited for locks, and batches behind it.
-            self._tidy_at = time.monotonic() + min(self._config.tidy, AGAIN)
+            # Set before the run: a run that fails may have waited for locks, and batches waited behind it.
+            self._tidy_at = time.monotonic() + min(self._config.tidy, RETRY_TIDY)
             now = self._postgres.clock.now(datetime.now(UTC))
             if self._postgres.tidy(now):
                 self._postgres.clock.complete(now)
@@ -178,7 +182,7 @@ class Maintenance(LeasedThread):
 
 
 class WaitWatch(LeasedThread):
-    """Asks every second what a batch waits for, logs it, and notes it beside the lease. `problem` is for the probes."""
+    """Checks every second what a batch waits for, logs it, and notes it beside the lease. Probes read `problem`."""
 
     def __init__(self, waits: BatchWait, lease: Lease) -> None:
         super().__init__("waits", lease)
@@ -189,20 +193,20 @@ class WaitWatch(LeasedThread):
 
     def work(self) -> float:
         try:
-            found = self._waits.problem()
-            self._say(found)
-            self.problem = found
-            if found != self._noted:
-                self._waits.note(self._lease.token, found)
-                self._noted = found
+            wait = self._waits.problem()
+            self._log(wait)
+            self.problem = wait
+            if wait != self._noted:
+                self._waits.note(self._lease.token, wait)
+                self._noted = wait
         except TidemarkError as problem:
-            log.warning("Could not ask what a batch waits for; trying again", problem=str(problem))
+            log.warning("Could not query what a batch waits for; trying again", problem=str(problem))
         return POLL
 
-    def _say(self, found: str | None) -> None:
+    def _log(self, wait: str | None) -> None:
         now = time.monotonic()
-        if found is not None and (found != self.problem or now - self._logged >= LOG_EVERY):
-            log.warning("Positions are held", problem=found)
+        if wait is not None and (wait != self.problem or now - self._logged >= LOG_EVERY):
+            log.warning("No position moves", problem=wait)
             self._logged = now
-        elif found is None and self.problem is not None:
-            log.info("The batch goes on")
+        elif wait is None and self.problem is not None:
+            log.info("The batch continues")

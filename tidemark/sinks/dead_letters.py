@@ -1,6 +1,6 @@
-"""The dead letters: rejected records, fetched from Kafka again by their offsets and sent on byte for byte.
+"""The dead letters: rejected records, read from Kafka again by offset and produced unchanged to their own topic.
 
-At least once: a batch that is repeated sends its dead letters again; their headers show which are the same record.
+At least once: a repeated batch sends its dead letters again. Their headers show which ones are of the same record.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ ANY_PARTITION = -1
 
 
 class Outgoing(NamedTuple):
-    """A record on its way: its own key, value and headers, and in `origin` headers of ours."""
+    """A record to produce: its own key, value and headers, and headers of Tidemark in `origin`."""
 
     origin: Headers = ()
     key: Any = None
@@ -33,9 +33,10 @@ class Outgoing(NamedTuple):
 
 
 class Outbox:
-    """Records between the producer and its acknowledgement. `gone` counts those of which the topic took nothing.
+    """Records between the producer and its acknowledgement.
 
-    `instead` says what to send in place of a record that is too large for the topic, None for nothing.
+    `instead` returns the replacement of a record that is too large for the topic; None for no replacement. `gone` is
+    the number of records that were replaced or dropped.
     """
 
     def __init__(self, producer: Producer, topic: str, instead: Callable[[Outgoing], Outgoing | None]) -> None:
@@ -43,13 +44,13 @@ class Outbox:
         self._producer = producer
         self._topic = topic
         self._instead = instead
-        self._too_large: list[Outgoing] = []  # seen to in `flush`, as a callback may not produce
+        self._too_large: list[Outgoing] = []  # replaced in `flush`: a callback may not produce
         self._error: KafkaError | None = None
 
     def put(self, record: Outgoing) -> None:
         def delivered(error: KafkaError | None, _: Message) -> None:
-            bare = not (record.key or record.value or record.headers)
-            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not bare:
+            is_bare = not (record.key or record.value or record.headers)
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not is_bare:
                 self._too_large.append(record)
             elif error is not None:
                 self._error = error
@@ -77,11 +78,11 @@ class Outbox:
             self.put(record)
 
     def flush(self) -> KafkaError | None:
-        """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
+        """Wait until each record is acknowledged or has failed (within the message timeout); return the first error."""
         self._await()
         too_large, self._too_large = self._too_large, []
         for record in too_large:
-            # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
+            # The brokers refuse a whole batch because of one record, so each record gets a batch of its own.
             self.put(record)
             self._await()
             if self._too_large:
@@ -96,8 +97,9 @@ class Outbox:
 
 
 class KafkaConnections:
-    """Both directions, each connected when it is first asked for; `errors` hears of both. The producer's records fail
-    after `patience` (s); `isolation` is the reader's.
+    """A reader and a producer, each connected at its first use. `errors` listens to both.
+
+    Records of the producer fail after `patience` seconds. `isolation` is the isolation level of the reader.
     """
 
     def __init__(self, client: Mapping[str, str], producer: Mapping[str, str], patience: float, isolation: str) -> None:
@@ -120,16 +122,16 @@ class KafkaConnections:
                 {
                     **self._producer,
                     "message.timeout.ms": str(int(self._patience * 1000)),
-                    # Before the time-out, so that a missing topic is told from brokers that are away.
+                    # Shorter than the timeout: a missing topic is then distinguished from unavailable brokers.
                     "topic.metadata.propagation.max.ms": str(int(self._patience * 500)),
-                    "message.max.bytes": "100000000",  # the brokers decide, not our client
+                    "message.max.bytes": "100000000",  # the limit of the brokers counts, not that of the client
                     "error_cb": self.errors,
                 }
             )
         return self._writer
 
     def close(self) -> None:
-        """Drop both, and what is still unsent; they may be asked for again."""
+        """Close both and drop unsent records. The next use connects again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -140,13 +142,13 @@ class KafkaConnections:
 
 log = get_logger(__name__)
 
-FAR = 2_000  # offsets that are read and thrown away rather than sought over
-LONGEST_DETAIL = 500  # characters: it may quote the record
+SEEK_DISTANCE = 2_000  # a smaller distance is read and dropped instead of a seek
+LONGEST_DETAIL = 500  # characters: a detail may quote the record
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLettersConfig:
-    """`client` and `producer` are librdkafka settings and may hold a password. `patience`: seconds without progress."""
+    """`client` and `producer` are librdkafka settings and may contain a password. `patience` is in seconds."""
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
@@ -156,18 +158,18 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered:
-    """Records sent to the dead letters, and how many of them went without their value because it is gone."""
+    """The number of records sent to the dead letters, and how many of them without their value (`gone`)."""
 
     sent: int = 0
     gone: int = 0
 
 
 class DeadLetters:
-    """One thread at a time. Connects when the first record is rejected; a context manager."""
+    """A context manager for one thread at a time. Connects when the first record is rejected."""
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._config = config
-        # Nothing is asked for but what the query has read, so all of it was committed.
+        # The query has read these records, so they are committed.
         self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_uncommitted")
 
     def __enter__(self) -> Self:
@@ -177,16 +179,20 @@ class DeadLetters:
         self.close()
 
     def close(self) -> None:
-        """Drop both connections, and what is still unsent with them; the next call opens new ones."""
+        """Close the connections and drop unsent records. The next call opens new ones."""
         self._kafka.close()
 
     def send(self, rejected: Sequence[Rejected]) -> DeadLettered:
-        """Send every rejected record on and wait until the brokers have them.
+        """Produce every rejected record to the dead letters, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
-        `offset`; where more can be said, also `detail`. Where retention removed the record meanwhile, or it is too
-        large for the dead letters, the value is empty and a header `gone` says why. Raises `Unavailable` (call again:
-        all are sent again), `Refused`, `TopicMissing`.
+        `offset`, and `detail` if more is known. If retention has removed the record, or if it is too large for the
+        topic, the value is empty and the header `gone` has the reason.
+
+        Raises:
+            Unavailable: call again; all records are then sent again.
+            Refused: the brokers refuse the client.
+            TopicMissing: the topic does not exist.
         """
         if not rejected:
             return DeadLettered()
@@ -201,15 +207,16 @@ class DeadLetters:
 
     def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
         self._kafka.errors.forget()
-        found: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
+        by_partition: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
         for item in rejected:
             offsets = np.frombuffer(item.offsets, "<i8")
             ids = np.frombuffer(item.ids, "<i8") if item.ids else np.zeros_like(offsets)
             reasons = ((item.reason, id) for id in ids.tolist())
-            found.setdefault((item.topic, item.partition), {}).update(zip(offsets.tolist(), reasons, strict=True))
+            offsets_of = by_partition.setdefault((item.topic, item.partition), {})
+            offsets_of.update(zip(offsets.tolist(), reasons, strict=True))
         outbox = Outbox(self._kafka.writer(), self._config.topic, instead=_too_large)
         sent = 0
-        for (topic, partition), wanted in found.items():
+        for (topic, partition), wanted in by_partition.items():
             before = outbox.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 reason, id = wanted[offset]
@@ -223,7 +230,7 @@ class DeadLetters:
                 sent += 1
             if gone := outbox.gone - before:
                 log.warning(
-                    "Rejected records were gone before they could be kept",
+                    "Rejected records were removed from Kafka before they could be copied to the dead letters",
                     topic=topic,
                     partition=partition,
                     records=gone,
@@ -233,7 +240,7 @@ class DeadLetters:
         return DeadLettered(sent, outbox.gone)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
-        """Each wanted offset (ascending) with its record, None where there is no such record any more."""
+        """Each wanted offset (ascending) and its record; None if the record no longer exists."""
         reader = self._kafka.reader()
         pending = list(reversed(wanted))
         while pending:
@@ -249,7 +256,7 @@ class DeadLetters:
                         yield pending.pop(), None
                     if pending and pending[-1] == here:
                         yield pending.pop(), record
-                    if not pending or (here is not None and pending[-1] - here > FAR):
+                    if not pending or (here is not None and pending[-1] - here > SEEK_DISTANCE):
                         break
 
     def _explained(self, error: KafkaError) -> TidemarkError:
@@ -259,12 +266,12 @@ class DeadLetters:
 
 
 def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
-    """What is wrong with the record, beyond its `reason`, and in which of its facts; empty where nothing more is known.
+    """Details beyond the `reason`: the defect and the fact concerned; empty if no more is known.
 
-    `id` is the first that does not fit what its stream holds, 0 where the record shows its fault by itself.
+    `id` is the first ID that contradicts its stream; 0 if the record itself is invalid.
     """
     if reason == Reason.NOT_STORABLE:
-        return "Postgres refused what followed from it: the pipeline's log has its answer"
+        return "Postgres refused the effects of this record: the pipeline's log has the error"
     for topic in Topic:
         try:
             record = read(value, key, topic)
@@ -278,12 +285,12 @@ def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str
     return ""
 
 
-def _without_record(letter: Outgoing, why: str) -> Outgoing:
-    return Outgoing((*letter.origin, ("gone", why.encode())))
+def _without_record(record: Outgoing, why: str) -> Outgoing:
+    return Outgoing((*record.origin, ("gone", why.encode())))
 
 
-def _too_large(letter: Outgoing) -> Outgoing:
-    return _without_record(letter, "too large for this topic")
+def _too_large(record: Outgoing) -> Outgoing:
+    return _without_record(record, "too large for this topic")
 
 
 def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:
@@ -293,10 +300,13 @@ def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A rejected record as it lies in the dead letters at `partition` and `offset`, since `time` (ms).
+    """A dead letter.
 
-    `origin` is topic, partition and offset of the record itself. `gone` says why there is no value, where there is
-    none. `headers` are the record's own.
+    Attributes:
+        partition: of the dead letter, as are `offset` and `time` (ms).
+        origin: topic, partition and offset of the rejected record.
+        gone: why there is no value; empty if there is one.
+        headers: those of the rejected record.
     """
 
     partition: int
@@ -312,17 +322,17 @@ class DeadLetter:
 
     @property
     def stream(self) -> str:
-        """As its key says, readable whatever it holds."""
+        """The key as printable text."""
         return _readable(self.key or b"")
 
     @property
     def place(self) -> str:
-        """As people name it: the offset, before it the partition unless that is 0."""
+        """The name for people: the offset, with the partition before it unless that is 0."""
         return f"{self.partition}/{self.offset}" if self.partition else str(self.offset)
 
 
-class Letters:
-    """For one thread; a context manager. Methods raise `Unavailable` and `Refused`."""
+class DeadLetterReader:
+    """A context manager for one thread. Methods raise `Unavailable` and `Refused`."""
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._topic = config.topic
@@ -335,23 +345,23 @@ class Letters:
         self._kafka.close()
 
     def newest(self, partitions: Collection[int], most: int) -> list[DeadLetter]:
-        """Of each partition the last `most` offsets, newest first."""
-        found = [it for partition in partitions for it in self._from(partition, most)]
-        return sorted(found, key=lambda it: (it.time, it.partition, it.offset), reverse=True)
+        """The last `most` offsets of each partition, newest first."""
+        letters = [letter for partition in partitions for letter in self._last(partition, most)]
+        return sorted(letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
     def at(self, partition: int, offset: int) -> DeadLetter | None:
-        """None where no letter is, or is any more."""
+        """None if there is no such offset, or no longer."""
         try:
             first, end = self._kafka.reader().offsets(self._topic, partition)
             if not first <= offset < end:
                 return None
             with closing(self._kafka.reader().read(self._topic, partition, offset)) as records:
-                found = next(records, None)
+                message = next(records, None)
         except KafkaException as error:
             raise self._kafka.errors.explain(error.args[0]) from error
-        return None if found is None or found.offset() != offset else _letter(found)
+        return None if message is None or message.offset() != offset else _dead_letter(message)
 
-    def _from(self, partition: int, most: int) -> Iterator[DeadLetter]:
+    def _last(self, partition: int, most: int) -> Iterator[DeadLetter]:
         try:
             reader = self._kafka.reader()
             first, end = reader.offsets(self._topic, partition)
@@ -361,13 +371,13 @@ class Letters:
                 for record in records:
                     if record is None or record.offset() >= end:
                         return
-                    yield _letter(record)
+                    yield _dead_letter(record)
         except KafkaException as error:
             raise self._kafka.errors.explain(error.args[0]) from error
 
 
-def _letter(message: Message) -> DeadLetter:
-    """Ours are the last headers of their names: the record may have had some of the same."""
+def _dead_letter(message: Message) -> DeadLetter:
+    """The headers of Tidemark are the last ones of their names: the record may have headers of the same names."""
     headers: list[tuple[str, Any]] = list(message.headers() or ())
     ours = {name: _readable(value or b"") for name, value in headers}
     at = next((i for i in range(len(headers) - 1, -1, -1) if headers[i][0] == "reason"), len(headers))
@@ -390,10 +400,10 @@ def _header(headers: list[tuple[str, Any]], name: str) -> str:
 
 
 def _readable(data: bytes) -> str:
-    """Nothing that a terminal would obey: anybody may have written it."""
+    """Printable text without control characters: anybody may have produced the record."""
     return printable(data.decode(errors="replace"))
 
 
 def _number(text: str | None) -> int:
-    """-1 where whoever wrote the letter said none."""
+    """-1 if the header is missing or is not a number."""
     return int(text) if text is not None and text.isdecimal() else -1

@@ -1,8 +1,8 @@
-"""The port for sinks: the protocol that each keeps, and the values that the publisher hands over.
+"""The port for sinks: the protocol of a sink, and the values that the publisher passes to it.
 
-A sink shows readers a copy of what Postgres has committed. Two neighbours are none: Postgres itself (`postgres.store`),
-which decides what is true, and the dead letters, which hold records and no positions. `redis.mirror` is a sink; another
-one is a module with a class that keeps this protocol, and a line in `app.pipeline`.
+A sink publishes a copy of what Postgres has committed. Postgres itself (`postgres.store`) is not a sink, because it is
+the source of truth. The dead letters are not a sink, because they have records and no positions. `redis.mirror` is a
+sink. To add one, write a class with this protocol and create it in `app.pipeline`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,14 @@ from tidemark.streaming.values.limits import Rejected
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The effects of batch `number` of `query` (the name of a line of batches), under the lease `token`.
+    """The effects of a batch.
 
-    `after` is the batch that must be the last that Postgres applied: that before it, or what the query began with
-    (None: none at all; `...`: not checked, for batches that no query has made).
+    Attributes:
+        query: the lineage of the batch: batches of one start of the pipeline have one name.
+        number: of the batch in its query.
+        token: of the lease.
+        after: query and number of the batch that Postgres must have applied last. None if it must not have applied any;
+            `...` if it is not checked, for batches that no query has made.
     """
 
     query: str
@@ -48,10 +52,14 @@ class Batch:
 class Committed:
     """The outcome of a batch's transaction in Postgres.
 
-    `repeated`: it was applied before, and nothing was written now. `settled` and `positions` (by stream and writer)
-    hold only what came out otherwise than the batch says, because a writer that had left the state was known here:
-    its advance cut to what was open (None: nothing was), and the position that stands. `late` has the numbers that
-    the late completions of a stream were given, in the batch's order.
+    `settled` and `positions`, by stream and writer, have only what differs from the batch: Postgres may know a writer
+    that the state had already dropped.
+
+    Attributes:
+        repeated: the batch was applied before, and nothing was written now.
+        settled: advances that were cut to the part that was open; None if no part was open.
+        positions: stored positions that are beyond those of the batch.
+        late: stream -> the numbers of its late completions, in the order of the batch.
     """
 
     repeated: bool = False
@@ -62,68 +70,76 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """Streams of which a sink lacked something, and the entries of their history that were copied."""
+    """The number of streams with missing data in a sink, and of the entries of their history that were copied."""
 
     streams: int
     entries: int = 0
 
 
 class Fence(Protocol):
-    """The right to publish, as a sink sees the lease."""
+    """The lease, as a sink sees it: the right to publish."""
 
     @property
     def token(self) -> int:
-        """Higher than that of every owner before."""
+        """Higher than the token of every earlier owner."""
 
     def check(self) -> None:
-        """Raise `LeaseLost` once it is known that somebody else has the lease. Cheap; asks no server."""
+        """Raise `LeaseLost` if another process is known to have the lease. Queries no server."""
 
 
 class Sink(Protocol):
-    """Made with the `Postgres` that it copies from and the `Fence` under which it writes. Any thread may call.
+    """A sink is made with the `Postgres` that it copies and the `Fence` under which it writes. Any thread may call.
 
-    `tests/sinks/test_contract.py` holds every sink to five laws:
+    `tests/sinks/test_contract.py` checks five laws for every sink:
 
-    - monotone: no call moves a position that readers see towards 0, whatever is published again, late or out of order;
-    - idempotent: a call that is repeated, after a failure or a crash at any moment, leaves what one call leaves;
-    - fenced: it remembers the highest token it has seen where it keeps its data, and refuses lower ones; the first
-      `LeaseLost` names that highest token, so that the next owner need not climb there;
-    - isolated: what one stream's data there make impossible is a fault of that stream, and none of the others;
-    - refilled: whatever it lost, `refill` brings back out of Postgres, and `lost` finds out that this is needed.
+    - monotone: no call moves a visible position towards 0, even if batches come again, late or out of order;
+    - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
+    - fenced: the sink stores the highest token that it has seen beside its data, and refuses lower ones; the first
+      `LeaseLost` names that token, so that the next owner can choose a higher one at once;
+    - isolated: a failure that is caused by the data of one stream is a fault of that stream only;
+    - refilled: `refill` restores from Postgres whatever the sink has lost, and `lost` detects the loss.
 
-    All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages alone: it is waited out
-    without end.
+    All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages only: the caller waits
+    without limit.
     """
 
     @property
     def name(self) -> str:
-        """In the log, and as a label of the metrics."""
+        """The name in the log and in the labels of metrics."""
 
     def check(self) -> None:
-        """Return if it lets us in: called at the start, rather than to find out at the first batch."""
+        """Check the connection and the rights. Called at the start, before the first batch."""
 
     def publish(self, batch: Batch, committed: Committed) -> int:
-        """Show a batch that Postgres has committed; returns the count of streams that changed for readers.
+        """Publish a batch that Postgres has committed.
 
-        Earlier batches may be missing (their process died between Postgres and here): then it refills first, so that
-        readers never see half of a stream. Raises `LeaseLost`, having shown nothing of the stream in question.
+        Earlier batches may be missing, if their process died after the commit. The sink then refills first, so that
+        readers never see an incomplete stream.
+
+        Returns:
+            The number of streams that changed for readers.
+
+        Raises:
+            LeaseLost: nothing of the stream concerned was published.
         """
 
     def faults(self) -> Mapping[str, str]:
-        """Streams that it could not show by a fault of their own, each with what was said; asks nobody.
+        """Streams that the sink cannot publish, and the problem of each. Queries no server.
 
-        They are left out until a `refill` has tried them again. Any number of streams may be among them.
+        They are left out until a `refill` has retried them. There may be any number of them.
         """
 
     def compared(self) -> Mapping[str, tuple[int, int]]:
-        """The linear position of each stream in Postgres, and the one shown here, when a `refill` last compared them:
-        before it mended anything. Without streams that are not shown; asks nobody."""
+        """The linear position of each stream in Postgres and in the sink, when a `refill` last compared them.
+
+        The values are from before the refill. Faulty streams are left out. Queries no server.
+        """
 
     def lost(self) -> bool:
-        """Whether it may lack what was published since the last call; True at the first one. Called every second."""
+        """Whether the sink may have lost data since the last call; True at the first call. Called every second."""
 
     def refill(self) -> Refilled:
-        """Compare every stream with Postgres and write what is missing, while readers keep reading.
+        """Compare every stream with Postgres and write what is missing. Readers may read meanwhile.
 
-        Also called from time to time when nothing seems lost. Raises `LeaseLost`.
+        Also called from time to time if nothing seems lost. Raises `LeaseLost`.
         """

@@ -1,8 +1,8 @@
-"""The way of a batch outside Spark: Postgres, then the sinks, then the dead letters (docs/design.md 5; rule 4).
+"""Publishing a computed batch: Postgres, then the sinks, then the dead letters (docs/design.md 5, rule 4).
 
-One batch at a time, on whatever thread. A step is tried again until its server answers: a commit whose answer was lost
-is found there and not made twice, and the others change nothing by being repeated. After a kill the next query begins
-behind the last commit; what the sinks lack of it is filled in from Postgres (`sinks.background`).
+One batch at a time, on any thread. A step is retried until its server answers. If the answer to a commit was lost, the
+next attempt finds the commit; the other steps are idempotent. After a kill, the next query begins after the last
+commit, and the sinks are refilled from Postgres (`sinks.background`).
 """
 
 import threading
@@ -30,17 +30,19 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-CONTENT_ATTEMPTS = 3  # of which Postgres refuses each for the same reason
-CONTENT_PAUSE = 0.2  # seconds between two of them
+CONTENT_ATTEMPTS = 3  # refusals for the same reason, after which the content of a batch counts as refused
+CONTENT_PAUSE = 0.2  # seconds between two attempts
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """The outcome of a batch.
 
-    `repeated`: Postgres had it already. `streams` changed for readers. `published_at` is the time (seconds since
-    1970) at which every sink had all of it. `seconds`, by step (`postgres`, each sink by its name, `dead_letters`),
-    include the waiting for a server that was away.
+    Attributes:
+        repeated: Postgres had applied the batch before.
+        streams: number of streams that changed for readers.
+        published_at: when the last sink had the whole batch, seconds since 1970.
+        seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), with the time of outages.
     """
 
     batch: int
@@ -52,9 +54,9 @@ class Published:
 
 
 class Publisher:
-    """`commit`, `show` for each sink in turn, and `dead_letter` are the steps of `publish`; each may be repeated.
+    """The steps of `publish` are `commit`, `show` for each sink, and `dead_letter`. Each may be repeated.
 
-    `failed` is told of each attempt that a server did not answer.
+    `failed` is called for each attempt that a server did not answer.
     """
 
     def __init__(
@@ -80,26 +82,29 @@ class Publisher:
         effects: Sequence[ShardEffects],
         after: tuple[str, int] | EllipsisType | None = ...,
     ) -> Published:
-        """Bring batch `number` of `query` to all sinks, waiting out those that are away for as long as it takes.
+        """Publish batch `number` of `query` to all sinks. Waits for unavailable servers without limit.
 
-        Raises `Stopping` soon after the event is set while it waits, `LeaseLost` once another query owns the lease, and
-        errors of the kind `Stop`. Raises `ContentRefused` if Postgres refuses the content of the batch.
-        Raises `ChainBroken` where Postgres has not applied `after` last (`port.Batch`). The
-        query must begin anew after each of them.
+        The query must restart after each of the errors, and after any error of the kind `Stop`.
+
+        Raises:
+            Stopping: the event was set during a wait.
+            LeaseLost: another query owns the lease.
+            ContentRefused: Postgres refuses the content of the batch.
+            ChainBroken: Postgres has not applied `after` last (`port.Batch`).
         """
         batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
-        committed, seconds["postgres"] = self._patiently(lambda: self._commit_content(batch))
+        committed, seconds["postgres"] = self._with_retries(lambda: self._commit_content(batch))
         streams = 0
         for sink in self._sinks:
-            changed, seconds[sink.name] = self._patiently(partial(self.show, sink, batch, committed))
+            changed, seconds[sink.name] = self._with_retries(partial(self.show, sink, batch, committed))
             streams = max(streams, changed)
         published_at = time.time()
-        dead_lettered, seconds["dead_letters"] = self._patiently(lambda: self.dead_letter(batch))
+        dead_lettered, seconds["dead_letters"] = self._with_retries(lambda: self.dead_letter(batch))
         return Published(number, committed.repeated, streams, dead_lettered, published_at, seconds)
 
     def _commit_content(self, batch: Batch) -> Committed:
-        """`commit`; raises `ContentRefused` if Postgres refuses what is in the batch, for the same reason each time."""
+        """`commit`. Raises `ContentRefused` if Postgres refuses the content several times for the same reason."""
         problems: list[str] = []
         while True:
             try:
@@ -108,18 +113,18 @@ class Publisher:
                 if not is_about_content(error):
                     raise
                 problem = first_line(error)
-                problems = [*(it for it in problems if it == problem), problem]
+                problems = [*(earlier for earlier in problems if earlier == problem), problem]
                 if len(problems) >= CONTENT_ATTEMPTS:
                     records = sum(sum(s.counts.values()) for _, s in batch.streams())
                     raise ContentRefused(batch.number, problem, max(1, records // 2)) from error
                 log.warning("Postgres refuses the content of a batch", batch=batch.number, problem=problem)
             if self._stopping.wait(CONTENT_PAUSE):
-                raise Stopping("told to stop while Postgres refused a batch")
+                raise Stopping("stopped while Postgres refused a batch")
 
     def commit(self, batch: Batch) -> Committed:
         committed = self._postgres.apply(batch)
         if committed.repeated:
-            log.info("This batch was committed before; repeating what comes after", batch=batch.number)
+            log.info("The batch was committed before; repeating the steps after the commit", batch=batch.number)
         return committed
 
     def show(self, sink: Sink, batch: Batch, committed: Committed) -> int:
@@ -133,15 +138,13 @@ class Publisher:
         return dead_lettered
 
     def send_unsent(self) -> None:
-        """Send the dead letters that earlier queries left: nobody brings their batches again. Waits and raises as
-        `publish` does.
-        """
-        for left in self._postgres.unsent_dead_letters():
-            self._patiently(partial(self._dead_letters.send, left.rejected))
-            self._postgres.dead_letters_sent(left.query, left.batch)
-            log.info("Sent dead letters that an earlier query had left", query=left.query, batch=left.batch)
+        """Send the dead letters of earlier queries, whose batches do not come again. Raises the errors of `publish`."""
+        for unsent in self._postgres.unsent_dead_letters():
+            self._with_retries(partial(self._dead_letters.send, unsent.rejected))
+            self._postgres.dead_letters_sent(unsent.query, unsent.batch)
+            log.info("Sent the dead letters of an earlier query", query=unsent.query, batch=unsent.batch)
 
-    def _patiently(self, step: Callable[[], T]) -> tuple[T, float]:
+    def _with_retries(self, step: Callable[[], T]) -> tuple[T, float]:
         def checked() -> T:
             self._lease.check()
             try:

@@ -19,7 +19,7 @@ from tidemark.app.commands import NOT_SEEN, CommandFailed, CommandGroup, answeri
 from tidemark.app.output import as_object, duration, table
 from tidemark.app.verbs.overrides import Outcome, SentAct, moved, outcome, require_topic, send_noted, standing
 from tidemark.common.errors import BadRecord
-from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
+from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -290,14 +290,14 @@ def letters_replay(
 
 
 @contextmanager
-def _servers(settings: "Settings") -> Iterator[tuple[Letters, OverrideLog]]:
+def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
     kafka = settings.kafka
     config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer())
-    with session_of(settings.postgres, "tidemark act") as session, Letters(config) as letters:
+    with session_of(settings.postgres, "tidemark act") as session, DeadLetterReader(config) as letters:
         yield letters, OverrideLog(session)
 
 
-def _letter(kafka: Letters, place: tuple[int, int]) -> DeadLetter:
+def _letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
     found = kafka.at(*place)
     if found is None:
         raise CommandFailed(f"there is no dead letter at offset {place[1]} of partition {place[0]}")

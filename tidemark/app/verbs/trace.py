@@ -21,7 +21,7 @@ from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import LOOKED
 from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
-from tidemark.sinks.dead_letters import DeadLetter, DeadLettersConfig, Letters
+from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
 from tidemark.sinks.postgres.inspect import BatchAdvance, IdInspection, LateFact, LinearPassed, OffsetRange, StoredGap
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.redis.publish import Redis, RedisConfig
@@ -479,5 +479,5 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 def _letters(settings: Settings, most: int) -> list[DeadLetter]:
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
     partitions = Topics(kafka).describe([topic])[topic].partitions
-    with Letters(DeadLettersConfig(topic, kafka.client(), kafka.producer())) as letters:
+    with DeadLetterReader(DeadLettersConfig(topic, kafka.client(), kafka.producer())) as letters:
         return letters.newest(range(len(partitions)), most)

@@ -1,6 +1,8 @@
-"""Tidemark's own database, as the pipeline and its readers use it: sessions, the schema, and many rows in a statement.
+"""Sessions to Tidemark's database, its schema, and statements with one array for each column.
 
-The schema `tidemark` is made by the files in `migrations/`; see `common.migrations`.
+The files in `migrations/` make the schema `tidemark`; see `common.migrations`. psycopg would adapt each element of a
+list separately, so a column is sent as one parameter. Numbers and bytes are sent in Postgres's binary form: their text
+is two to four times as long and must be parsed. Text is sent as text.
 """
 
 import struct
@@ -26,8 +28,11 @@ _NULL = _length(-1)
 
 
 def as_array(column: Sequence[Any]) -> Any:
-    """`column` as a parameter; None is null. Of what is neither text nor bytes nor a number, psycopg's list."""
-    kind: type[Any] = next((type(it) for it in column if it is not None), type(None))
+    """`column` as a parameter;
+
+    None is null. Other types than text, bytes and integers are sent as a list of psycopg.
+    """
+    kind: type[Any] = next((type(value) for value in column if value is not None), type(None))
     if issubclass(kind, str):
         return _texts(column)
     if issubclass(kind, bytes):
@@ -66,21 +71,21 @@ psycopg.adapters.register_dumper(_Byteas, _ByteasDumper)
 def _bigints(column: Sequence[Any]) -> Any:
     try:
         numbers = array("q", column)
-    except (TypeError, OverflowError):  # a null, or none that the server would take
+    except (TypeError, OverflowError):  # a null, or a number that is too large for the server
         return _literal(column, str)
     if sys.byteorder == "little":
         numbers.byteswap()
-    found = numbers.tobytes()
+    data = numbers.tobytes()
     elements = bytearray(_length(8) + bytes(8)) * len(column)
-    for place in range(8):
-        elements[4 + place :: 12] = found[place::8]
+    for byte in range(8):
+        elements[4 + byte :: 12] = data[byte::8]
     return _Bigints(_head(_BIGINT, len(column)) + elements)
 
 
 def _byteas(column: Sequence[bytes | None]) -> _Byteas:
     parts = [_head(_BYTEA, len(column))]
-    for it in column:
-        parts += (_NULL,) if it is None else (_length(len(it)), it)
+    for value in column:
+        parts += (_NULL,) if value is None else (_length(len(value)), value)
     return _Byteas(b"".join(parts))
 
 
@@ -91,16 +96,16 @@ def _head(element: int, length: int) -> bytes:
 
 def _texts(column: Sequence[Any]) -> str:
     try:
-        together = '","'.join(column)
+        joined = '","'.join(column)
     except TypeError:
         return _literal(column, _quoted)
-    if "\\" in together or together.count('"') > 2 * (len(column) - 1):
+    if "\\" in joined or joined.count('"') > 2 * (len(column) - 1):
         return _literal(column, _quoted)
-    return '{"' + together + '"}'
+    return '{"' + joined + '"}'
 
 
 def _literal(column: Sequence[Any], written: Callable[[Any], str]) -> str:
-    return "{" + ",".join(["null" if it is None else written(it) for it in column]) + "}"
+    return "{" + ",".join(["null" if value is None else written(value) for value in column]) + "}"
 
 
 def _quoted(text: str) -> str:
@@ -114,8 +119,8 @@ _USE = DatabaseUse(
         "3D": "create the database, or correct its name in TIDEMARK_POSTGRES_DSN",
         "3F": "run `tidemark migrate`",
         "42P01": "run `tidemark migrate`",
-        "42501": "grant the user the role tidemark_owner (who only looks: tidemark_reader; who acts by hand:"
-        " tidemark_operator too), or run `tidemark migrate` as a user who may create a schema",
+        "42501": "grant the user the role tidemark_owner (to read only: tidemark_reader; for operators: also"
+        " tidemark_operator), or run `tidemark migrate` as a user who may create a schema",
     },
     password="TIDEMARK_POSTGRES_PASSWORD",
 )
@@ -126,7 +131,7 @@ READABLE = 4
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """A session to Tidemark's database; `application` is its name among the sessions of the server."""
+    """A session to Tidemark's database; `application` is its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
@@ -140,9 +145,12 @@ Rows: TypeAlias = Iterable[tuple[Any, ...]]
 
 
 def execute(connection: Connection, statement: LiteralString, rows: Rows, *more: object) -> Cursor[TupleRow] | None:
-    """Run `statement` with one array per column of `rows`, then `more`; without rows nothing runs and None comes back.
+    """Run `statement` with an array for each column of `rows`, followed by `more`. None in a column is null.
 
-    The statement casts each array (`postgres.arrays`). None is null.
+    The statement casts each array (`as_array`).
+
+    Returns:
+        None if there are no rows; the statement is then not run.
     """
     columns = list(zip(*rows, strict=True))
     return connection.execute(statement, [*map(as_array, columns), *more]) if columns else None

@@ -1,15 +1,15 @@
 """The query lease: which query may publish (docs/design.md, rule 6).
 
-One row in Postgres holds the newest token. Whoever raised it owns the lease until somebody raises it again; nobody is
-asked to let go. The clock that counts is the database's. Time only decides when another may *try*: safety rests on
-the token, which every batch checks under a row lock and which Redis compares in its script.
+One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
+it again; the owner is not asked. Times are by the clock of the database, and only decide when another process may
+*try*. Safety depends on the token alone: every batch checks it under a row lock, and Redis compares it in its script.
 
-A database that went back (a failover that lost the newest owner, a backup) would give a number out again. So a token is
-no count: it is made of the clock and of a random part, and is higher than the one before whatever the clock says.
+A restored database (a failover that lost the newest owner, a backup) would give a counter's value out again. A token
+therefore consists of the clock and a random part, and is always higher than the token before.
 
-The owner also holds a session advisory lock that is derived from its token. When its process dies, Postgres drops
-that lock within moments, so a waiter need not sit out the time to live. Needs real sessions: a
-pooler in transaction mode between us and Postgres breaks it.
+The owner also takes a session advisory lock that is derived from its token. If its process dies, Postgres releases the
+lock at once, and a waiting process need not wait for the lease to expire. This needs real sessions: a pooler in
+transaction mode breaks it.
 """
 
 import secrets
@@ -29,32 +29,38 @@ from tidemark.sinks.postgres.database import session_of
 log = get_logger(__name__)
 
 _KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
-_HOLDERS = f"""
+_LOCK_OWNERS = f"""
 select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 1 and granted
     and database = (select oid from pg_database where datname = current_database())
     and (classid::bigint << 32 | objid::bigint) = {_KEY}
 """
 
 
-SPREAD = 2**20  # tokens a second: the random part; tokens stay below 2**53 until the year 2106, exact in any metric
+SPREAD = (
+    2**20
+)  # tokens per second, for the random part; tokens stay below 2**53, exact in any metric, until the year 2106
 
 
 def next_token(last: int, clock: int) -> int:
-    """A token above `last` that nobody else is given; `clock` in seconds since 1970, which may have been set back."""
+    """A unique token above `last`. `clock` is in seconds since 1970, and may have been set back."""
     return max(last, clock * SPREAD) + 1 + secrets.randbelow(SPREAD - 1)
 
 
 def session_name(token: int) -> str:
-    """`application_name` of the sessions that write under `token`, so that a successor can end those that hang."""
+    """`application_name` of the sessions that write under `token`, so that the next owner can end those that hang."""
     return f"tidemark token {token}"
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfig:
-    """`owner` names us for people, `version` is that of our Tidemark. Times are seconds.
+    """Settings of a lease. Times are in seconds.
 
-    `ttl` without a renewal, and the lease is up for others. `grace` is how long an owner's lost session is given to
-    come back before a waiter takes over. `poll` is the pause between a waiter's attempts.
+    Attributes:
+        owner: the name of this process, for people.
+        ttl: the lease expires after this time without a renewal.
+        grace: time for the owner to reconnect after its session was lost, before a waiting process takes the lease.
+        poll: pause between two attempts of a waiting process.
+        version: of this Tidemark.
     """
 
     owner: str
@@ -65,7 +71,7 @@ class LeaseConfig:
 
 
 class Lease:
-    """A held lease, renewed by a thread of its own every `ttl / 3`. A context manager; leaving it releases."""
+    """A lease that this process has. A thread renews it every `ttl / 3`. A context manager, which releases it."""
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
@@ -79,10 +85,14 @@ class Lease:
 
     @classmethod
     def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, above: int = 0) -> Self:
-        """Wait for the lease and take it; may wait for ever. Raises `Stopping` soon after `stopping` is set.
+        """Wait for the lease without limit, also while Postgres is unavailable, and take it.
 
-        The token is higher than `above`, the highest that any sink has seen. Postgres being away is waited out too.
-        Raises `Refused` where it answers and says no.
+        Args:
+            above: the highest token that any sink has seen. The new token is higher.
+
+        Raises:
+            Stopping: `stopping` was set.
+            Refused: Postgres refuses the session.
         """
         database = session_of(dsn, "tidemark lease")
         try:
@@ -92,17 +102,17 @@ class Lease:
             raise
 
     def check(self) -> None:
-        """Raise `LeaseLost` once it is known that somebody else has the lease. Cheap; asks no server."""
+        """Raise `LeaseLost` if another process is known to have the lease. Queries no server."""
         if self.lost.is_set():
             raise LeaseLost(self.token, self._newest)
 
     def lose(self, newest: int) -> None:
-        """Take note that a sink has seen the token `newest`, so that every thread stops publishing."""
+        """Note that a sink has seen the token `newest`, so that every thread stops publishing."""
         self._newest = max(self._newest, newest)
         self.lost.set()
 
     def give_up(self) -> None:
-        """Let every thread that waits to publish stop, although nobody else has the lease. It is renewed no more."""
+        """Make every thread that waits to publish stop, and stop renewing the lease. No other process has it yet."""
         self.lost.set()
 
     def __enter__(self) -> Self:
@@ -113,15 +123,15 @@ class Lease:
         self.close()
 
     def close(self) -> None:
-        """Release the lease, so that a waiter has it at once. Never raises."""
+        """Release the lease, so that a waiting process gets it at once. Never raises."""
         self._closing.set()
         if self._renewal.is_alive():
             self._renewal.join()
         try:
             with self._database.use() as connection, connection.transaction():
                 connection.execute("set local synchronous_commit = local")
-                # Expired for all to see: the next one need not wait for our session to be gone. It is still ours where
-                # a sink has seen a higher token than Postgres.
+                # The next owner then need not wait until this session has ended. The row may have a lower token than a
+                # sink has seen; it is still this process's row.
                 released = connection.execute(
                     "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
                 )
@@ -134,22 +144,22 @@ class Lease:
 
     def _renew_until_closed(self) -> None:
         pause = 0.0
-        failing = False
+        is_failing = False
         while not self._closing.wait(pause) and not self.lost.is_set():
             try:
                 self._renew()
             except TidemarkError as problem:
-                if not failing:  # once, not at every attempt
+                if not is_failing:  # once, not at every attempt
                     log.warning("Could not renew the lease; trying again", token=self.token, problem=str(problem))
-                failing, pause = True, 0.5
+                is_failing, pause = True, 0.5
             else:
-                if failing and not self.lost.is_set():
+                if is_failing and not self.lost.is_set():
                     log.info("Renewed the lease again", token=self.token)
-                failing, pause = False, self._config.ttl / 3
+                is_failing, pause = False, self._config.ttl / 3
 
     def _renew(self) -> None:
         with self._database.use() as connection:
-            if connection is not self._session:  # a new one, which does not hold the lock yet
+            if connection is not self._session:  # a new connection, without the lock
                 self._lock(connection)
         if not run_locking(self._database, "renewing the lease", self._write_expiry, seconds=0):
             with self._database.use() as connection:
@@ -158,16 +168,16 @@ class Lease:
             log.error("Lost the lease", token=self.token, newest=self._newest)
 
     def _lock(self, connection: Connection) -> None:
-        """Anybody may hold an advisory lock. Safety does not rest on it, so it is not waited for."""
+        """Take the advisory lock. Any user may have taken it; safety does not depend on it, so do not wait for it."""
         if _try_lock(connection, "pg_try_advisory_lock", self.token):
             self._session = connection
             return
-        row = connection.execute(_HOLDERS, {"token": self.token}).fetchone()
-        holders = sessions_of(connection, row[0] if row else [])
-        log.warning("Another session holds the advisory lock of the lease; going on without it", holders=holders)
+        row = connection.execute(_LOCK_OWNERS, {"token": self.token}).fetchone()
+        sessions = sessions_of(connection, row[0] if row else [])
+        log.warning("Another session has the advisory lock of the lease; continuing without it", sessions=sessions)
 
     def _write_expiry(self, connection: Connection) -> bool:
-        # Of no use to a standby, and not to wait for one: while commits hang, the lease is still ours.
+        # Do not wait for a standby: while commits hang, this process still has the lease.
         connection.execute("set local synchronous_commit = local")
         renewed = connection.execute(
             "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
@@ -178,14 +188,14 @@ class Lease:
 
 
 class _Waiter:
-    """One process's attempts to take the lease over."""
+    """The attempts of one process to take the lease."""
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, above: int) -> None:
         self._database = database
         self._config = config
         self._above = above
-        self._alone_since: tuple[int, float] | None = None  # the token whose owner had no session, and since when
-        self._said: tuple[str, float] | None = None
+        self._alone_since: tuple[int, float] | None = None  # a token whose owner has no session, and since when
+        self._logged: tuple[str, float] | None = None
 
     def wait(self, stopping: threading.Event) -> int:
         while not stopping.is_set():
@@ -196,9 +206,9 @@ class _Waiter:
                     log.info("Took the lease", token=token, owner=self._config.owner)
                     return token
             except Unavailable as problem:
-                self._say(f"Waiting for Postgres: {problem}")
+                self._log(f"Waiting for Postgres: {problem}")
             stopping.wait(self._config.poll)
-        raise Stopping("told to stop while waiting for the lease")
+        raise Stopping("stopped while waiting for the lease")
 
     def _attempt(self, connection: Connection) -> int | None:
         row = connection.execute(
@@ -206,18 +216,18 @@ class _Waiter:
             " expires_at < clock_timestamp(), expires_at = '-infinity', extract(epoch from clock_timestamp())::bigint"
             " from tidemark.query_lease"
         ).fetchone()
-        assert row is not None, "the migration made this row and nothing deletes it"
+        assert row is not None, "the migration makes this row and nothing deletes it"
         token, owner, since, expired, released, clock = row
         if not released and not expired and not self._abandoned(connection, token):
-            self._say(f"Waiting for the lease: {owner} holds it since {since}")
+            self._log(f"Waiting for the lease: {owner} has it since {since}")
             return None
         if expired and not released:
             self._end_sessions(connection, token)
         return self._take(connection, token, next_token(max(token, self._above), clock))
 
     def _abandoned(self, connection: Connection, token: int) -> bool:
-        """Whether the owner of `token` has had no session for the length of the grace."""
-        if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # given back as the statement ends
+        """Whether the owner of `token` has had no session for the grace period."""
+        if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # released at the end of the statement
             self._alone_since = None
             return False
         now = time.monotonic()
@@ -226,25 +236,29 @@ class _Waiter:
         return now - self._alone_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
-        """End the sessions of an owner that neither renews nor dies: one of them may hold the row in a transaction."""
+        """End the sessions of an owner that hangs: one of them may have locked the row in a transaction."""
         ended = connection.execute(
             "select pid, pg_terminate_backend(pid) from pg_stat_activity"
             " where application_name = %s and usename = current_user and datname = current_database()",
             (session_name(token),),
         ).fetchall()
         if ended:
-            log.warning("Ended sessions of the owner that did not renew", token=token, pids=[pid for pid, _ in ended])
+            log.warning(
+                "Ended sessions of the owner, which did not renew the lease",
+                token=token,
+                pids=[pid for pid, _ in ended],
+            )
 
     def _take(self, connection: Connection, token: int, ours: int) -> int | None:
-        """Raise the token to `ours` in one statement that only one of several waiters can win."""
+        """Raise the token to `ours`, in a statement that only one of several waiting processes can win."""
         taken = 0
-        # The lock before the row: whoever sees the new token must find its owner's session there.
+        # The lock before the row: a process that sees the new token must also see the session of its owner.
         if not _try_lock(connection, "pg_try_advisory_lock", ours):
             return None
         try:
             with connection.transaction():
                 connection.execute("set local lock_timeout = '2s'")
-                # The first batch is durable, and with it all that was written before it.
+                # The first batch is durable, and with it this update.
                 connection.execute("set local synchronous_commit = local")
                 taken = connection.execute(
                     "update tidemark.query_lease set token = %(ours)s, owner = %(owner)s, version = %(version)s,"
@@ -260,17 +274,17 @@ class _Waiter:
                     },
                 ).rowcount
         except LockNotAvailable:
-            self._say("Waiting for the lease: the last owner's batch is still being written")
+            self._log("Waiting for the lease: the owner's last batch is still being written")
         finally:
             if not taken and not connection.closed:
                 connection.execute("select pg_advisory_unlock_all()")
         return ours if taken else None
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         now = time.monotonic()
-        if self._said is None or self._said[0] != text or now - self._said[1] >= 30:
+        if self._logged is None or self._logged[0] != text or now - self._logged[1] >= 30:
             log.info(text)
-            self._said = (text, now)
+            self._logged = (text, now)
 
 
 def _try_lock(connection: Connection, function: LiteralString, token: int) -> bool:

@@ -1,8 +1,8 @@
-"""The one transaction per batch (docs/design.md 5): token, positions, history, gaps, audit, states, offsets, batch id.
+"""The transaction of a batch (docs/design.md 5): token, positions, history, gaps, audit, states, offsets, batch number.
 
-Set-based: each statement takes whole columns, whatever the number of streams, and all of them travel in two round
-trips. The order of locks is that of the functions in `apply`. Rejected records stay listed here, by where they stand in
-Kafka and why, until they are known to be in the dead letters (docs/design.md, rule 5).
+Each statement takes whole columns, so their number does not depend on the number of streams. They take two round trips.
+Locks are taken in the order of the functions in `apply`. Rejected records stay listed here, by Kafka offset and reason,
+until they are known to be in the dead letters (docs/design.md, rule 5).
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class UnsentDeadLetters:
 
 
 def keep_unsent(connection: Connection, batch: Batch) -> None:
-    """In the transaction of the batch."""
+    """Store the rejected records of the batch, in its transaction."""
     if rejected := batch.rejected():
         connection.execute(
             "insert into tidemark.unsent_letters (query, batch, rejected) values (%s, %s, %s)",
@@ -43,45 +43,47 @@ def keep_unsent(connection: Connection, batch: Batch) -> None:
 
 
 def unsent(connection: Connection) -> list[UnsentDeadLetters]:
-    """Oldest batch of each query first."""
+    """The stored rejected records, the oldest batch of each query first."""
     rows = connection.execute("select query, batch, rejected from tidemark.unsent_letters order by query, batch")
     return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
 
 
 def forget_unsent(connection: Connection, query: str, batch: int) -> None:
-    """The dead letters of that batch are in Kafka."""
+    """Delete the rejected records of the batch: its dead letters are in Kafka."""
     connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-NOTIFICATION = 7999  # bytes that one holds at most
-BATCHES_KEPT = 1000  # of each query; one of them is looked for where the answer to its commit was lost
+NOTIFICATION_BYTES = 7999  # limit of Postgres
+BATCHES_STORED = 1000  # of each query; a retried commit whose answer was lost is found among them
 
 
 def apply(connection: Connection, batch: Batch) -> Committed:
-    """Commit `batch`, or find that it was committed before. May be called again after any error but these two.
+    """Commit `batch`, or find that it was committed before. May be called again after any other error.
 
-    Raises `LeaseLost` when another query has taken over, and `ChainBroken` when the batch before it is not the last
-    that was applied, or an advance does not join what is stored; nothing is written then.
+    Raises:
+        LeaseLost: another query has the lease. Nothing is written.
+        ChainBroken: the batch before is not the one that was applied last, or an advance begins beyond the stored
+            position. Nothing is written.
     """
     with connection.pipeline(), connection.transaction():
         if _applied_before(connection, batch):
             return Committed(repeated=True)
         _write_streams(connection, batch)
         positions = write_positions(connection, batch)
-        _write_line_moves(connection, batch)
+        _write_linear_moves(connection, batch)
         _write_gaps(connection, batch)
         late = _write_late(connection, batch)
-        _write_forced(connection, batch)
+        _write_overrides(connection, batch)
         _count_rejected(connection, batch)
         keep_unsent(connection, batch)
-        _write_recalls(connection, batch)
+        _write_requeues(connection, batch)
         _write_progress(connection, batch)
         changed = positions.fetchall() if positions else []
         return Committed(settled=corrected_advances(changed), positions=higher_positions(changed), late=_numbers(late))
 
 
 def refusal(connection: Connection, batch: Batch) -> str | None:
-    """What Postgres says against the content of `batch`; None if it takes it. Nothing is kept of it in any case."""
+    """The error of Postgres about the content of `batch`; None if it accepts the batch. Writes nothing."""
     try:
         with connection.transaction(force_rollback=True):
             apply(connection, batch)
@@ -93,30 +95,34 @@ def refusal(connection: Connection, batch: Batch) -> str | None:
     return None
 
 
-# SQLSTATE classes: wrong cardinality, data, constraints (also those of a trigger), check options, limits of a value.
+# SQLSTATE classes: cardinality, data, constraints (also those of a trigger), check options, program limits.
 _CONTENT = ("21", "22", "23", "44", "54", "P0")
 
 
 def is_about_content(error: psycopg.Error) -> bool:
-    """Whether the server, or its client, refused what was to be written, and would refuse it again."""
-    if error.sqlstate is None:  # of what psycopg itself cannot send, such as the character NUL in a text
+    """Whether the server or the client refused the values to be written, and would refuse them again."""
+    if error.sqlstate is None:  # psycopg itself cannot send the value, such as a NUL character in a text
         return isinstance(error, psycopg.DataError)
     return error.sqlstate[:2] in _CONTENT
 
 
 def _applied_before(connection: Connection, batch: Batch) -> bool:
-    """Check the token and the batch before it.
+    """Whether this batch is committed already.
 
-    Holds the lease's row until the commit: nobody takes over in the middle of a batch.
+    Locks the row of the lease until the end of the transaction: no other query takes the lease during a batch.
+
+    Raises:
+        LeaseLost: the token is not the newest one.
+        ChainBroken: Postgres has not applied `batch.after` last.
     """
-    # KEY SHARE lets a renewal pass, and makes a takeover (which changes the key) wait.
+    # KEY SHARE does not block a renewal. It blocks a takeover, which changes the key.
     lease = connection.execute("select token from tidemark.query_lease for key share")
     known = connection.execute(
         "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
     )
     newest_batch = connection.execute("select query, batch from tidemark.applied_batches order by number desc limit 1")
-    # If we hang from here on, the server ends the transaction, or our successor does, who finds it by this name. What
-    # is published next must be durable (rule 4), also where the server is told to be quick.
+    # If this process hangs from here on, the server ends the transaction, or the next owner finds the session by this
+    # name and ends it. The batch must be durable before it is published (rule 4), whatever the server's default is.
     connection.execute(
         "select set_config('application_name', %s, true),"
         " set_config('idle_in_transaction_session_timeout', '10s', true),"
@@ -132,7 +138,7 @@ def _applied_before(connection: Connection, batch: Batch) -> bool:
         return True
     last = newest_batch.fetchone()
     if batch.after is not ... and batch.after != last:
-        raise ChainBroken(*("no batch" if it is None else f"batch {it[0]}/{it[1]}" for it in (batch.after, last)))
+        raise ChainBroken(*("no batch" if b is None else f"batch {b[0]}/{b[1]}" for b in (batch.after, last)))
     return False
 
 
@@ -159,27 +165,29 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
     execute(
         connection,
         "select pg_notify('tidemark_positions', streams) from unnest(%s::text[]) as changed (streams)",
-        ((told,) for told in _told(s.stream for _, s in batch.streams())),
+        ((names,) for names in _notifications(s.stream for _, s in batch.streams())),
     )
 
 
-def _told(names: Iterable[str]) -> Iterator[str]:
-    """With spaces between, as many together as a notification holds: each takes Postgres a lock's time, and a place in
-    a queue that blocks all who notify once it is full."""
-    together: list[str] = []
+def _notifications(names: Iterable[str]) -> Iterator[str]:
+    """Names joined by spaces, as many as fit into one notification.
+
+    Each notification takes a lock, and an entry of a queue that blocks every sender when it is full.
+    """
+    joined: list[str] = []
     size = 0
     for name in names:
         size += len(name.encode()) + 1
-        if size > NOTIFICATION:
-            yield " ".join(together)
-            together, size = [], len(name.encode()) + 1
-        together.append(name)
-    if together:
-        yield " ".join(together)
+        if size > NOTIFICATION_BYTES:
+            yield " ".join(joined)
+            joined, size = [], len(name.encode()) + 1
+        joined.append(name)
+    if joined:
+        yield " ".join(joined)
 
 
-def _write_line_moves(connection: Connection, batch: Batch) -> None:
-    """Of lines that went on while no writer of their stream did: no advance tells that."""
+def _write_linear_moves(connection: Connection, batch: Batch) -> None:
+    """Moves of linear positions of streams without an advance in this batch."""
     execute(
         connection,
         """
@@ -195,8 +203,8 @@ def _write_line_moves(connection: Connection, batch: Batch) -> None:
                 s.stream,
                 s.linear_prev,
                 s.linear,
-                " ".join(it.writer for it in s.writers if it.retired),  # a name has no space in it
-                " ".join(str(it.epoch) for it in s.writers if it.retired),
+                " ".join(w.writer for w in s.writers if w.retired),  # a name has no space in it
+                " ".join(str(w.epoch) for w in s.writers if w.retired),
                 shard.now,
             )
             for shard, s in batch.streams()
@@ -252,7 +260,7 @@ def _write_late(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None
     )
 
 
-def _write_forced(connection: Connection, batch: Batch) -> None:
+def _write_overrides(connection: Connection, batch: Batch) -> None:
     execute(
         connection,
         """
@@ -287,7 +295,7 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
     )
 
 
-def _write_recalls(connection: Connection, batch: Batch) -> None:
+def _write_requeues(connection: Connection, batch: Batch) -> None:
     add_requeues(connection, ((s.stream, recall) for _, s in batch.streams() for recall in s.recalls))
 
 
@@ -308,7 +316,7 @@ def _write_progress(connection: Connection, batch: Batch) -> None:
     )
     connection.execute(
         "delete from tidemark.applied_batches where query = %s and batch <= %s",
-        (batch.query, batch.number - BATCHES_KEPT),
+        (batch.query, batch.number - BATCHES_STORED),
     )
 
 
