@@ -138,7 +138,7 @@ def test_connections_of_one_address_leave_places_for_others(process: Sidecar, ho
 
 
 @pytest.mark.parametrize(
-    ("ulimit", "places"), [("-n 1024", "The process may open few files"), ("-Sn 1024", "Open files")]
+    ("ulimit", "places"), [("-n 1024", "The limit of open files is low"), ("-Sn 1024", "Open files")]
 )
 def test_few_files_keep_probes_alive(
     tmp_path: Path, redis_url: str, dsn: str, pipeline: Pipeline, ulimit: str, places: str

@@ -1,6 +1,7 @@
-"""Places that many clients share: which client gives way if every place is taken. Pure.
+"""Slots that many clients share, and which client is evicted if every slot is taken. Pure.
 
-A client is known by its address. Of IPv6 the first 64 bits count: whoever has one address there has all of them.
+A client is known by its address. For IPv6 the first 64 bits count, because a client that has one address there has all
+of them.
 """
 
 from collections import Counter
@@ -12,15 +13,15 @@ from ipaddress import IPv6Address, ip_address
 from itertools import chain
 from typing import Generic, TypeVar
 
-SHARE = 64  # of the places: one of so many is made free at once
-FAIR = 4  # of the places: one of so many is what an address keeps while others ask
+SHARE = 64  # one of this many slots is freed at once
+FAIR = 4  # one of this many slots stays with an address while others ask
 
 T = TypeVar("T")
 
 
 @lru_cache(4096)
 def network_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the first 64 bits of one of IPv6; any other text as it is."""
+    """What counts as one client: an IPv4 address, or the first 64 bits of an IPv6 address; any other text as it is."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -42,8 +43,12 @@ class IdleConnection(Generic[T]):
 
 
 def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
-    """Those that wait longest, of the address from which most wait; none where nobody does. More than one where there
-    are many `places`: a crowd that goes on coming would be looked through for each of them."""
+    """Connections to evict when every slot is taken: the oldest idle ones of the address with the most idle
+    connections.
+
+    Empty if there are none. More than one if there are many slots, so that a flood of connections is not searched for
+    each.
+    """
     if not waiting:
         return []
     [(network, _)] = Counter(network_of(other.address) for other in waiting).most_common(1)
@@ -52,15 +57,16 @@ def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
 
 
 class NoFreeSlot(Exception):
-    """Every place is taken, and the address that asks has its share."""
+    """Every slot is taken, and the address that asks has its share."""
 
 
 class SlotPool(Generic[T]):
-    """So many places, shared by address. While some are free, anybody gets one. If all are taken, an address that has
-    less than a quarter of them, or less than half of what another has, gets the newest place of the address that has
-    most.
+    """A number of slots, shared by address. For one thread.
 
-    For one thread. What has a place is told apart by its identity as a key of a dict.
+    While slots are free, every client gets one. If all are taken, an address that has less than a quarter of the slots,
+    or less than half of what another address has, gets the newest slot of the address with the most.
+
+    Holders are compared by identity, as keys of a dict.
     """
 
     def __init__(self, most: int) -> None:
@@ -73,14 +79,19 @@ class SlotPool(Generic[T]):
         return self._taken
 
     def take(self, holder: T, address: str, first: Callable[[T], bool] = lambda _: False) -> T | None:
-        """Give `holder` a place until it leaves. Of an address that gives one up, the oldest for which `first` holds
-        goes, or else the newest. An address that has its share gets a place of its own for which `first` holds.
+        """Give `holder` a slot until it leaves.
+
+        Args:
+            holder: who gets the slot.
+            address: the address of the client.
+            first: of the address that loses a slot, the oldest holder for which this is true is evicted, else the
+                newest one. An address that has its share gets a slot of its own for which this is true.
 
         Returns:
-            Who gave way to it, and has no place any more; None if a place was free.
+            The holder that was evicted and has no slot any more. None if a slot was free.
 
         Raises:
-            AllTaken: nobody gives way to this address.
+            NoFreeSlot: no holder is evicted for this address.
         """
         network, displaced = network_of(address), None
         if self._taken >= self.most:
@@ -92,7 +103,7 @@ class SlotPool(Generic[T]):
         return displaced
 
     def leave(self, holder: T) -> None:
-        """Free its place. May be called again, and for one that gave way."""
+        """Free its slot. May be called again, and for a holder that was evicted."""
         network = self._networks.pop(holder, None)
         if network is None:
             return
@@ -107,7 +118,7 @@ class SlotPool(Generic[T]):
         share = self.most // FAIR
         if len(own) < len(largest) // 2 or len(own) < share < len(largest):
             return next(filter(first, largest), next(reversed(largest)))
-        # Of others only if this address has less than its share.
+        # Evict another address only if this one has less than its share.
         of_all = chain(own, *self._holders.values()) if len(own) < share else own
         for candidate in filter(first, of_all):
             return candidate

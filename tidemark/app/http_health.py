@@ -1,10 +1,10 @@
-"""What may be asked of a process over HTTP: `/metrics`, and for an orchestrator `/livez` and `/readyz`.
+"""The health of a process over HTTP: `/metrics`, and `/livez` and `/readyz` for an orchestrator.
 
-Of which process, its `Health` says. Alive: not caught in a loop that no longer goes round. Waiting for a server or for
-one's turn is life: ending a process that waits mends nothing.
+`Health` says what is asked. Alive: no loop of the process hangs. A process that waits for a server or for its turn is
+alive: ending it repairs nothing.
 
-Each connection has a thread and one request. Both are bounded, so that whoever connects and says nothing, or reads
-nothing, takes neither threads nor memory, and keeps no probe out.
+Each connection has a thread and one request. The number of connections and their time are bounded, so that a client
+which sends or reads nothing takes neither threads nor memory, and keeps no probe out.
 """
 
 import io
@@ -30,21 +30,28 @@ if TYPE_CHECKING:
 
 
 class Health(Protocol):
-    """Asked from threads of the server's own, at any time."""
+    """Asked from threads of the HTTP server, at any time."""
 
     @property
     def registry(self) -> CollectorRegistry: ...
 
     def hangs(self, now: float) -> str | None:
-        """Why the process should be ended, None while it lives; `now` in seconds since 1970."""
+        """Why the process should be ended; None while it is alive. `now` in seconds since 1970."""
 
     def lacks(self) -> str | None:
-        """What it waits for, None while it does what it is for."""
+        """What it waits for; None while it does its work."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthServerConfig:
-    """`connections` at once; `bytes` of a request's head; seconds until one `asked`, and until it was `answered`."""
+    """Bounds of the server.
+
+    Attributes:
+        connections: at the same time.
+        bytes: of a request head.
+        asked: seconds until a request must have come.
+        answered: seconds until it must have been answered.
+    """
 
     connections: int = 32
     bytes: int = 16 << 10
@@ -60,7 +67,7 @@ def served(
     now: Callable[[], float] = time.time,
     bounds: HealthServerConfig | None = None,
 ) -> Iterator[int]:
-    """Answer at `address` from threads of our own, as long as this is entered; the port.
+    """Answer at `address` from threads of our own while the block runs. Yields the port.
 
     Raises `BadSetting` for `setting`, which the address comes from.
     """
@@ -96,9 +103,9 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
             case "/readyz":
                 return _verdict(start_response, health.lacks())
             case _ if is_local and host_name(environ.get("HTTP_HOST", "localhost")) not in THIS_MACHINE:
-                # A page of another site, in the browser of somebody on this machine, by a name that leads here.
+                # A page of another site, in a browser on this machine, by a name that resolves to this machine.
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
-                return [b"this process is not called so\n"]
+                return [b"unknown host name\n"]
             case _:
                 answered: list[bytes] = scrape(environ, start_response)
                 return answered
@@ -137,7 +144,7 @@ class _HealthServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def asked(self, request: socket.socket) -> None:
-        """Its head has come."""
+        """The head of its request has come."""
         with self._lock:
             if request in self._connections:
                 self._connections[request].asked = True
@@ -156,7 +163,7 @@ class _HealthServer(ThreadingWSGIServer):
                     self._cut(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that went away, or were cut, are nobody's trouble."""
+        """Clients that disconnected, or were cut, are no errors."""
 
     def _make_room(self) -> None:
         connections = self._connections.items()
@@ -169,14 +176,14 @@ class _HealthServer(ThreadingWSGIServer):
             self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
-        """Its thread, which waits to read or to write, then ends it."""
+        """Its thread, which waits to read or to write, then ends."""
         del self._connections[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
 
 class _BoundedHead(io.RawIOBase):
-    """What a connection says, up to a bound: behind that it seems to have ended."""
+    """The bytes of a connection up to a bound: after that it looks ended."""
 
     def __init__(self, connection: socket.socket, left: int) -> None:
         self._connection = connection
@@ -203,4 +210,4 @@ class _OneShotHandler(WSGIRequestHandler):
         return is_one
 
     def log_message(self, *_: object) -> None:
-        """Every probe would be a line."""
+        """Every probe would be a log line."""

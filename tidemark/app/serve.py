@@ -1,4 +1,4 @@
-"""`tidemark sidecar`: the composition root of the read side, HTTP and the line protocol.
+"""`tidemark sidecar`: builds the read side, HTTP and the line protocol into one process.
 
 The only module that knows both `app.sidecar` and `app.lines`; they share one read side.
 """
@@ -36,14 +36,20 @@ from tidemark.sources.kafka_lookup import Tail
 
 log = get_logger(__name__)
 
-RESERVE = 192  # files for probes, for whoever is told that there is no place, and for Redis, Postgres, Kafka and Python
-FEWEST = 8  # connections of each kind, below which it makes no sense to serve
+RESERVE = 192  # files for probes, for clients that are refused, and for Redis, Postgres, Kafka and Python
+MIN_CONNECTIONS = 8  # of each kind
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """`connections` of HTTP, of which `held` requests may be held open; `lines`: connections of the line protocol;
-    `handshakes` of TLS that are under way."""
+    """How many clients the process serves. Each connection is a file.
+
+    Attributes:
+        connections: of HTTP.
+        held: HTTP requests that may stay open.
+        lines: connections of the line protocol.
+        handshakes: of TLS, at the same time.
+    """
 
     connections: int
     held: int
@@ -52,10 +58,10 @@ class ClientLimits:
 
 
 def within(allowed: int, wanted: ClientLimits) -> ClientLimits:
-    """The most of what is wanted for which `allowed` files are enough, each kind cut by the same factor. Pure.
+    """The most of what is wanted for which `allowed` files are enough, each kind reduced by the same factor. Pure.
 
     Raises:
-        BadSetting: not even a few of each kind find room.
+        BadSetting: not even a few clients of each kind fit.
     """
     needed, left = wanted.connections + wanted.lines + wanted.handshakes, allowed - RESERVE
     if needed <= left:
@@ -65,18 +71,18 @@ def within(allowed: int, wanted: ClientLimits) -> ClientLimits:
         return count * left // needed
 
     limits = ClientLimits(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
-    if min(limits.connections, limits.lines) < min(FEWEST, wanted.connections, wanted.lines):
+    if min(limits.connections, limits.lines) < min(MIN_CONNECTIONS, wanted.connections, wanted.lines):
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
-            f"the process may open {allowed} files, and {RESERVE} of them are for probes and servers; raise the limit"
-            " (ulimit -n, or LimitNOFILE of systemd)",
+            f"the process may open {allowed} files, and {RESERVE} of them are reserved for probes and servers; raise"
+            " the limit (ulimit -n, or LimitNOFILE of systemd)",
         )
     return replace(limits, held=max(1, limits.held))
 
 
 def provided(wanted: ClientLimits) -> ClientLimits:
-    """Raise the process's limit of open files to what is wanted, as far as it may, and say how many clients that
-    serves. Raises `BadSetting`."""
+    """Raise the limit of open files of the process as far as needed and possible, and return how many clients fit.
+    Raises `BadSetting`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted.connections + wanted.lines + wanted.handshakes + RESERVE
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -87,7 +93,7 @@ def provided(wanted: ClientLimits) -> ClientLimits:
     served = within(allowed, wanted)
     if served != wanted:
         log.warning(
-            "The process may open few files, so it serves fewer clients than its settings say; raise LimitNOFILE",
+            "The limit of open files is low: serving fewer clients than configured; raise LimitNOFILE",
             files=allowed,
             needed=needed,
             connections=served.connections,
@@ -99,17 +105,17 @@ def provided(wanted: ClientLimits) -> ClientLimits:
     return served
 
 
-LAST_SECONDS = 3  # that open requests have at SIGTERM
-TURN_SECONDS = 0.0005  # that a thread which decodes the history keeps the event loop waiting; 0.005 by default
-# New objects until Python looks for cycles; 700 by default. What the read side keeps has none, and to look at all of it
-# stops the event loop.
+LAST_SECONDS = 3  # seconds that open requests have after SIGTERM
+TURN_SECONDS = 0.0005  # seconds that a thread which decodes history may block the event loop; 0.005 by default
+# New objects until Python looks for reference cycles; 700 by default. The objects of the read side have none, and a
+# search through all of them stops the event loop.
 CYCLES = 20_000, 20, 50
-HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not waited for
+HANGS_SECONDS = 6.0  # after SIGTERM; then the process does not wait for a server that does not answer
 
 
 class StoppedServer(uvicorn.Server):
-    """Serves on sockets that listen. Once its `end` was called it takes nobody any more, sets `stopping`, and returns
-    when all that is open has ended, or after `LAST_SECONDS`. It leaves signals alone."""
+    """Serves on listening sockets. Once `end` was called it accepts no client, sets `stopping`, and returns when
+    everything open has ended, or after `LAST_SECONDS`. It handles no signals."""
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: ListenerConfig) -> None:
         super().__init__(config)
@@ -118,7 +124,7 @@ class StoppedServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's gives them back when it has ended, so that a second one would give the process another code than 0.
+        # uvicorn would raise the signal again when it has ended, and the exit code would not be 0.
         yield
 
     def end(self) -> None:
@@ -142,10 +148,11 @@ class StoppedServer(uvicorn.Server):
 
 
 def _end_at_last() -> None:
-    """Threads that wait for a server that is deaf are left behind: nothing that they hold outlives the process."""
+    """End the process although threads wait for a server that does not answer: nothing that they hold outlives the
+    process."""
 
     def end() -> None:
-        log.warning("Ended, without waiting for servers that do not answer")
+        log.warning("Stopped without waiting for servers that do not answer")
         os._exit(0)
 
     timer = threading.Timer(HANGS_SECONDS, end)
@@ -162,15 +169,19 @@ async def lines(
     acceptor: ListenerConfig,
     clients: int,
 ) -> AsyncIterator[None]:
-    """The line protocol, for so many clients, on a socket that listens, among sidecars, and on the channel of Redis
-    where there is one."""
+    """The line protocol for `clients` clients, on a listening socket, between sidecars, and on the Redis channel if one
+    is configured."""
 
     def tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
 
     host, port = listening.getsockname()[:2]
     if not is_loopback(host):
-        log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
+        log.warning(
+            "The line protocol has no access control: its clients read and relay",
+            host=host,
+            port=port,
+        )
     hub = Hub(read_side, tail, settings.lines_row_buffer_mib << 20)
     server = LineServer(hub, LineServerConfig(settings.lines_server_name, clients))
     async with AsyncExitStack() as stack:
@@ -198,7 +209,7 @@ def _acceptor(settings: Settings, handshakes: int) -> ListenerConfig:
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
+    """Serve until SIGTERM or SIGINT. Raises `Stop` if a person must act."""
     sys.setswitchinterval(TURN_SECONDS)
     gc.set_threshold(*CYCLES)
     servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
@@ -217,7 +228,7 @@ def run(settings: Settings) -> None:
     acceptor = _acceptor(settings, places.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))
-    # What uvicorn complains of reaches the client, or our log, in another way.
+    # What uvicorn logs reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         _listening("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
@@ -225,7 +236,7 @@ def run(settings: Settings) -> None:
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
-            log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS_FILE keeps them out")
+            log.warning("Every client may read; set TIDEMARK_SIDECAR_TOKENS_FILE to require a token")
 
         def beside(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
             return lines(settings, read_side, lines_listening, stopping, acceptor, places.lines)
@@ -236,20 +247,20 @@ def run(settings: Settings) -> None:
             access_log=False,
             ws="none",
             server_header=False,
-            proxy_headers=False,  # admission asks them, before anything waits
+            proxy_headers=False,  # `admission` handles them, before a request waits
             http=admission(AdmissionConfig(places.connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
         server = StoppedServer(uvicorn_config, stopping, acceptor)
         told_to_end(server.end)
-        gc.freeze()  # modules: there for good
+        gc.freeze()  # objects loaded at start-up live as long as the process
         server.run(sockets=[listening])
-    log.info("Ended")
+    log.info("Stopped")
 
 
 async def _require_welcome(servers: ReadSideConfig) -> None:
-    """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
+    """Raise `Stop` if a server answers and refuses this user. The sidecar serves while a server is down."""
     async with open_read_side(servers) as read_side:
         for ask in (read_side.redis_reader.ping, read_side.postgres_reader.check):
             with suppress(Unavailable):

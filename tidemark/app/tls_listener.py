@@ -1,8 +1,8 @@
-"""How the sidecar takes connections: many at once, and with TLS where it has a certificate.
+"""Accepts the connections of the sidecar: many at once, and with TLS if there is a certificate.
 
-uvloop's own server takes one connection at each turn of the event loop, so that whoever comes behind a thousand others,
-as a probe may, waits for a thousand turns. And no server of asyncio bounds the number of handshakes or their time, or
-takes up another certificate. So connections are accepted here. For one event loop.
+The server of uvloop accepts one connection per turn of the event loop, so a probe behind a thousand connections would
+wait for a thousand turns. No server of asyncio bounds the number of handshakes or their time, or takes a new
+certificate. So connections are accepted here. For one event loop.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key, _no_password)
     except _KeyHasPassword:
-        raise BadSetting(KEY, f"the key in {key} has a password: it is expected without one") from None
+        raise BadSetting(KEY, f"the key in {key} has a password: give a key without one") from None
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error):
             raise BadSetting(KEY, f"the key in {key} is not that of the certificate in {certificate}") from None
@@ -75,7 +75,7 @@ def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """The client's side: whom the authority in a PEM file has signed; without one, the system's authorities."""
+    """The client's side of TLS: trusts the authority in a PEM file; without a file, the authorities of the system."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except ssl.SSLError:
@@ -84,10 +84,10 @@ def trusting(ca_file: Path | None) -> ssl.SSLContext:
         raise BadSetting(CA, f"cannot read {ca_file}: {error.strerror}") from None
 
 
-AT_ONCE = 64  # connections that are taken at one turn of the event loop
-ENCRYPTED_AT_ONCE = 8  # of those whose handshake takes a millisecond
-_SHUTDOWN_SECONDS = 1.0  # for a client to agree to the end of TLS
-_EXHAUSTED_SECONDS = 0.1  # to wait where the process may open no more files
+AT_ONCE = 64  # connections that are accepted in one turn of the event loop
+ENCRYPTED_AT_ONCE = 8  # connections with TLS, whose handshake takes a millisecond
+_SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
+_EXHAUSTED_SECONDS = 0.1  # to wait if the process may open no more files
 
 Connect = Callable[[], asyncio.Protocol]
 """Makes the protocol of a connection, as `loop.create_server` asks for it."""
@@ -95,7 +95,7 @@ Connect = Callable[[], asyncio.Protocol]
 
 @dataclass(frozen=True)
 class HandshakesConfig:
-    """`open` at once, each of which takes `seconds` at most."""
+    """`open` at the same time, each for `seconds` at most."""
 
     open: int = 1000
     seconds: float = 5.0
@@ -103,19 +103,19 @@ class HandshakesConfig:
 
 @dataclass(frozen=True, slots=True)
 class ListenerConfig:
-    """With TLS where there is a certificate."""
+    """With TLS if there is a certificate."""
 
     certificate: Certificate | None = None
     bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
 
     def serve(self, listening: socket.socket, connect: Connect) -> "TlsListener":
-        """On a socket that listens, for the event loop that runs."""
+        """Serve on a listening socket, in the running event loop."""
         return TlsListener(listening, connect, self.certificate, self.bounds)
 
 
 class TlsListener:
-    """Accepts connections, and serves them, with TLS once their handshake is done. Past the bound of open handshakes
-    the oldest of whoever has most of them give way."""
+    """Accepts connections, and serves them once their TLS handshake is done. Past the bound of open handshakes, the
+    oldest ones of the address with the most are cancelled."""
 
     def __init__(
         self, listening: socket.socket, connect: Connect, certificate: Certificate | None, bounds: HandshakesConfig
@@ -131,8 +131,7 @@ class TlsListener:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Take nobody any more, and end the handshakes that are open; connections are left alone. May be called
-        again."""
+        """Accept no more, and cancel open handshakes. Connections stay open. May be called again."""
         if self._closed:
             return
         if self._again is not None:
@@ -148,7 +147,7 @@ class TlsListener:
         return self._listening.fileno() < 0
 
     async def wait_closed(self) -> None:
-        """For uvicorn, which closes what it serves on."""
+        """For uvicorn, which closes its servers."""
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE if self._certificate is None else ENCRYPTED_AT_ONCE):
@@ -178,11 +177,11 @@ class TlsListener:
 
     def _handshake_ended(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
         self._open.pop(handshake, None)
-        if handshake.cancelled():  # perhaps before it began
+        if handshake.cancelled():  # perhaps before it started
             connection.close()
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """What is no TLS, has no common version, goes away or is too slow ends without a word."""
+        """A connection that is not TLS, has no common version, disconnects or is slow is closed without an answer."""
         certificate, seconds = self._certificate, self._bounds.seconds
         with suppress(OSError):
             if certificate is not None:
@@ -194,7 +193,7 @@ class TlsListener:
                     ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
                 )
                 return
-            # Never cancelled: it takes a turn of the loop, and uvloop would leave the connection open.
+            # Never cancelled: it takes one turn of the loop, and uvloop would leave the connection open.
             transport, _ = await self._loop.connect_accepted_socket(self._connect, connection)
             if self._closed:
                 transport.abort()

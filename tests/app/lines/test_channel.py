@@ -333,7 +333,7 @@ def test_killed_speaker_leaves_no_hole(
     }
 
     def speaks(log: Path) -> bool:
-        return "Speaking on the channel" in log.read_text()
+        return "Leading the channel" in log.read_text()
 
     logs = [tmp_path / "one", tmp_path / "two"]
     with process(variables, logs[0]) as one, process(variables, logs[1]) as two:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.app.lines.protocol import (
-    Act,
     Disconnect,
     KeepAlive,
+    Reaction,
     RelayOn,
     SendCommand,
     SendPositions,
@@ -24,7 +24,7 @@ def begun() -> ServerSession:
     return made
 
 
-def texts(acts: Iterable[Act]) -> list[str]:
+def texts(acts: Iterable[Reaction]) -> list[str]:
     return [str(act.command) if isinstance(act, SendCommand | RelayOn) else type(act).__name__ for act in acts]
 
 

@@ -98,7 +98,7 @@ def test_relayed_commands_reach_all_others() -> None:
     ("sent", "problem"),
     [
         (b"HELLO\n", "no command 'HELLO'"),
-        (b"RDATA s w 1 {}\n", "RDATA is for the server to say"),
+        (b"RDATA s w 1 {}\n", "RDATA is a command of the server"),
         (b"\x00\x01\x02\n", "control characters"),
         (b"\xff\xff\n", "not UTF-8"),
         (b"x" * 2000, "longer than 1000 bytes"),

@@ -13,7 +13,7 @@ from tests.app.lines.given import MIB, NO_POSITION, RELAYED, LineClient, client,
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
+from tidemark.app.lines.server import LINES_PER_TURN, LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
 from tidemark.app.tls_listener import ListenerConfig
 
@@ -77,10 +77,10 @@ def test_flood_of_lines_has_its_turns() -> None:
             rested = 0
             while done - begun < 20_000:
                 await asyncio.sleep(0)
-                assert taken() - done <= A_TURN
+                assert taken() - done <= LINES_PER_TURN
                 rested += taken() == done
                 done = taken()
-            assert rested > 20_000 / A_TURN
+            assert rested > 20_000 / LINES_PER_TURN
             writer.close()
 
     asyncio.run(flood())
@@ -100,7 +100,7 @@ def test_relaying_counts_as_what_it_costs() -> None:
         server.on_relayed = relayed.append
         listening = socket.create_server(("127.0.0.1", 0))
         async with server.serving(listening, ListenerConfig()):
-            crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(A_TURN)]
+            crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(LINES_PER_TURN)]
             crowd[0][1].write(b"USER_IP x\n" * 20)
             done = 0
             while done < 20:
@@ -120,11 +120,11 @@ def test_no_more_connections_than_allowed() -> None:
         before = taken()
         with client(address) as silent, client(address, "NAME one") as one:
             assert silent.line() == "SERVER tidemark"
-            assert (silent.said() or "").startswith("ERROR as many clients")
+            assert (silent.said() or "").startswith("ERROR the limit of clients")
             assert one.line() == "SERVER tidemark"
             eventually(lambda: taken() > before)
             two = LineClient(address)
-            assert (two.line() or "").startswith("ERROR as many clients")
+            assert (two.line() or "").startswith("ERROR the limit of clients")
             assert two.line() is None
             two.close()
 

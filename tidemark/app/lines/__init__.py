@@ -1,5 +1,5 @@
 """The line protocol: positions and rows as lines of text, over TCP or a Redis channel (docs/reference/protocol.md).
 
-Runs in the sidecar's process, on its event loop. `commands`, `conversation`, `announcer` and `rows` are pure;
-`hub`, `server`, `channel` and `speaker` hold the sockets; `listen` is a client.
+It runs in the process of the sidecar, on its event loop. `protocol`, `announcer` and `rows` are pure; `hub`, `server`,
+`channel` and `channel_leader` hold the sockets; `client` is a client.
 """

@@ -1,10 +1,10 @@
-"""Announcements of writers' moves: with rows, as empty, or so that clients fetch. Pure.
+"""Announcements of the moves of writers: with rows, as empty, or so that clients fetch. Pure.
 
-All clients get the same announcements, in the same order: of each writer they join, the `prev` of one is the `id` of
-the one before. An advance whose rows have not been read yet waits for them, for a moment, and the writer's later
-advances wait behind it.
+All clients get the same announcements in the same order. The announcements of each writer join: the `prev` of one is
+the `id` of the one before. An advance whose rows were not read yet waits for them, for a moment, and later advances of
+the writer wait behind it.
 
-On a channel of Redis several sidecars announce one after the other: `AnnouncedPositions` joins what they announce.
+On a Redis channel several sidecars announce one after the other: `AnnouncedPositions` joins what they announce.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The commands that move a subscriber from `prev` to `id`; one that stands elsewhere needs `fetch` instead."""
+    """The commands that move a subscriber from `prev` to `id`. A subscriber at another position needs `fetch`."""
 
     stream: str
     writer: str
@@ -31,7 +31,7 @@ class Announcement:
 
     @property
     def fetch(self) -> PositionCommand:
-        """Makes a subscriber below `id` fetch what it lacks."""
+        """Makes a subscriber below `id` fetch what it does not have."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
@@ -42,8 +42,13 @@ class _PendingAdvance:
 
 
 class Announcer:
-    """Makes the announcements of all writers. `announced` is changed here: the last announced position of each.
-    `patience` is how long an advance waits for its rows; times are seconds of a clock that is passed in."""
+    """Makes the announcements of all writers.
+
+    Args:
+        rows: the rows that were read from Kafka.
+        announced: the last announced position of each writer. It is changed here.
+        patience: seconds that an advance waits for its rows. Times are seconds of a clock that is passed in.
+    """
 
     def __init__(self, rows: RowBuffer, announced: dict[Writer, int], patience: float) -> None:
         self._rows = rows
@@ -52,7 +57,8 @@ class Announcer:
         self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Announcements for writers that reached `positions` by unknown advances: clients fetch, also what waited."""
+        """Announcements for writers that reached `positions` by unknown advances: clients fetch, what
+        waited included."""
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
             if announced is None or beyond(position, announced):
@@ -87,7 +93,7 @@ class Announcer:
         yield from self.retry(late, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """They have left (`Hub.left_writers`). One that comes back is introduced like a new one."""
+        """These writers have left (`Hub.left_writers`). A writer that comes back is introduced like a new one."""
         for writer in writers:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
@@ -99,7 +105,7 @@ class Announcer:
         announced = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, announced):
             return None
-        if announced != advance.prev:  # what lies between was not seen, or a part of it was announced
+        if announced != advance.prev:  # the IDs between were not seen, or a part of them was announced
             return self._announce(stream, name, advance.id, announced, None)
         facts = self._rows.take(stream, advance)
         if facts is MissingRows.NOT_YET and now < waiting.until:
@@ -116,7 +122,7 @@ class Announcer:
         if facts is None:
             return Announcement(stream, writer, prev, id, "fetch", [PositionCommand(stream, writer, id, id)])
         commands: list[PositionCommand | RdataCommand] = []
-        if facts and not known:  # clients drop rows of what was never introduced to them
+        if facts and not known:  # clients drop rows of writers that were never introduced to them
             commands.append(PositionCommand(stream, writer, prev, prev))
         for fact in facts:
             *first, last = fact.rows
@@ -129,8 +135,11 @@ class Announcer:
 
 
 class AnnouncedPositions:
-    """`positions`: how far writers were announced on the channel, by whichever sidecar. A subscriber that gets all
-    of it misses nothing and gets nothing twice, although this sidecar may stand before or behind its predecessor."""
+    """How far writers were announced on the channel, by any sidecar.
+
+    A subscriber that gets all commands misses nothing and gets nothing twice, although this sidecar may be behind or
+    ahead of its predecessor.
+    """
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
         self._positions = dict(positions)
@@ -140,12 +149,12 @@ class AnnouncedPositions:
         return self._positions
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """They have left (`Hub.left_writers`)."""
+        """These writers have left (`Hub.left_writers`)."""
         for writer in writers:
             self._positions.pop(writer, None)
 
     def restate(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """A POSITION of every writer, at its own position or at the announced one where that is farther: it makes
+        """A POSITION for every writer, at its own position or at the announced one, whichever is farther. It makes
         subscribers below it fetch."""
         restated = []
         for position in positions:
@@ -156,7 +165,7 @@ class AnnouncedPositions:
         return restated
 
     def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """Commands from the subscribers' last position to this announcement; empty if past it."""
+        """The commands from the last position of subscribers to this announcement. Empty if they are past it."""
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)
         if not beyond(announcement.id, announced):

@@ -1,8 +1,8 @@
-"""Sidecars among each other, and the line protocol on a channel of Redis, a command a message.
+"""Sidecars among each other, and the line protocol on a channel of Redis, one command a message.
 
-Every sidecar relays commands, in both directions, so that they reach the clients of all; positions are announced by one
-alone, and only on a channel that was asked for (`speaker`). Nothing is resent: a command that came while Redis was away
-is lost, as the protocol allows.
+Every sidecar relays commands, in both directions, so that they reach the clients of all sidecars. One sidecar alone
+announces positions, and only on a channel that is configured (`channel_leader`). Nothing is resent: a command that
+comes while Redis is down is lost, as the protocol allows.
 """
 
 import asyncio
@@ -27,13 +27,16 @@ from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateComma
 
 log = get_logger(__name__)
 
-WAITING = 10_000  # commands that may wait for Redis
-WAITING_CHARACTERS = 8 << 20  # of all of these together: one command may have 64 KiB
+MAX_QUEUED = 10_000  # commands that wait for Redis
+MAX_QUEUED_CHARACTERS = 8 << 20  # of all of them together: one command may have 64 KiB
 
 
 class Channel:
-    """For one event loop; `client` is of redis.asyncio and decodes what it reads. Without a `config` it is a channel of
-    the sidecars' own, for what they relay: of those that call themselves by one name, in one database of Redis."""
+    """For one event loop. `client` is of redis.asyncio and decodes what it reads.
+
+    Without a `config`, the channel is for relayed commands alone: of the sidecars with one server name, in one database
+    of Redis.
+    """
 
     def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig | None) -> None:
         self._server = server
@@ -42,9 +45,9 @@ class Channel:
         if config is not None:
             config = replace(config, channel=in_database(config.channel, database))
         self._name = lines_channel(server.config.name, database) if config is None else config.channel
-        self._speaker = None if config is None else ChannelLeader(hub, client, config)
-        self._outgoing: asyncio.Queue[str] = asyncio.Queue(WAITING)
-        self._waiting = 0  # characters in the queue
+        self._leader = None if config is None else ChannelLeader(hub, client, config)
+        self._outgoing: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
+        self._queued = 0  # characters in the queue
         self._echoes: Counter[bytes] = Counter()
         self._log = RepeatedLog(log)
 
@@ -52,8 +55,8 @@ class Channel:
     async def open(self) -> AsyncIterator[None]:
         self._server.on_relayed = self._send
         coroutines = [listen(self._client, self._subscribe, self._receive), self._publish()]
-        if self._speaker is not None:
-            coroutines.append(self._speaker.run())
+        if self._leader is not None:
+            coroutines.append(self._leader.run())
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             yield
@@ -63,20 +66,20 @@ class Channel:
 
     def _send(self, command: RelayedCommand) -> None:
         line = str(command)
-        if self._waiting + len(line) > WAITING_CHARACTERS:
+        if self._queued + len(line) > MAX_QUEUED_CHARACTERS:
             return
         with suppress(asyncio.QueueFull):
             self._outgoing.put_nowait(line)
-            self._waiting += len(line)
+            self._queued += len(line)
 
     async def _publish(self) -> None:
         problem = None
         while True:
             line = await self._outgoing.get()
-            self._waiting -= len(line)
-            if len(self._echoes) >= WAITING:  # we may publish, and not subscribe
+            self._queued -= len(line)
+            if len(self._echoes) >= MAX_QUEUED:  # this user may publish but not subscribe
                 self._echoes.clear()
-            self._echoes[_digest(line)] += 1  # before it comes back to us
+            self._echoes[_digest(line)] += 1  # before it comes back
             try:
                 with translated(self._client):
                     await self._client.publish(self._name, line)
@@ -86,8 +89,8 @@ class Channel:
                 if problem is None:
                     log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
                 problem = error
-                # A server that is deaf must not make them old.
-                self._outgoing, self._waiting = asyncio.Queue(WAITING), 0
+                # Commands must not wait until they are old.
+                self._outgoing, self._queued = asyncio.Queue(MAX_QUEUED), 0
 
     async def _subscribe(self, pubsub: Any) -> None:
         await pubsub.subscribe(self._name)
@@ -95,21 +98,21 @@ class Channel:
 
     def _receive(self, message: Mapping[str, Any]) -> None:
         line: str = message["data"]
-        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # the speaker's, or our own
+        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # from the leader, or from this process
             return
         try:
             command = parse(line.encode())
         except BadCommand as problem:
-            self._log.write("info", "Something on the channel of Redis is no command", problem=str(problem))
+            self._log.write("info", "Ignored an invalid command on the Redis channel", problem=str(problem))
             return
         match command:
-            case ReplicateCommand() if self._speaker is not None:
-                self._speaker.replicate()
+            case ReplicateCommand() if self._leader is not None:
+                self._leader.replicate()
             case RelayedCommand():
                 self._server.relay(command)
 
     def _is_echo(self, line: str) -> bool:
-        """Whether it is one that we published and have not received yet; this call receives it."""
+        """Whether this process published the line and has not received it yet. This call counts as receiving it."""
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
         if count > 1:
@@ -118,5 +121,5 @@ class Channel:
 
 
 def _digest(line: str) -> bytes:
-    """What is kept of a published line until it comes back: thousands, of up to 64 KiB each, may be under way."""
+    """What is stored of a published line until it comes back: thousands of lines of up to 64 KiB may be on the way."""
     return blake2b(line.encode(), digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""The speaker: the one sidecar that answers REPLICATE on a channel of Redis, and announces there what moves streams.
+"""The leader of a Redis channel: the one sidecar that answers REPLICATE there, and announces what moves streams.
 
-The speaker holds a lease in Redis, and every line goes out in a script that checks it: no two ever speak, also where
-one was frozen and wakes up. The same script remembers how far writers were announced. So a successor knows what the
-dead speaker announced, whatever of it was on its way: it begins with a POSITION of every writer, which makes
+The leader holds a lease in Redis, and a script that checks the lease sends every line. So two sidecars never announce,
+even if one was frozen and wakes up. The same script stores how far writers were announced. So the next leader knows
+what the dead one announced, whatever was on its way. It begins with a POSITION for every writer, which makes
 subscribers below it fetch.
 """
 
@@ -32,15 +32,15 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = get_logger(__name__)
 
-AT_ONCE = 500  # lines of one script, about: others of Redis wait meanwhile
-ANSWER_EVERY = 0.5  # seconds between answers: each answers every REPLICATE before it
+AT_ONCE = 500  # lines of one script, about: other clients of Redis wait meanwhile
+ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("speak.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """`lease` in seconds: how long the channel is silent after the speaker was killed."""
+    """`lease` in seconds: how long the channel is silent after the leader was killed."""
 
     channel: str
     lease: float = 3.0
@@ -51,7 +51,8 @@ class _LeaseLost(Exception):
 
 
 class ChannelLeader:
-    """For one event loop; `client` is of redis.asyncio. Waits to become the speaker, and speaks, until cancelled."""
+    """For one event loop. `client` is of redis.asyncio. Waits for the lease, and announces while it has it, until
+    cancelled."""
 
     def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
         self._hub = hub
@@ -63,7 +64,7 @@ class ChannelLeader:
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()
         self._wake = asyncio.Event()
-        self._unanswered = False  # whether a REPLICATE is
+        self._unanswered = False  # whether a REPLICATE waits for its answer
         self._answered_at = 0.0
 
     def replicate(self) -> None:
@@ -77,37 +78,37 @@ class ChannelLeader:
             try:
                 with translated(self._client):
                     if await self._lock.acquire(token=self._token):
-                        await self._speak()
+                        await self._lead()
                 problem = None
             except _LeaseLost:
-                log.info("Another sidecar speaks on the channel now", channel=self._config.channel)
+                log.info("Another sidecar leads the channel now", channel=self._config.channel)
             except (Unavailable, Stop) as error:
                 if problem is None:
-                    log.warning("Nothing can be announced on the channel of Redis", problem=str(error))
+                    log.warning("Cannot announce on the Redis channel", problem=str(error))
                 problem = error
             await asyncio.sleep(self._config.lease / 3)
 
-    async def _speak(self) -> None:
-        log.info("Speaking on the channel", channel=self._config.channel)
+    async def _lead(self) -> None:
+        log.info("Leading the channel", channel=self._config.channel)
         renewing = asyncio.create_task(self._renew())
         self._hub.subscribe(self._announce)
         metrics.SPEAKER.set(1)
         try:
             announced = AnnouncedPositions(await self._announced())
             await self._hub.wait_until_started()
-            self._announcements.clear()  # their positions go out now
+            self._announcements.clear()  # their positions are sent now
             await self._answer(announced)
-            forgot_at = -FORGET_EVERY
+            checked_at = -FORGET_EVERY
             while not renewing.done():
                 self._wake.clear()
-                if time.monotonic() - forgot_at >= FORGET_EVERY:
-                    forgot_at = time.monotonic()
+                if time.monotonic() - checked_at >= FORGET_EVERY:
+                    checked_at = time.monotonic()
                     await self._forget(announced)
                 while self._announcements:
                     await self._publish(self._batch(announced))
                 if self._unanswered and time.monotonic() - self._answered_at >= ANSWER_EVERY:
                     await self._answer(announced)
-                await self._slept(renewing)
+                await self._wait(renewing)
             renewing.result()
         finally:
             metrics.SPEAKER.set(0)
@@ -119,7 +120,7 @@ class ChannelLeader:
         self._announcements.extend(announcements)
         self._wake.set()
 
-    async def _slept(self, renewing: asyncio.Task[None]) -> None:
+    async def _wait(self, renewing: asyncio.Task[None]) -> None:
         waking = asyncio.ensure_future(self._wake.wait())
         pause = ANSWER_EVERY if self._unanswered else None
         await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
@@ -134,11 +135,11 @@ class ChannelLeader:
                 raise _LeaseLost from None
 
     async def _release(self) -> None:
-        """So that a successor need not wait for the lease to end."""
+        """Release the lease, so that the next leader need not wait until it expires."""
         try:
             await self._lock.release()
         except RedisError as problem:
-            log.info("The lease of the channel was not given back, it ends by itself", problem=str(problem))
+            log.info("Could not release the lease of the channel; it expires by itself", problem=str(problem))
 
     async def _announced(self) -> dict[Writer, int]:
         stored = await self._client.hgetall(self._keys[1])
@@ -150,7 +151,7 @@ class ChannelLeader:
             await self._publish([chunk])
 
     def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
-        """The commands of the next announcements, each announcement whole."""
+        """The commands of the next announcements, each announcement complete."""
         batch: list[Sequence[PositionCommand | RdataCommand]] = []
         while self._announcements and sum(map(len, batch)) < AT_ONCE:
             batch.append(announced.next(self._announcements.popleft()))
@@ -160,7 +161,7 @@ class ChannelLeader:
         left_writers = await self._hub.left_writers(announced.positions)
         announced.forget(left_writers)
         for start in range(0, len(left_writers), AT_ONCE):
-            await self._told([], [], [" ".join(writer) for writer in left_writers[start : start + AT_ONCE]])
+            await self._run_script([], [], [" ".join(writer) for writer in left_writers[start : start + AT_ONCE]])
 
     async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
         commands_to_send = [command for group in commands for command in group]
@@ -171,14 +172,14 @@ class ChannelLeader:
             for command in commands_to_send
             if command.id is not None
         }
-        await self._told(
+        await self._run_script(
             [str(_upwards(command)) for command in commands_to_send],
             [word for pair in positions.items() for word in pair],
             [],
         )
         metrics.LINES_OUT.inc(len(commands_to_send))
 
-    async def _told(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
+    async def _run_script(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
         packed = msgspec.msgpack.encode((lines, positions, left_writers))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
             raise _LeaseLost
@@ -189,7 +190,7 @@ def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionC
 
 
 def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
-    """As workers say it among themselves: the tokens of a stream that runs backwards rise too."""
+    """In the form of Synapse's workers: IDs of a backward stream ascend too."""
     if isinstance(command, PositionCommand):
         return replace(command, prev=abs(command.prev), id=abs(command.id))
     return command if command.id is None else replace(command, id=abs(command.id))

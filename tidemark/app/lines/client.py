@@ -1,7 +1,7 @@
 """`tidemark listen`: the client's side of the line protocol, for people and for pipes.
 
-It keeps the connection alive as the protocol asks of a client, and comes back when it is lost. It fetches nothing: the
-first POSITION after a loss shows how far streams moved meanwhile. Lines are shown in colours, or as JSON.
+It keeps the connection alive as the protocol asks of a client, and reconnects when it is lost. It fetches nothing: the
+first POSITION after a loss shows how far streams moved meanwhile. Lines are printed in colours, or as JSON.
 """
 
 import socket
@@ -32,14 +32,14 @@ from tidemark.streaming.wire.line_protocol import (
 )
 
 PING_EVERY = 4.0  # seconds; the protocol asks for 5
-SILENCE = 15.0  # seconds after which the server is gone
+SILENCE = 15.0  # seconds after which the server counts as dead
 LONGEST = 16 << 20  # bytes of a line: rows may be large
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 
 
 def wanted(command: Command, streams: Collection[str]) -> bool:
-    """Whether to show it where `streams` were asked for (none: all). PINGs are never shown."""
+    """Whether to print it if `streams` were asked for (none: all). PINGs are never printed."""
     match command:
         case PingCommand():
             return False
@@ -96,8 +96,13 @@ class CertificateRefused(Stop):
 
 
 class LinesClient:
-    """`server` is the name that SERVER must have; None: any. `trust` makes our side of TLS, anew for each connection;
-    None: there is none."""
+    """A client of the line protocol.
+
+    Args:
+        address: host and port.
+        server: the name that SERVER must have; None: any.
+        trust: makes the client's side of TLS, again for each connection; None: no TLS.
+    """
 
     def __init__(
         self,
@@ -111,14 +116,14 @@ class LinesClient:
         self._trust = trust
 
     def commands(self) -> Generator[Command, None, None]:
-        """All that the server sends, on one connection after the other, without end. Raises `WrongServer`, and
+        """Everything that the server sends, on one connection after the other, without end. Raises `WrongServer` and
         `CertificateRefused`."""
         patience = WaitLog()
         while True:
             try:
                 connected = time.monotonic()
                 for command in self._connected():
-                    if time.monotonic() - connected >= PING_EVERY:  # a server that ends it at once is not pressed
+                    if time.monotonic() - connected >= PING_EVERY:  # no quick retries if it closes at once
                         patience.succeeded()
                     yield command
                 problem = "it closed the connection"
@@ -148,7 +153,7 @@ class LinesClient:
                     yield from self._parsed(splitter.lines(data))
                 now = time.monotonic()
                 if now - received >= SILENCE:
-                    raise TimeoutError(f"nothing came for {SILENCE:g} s")
+                    raise TimeoutError(f"nothing was received for {SILENCE:g} s")
                 if now - pinged >= PING_EVERY:
                     pinged = now
                     _send(connection, _ping())

@@ -1,4 +1,4 @@
-"""The hub: moves of the streams and rows of Kafka, joined to announcements that are the same for all subscribers.
+"""The hub: moves of the streams and rows of Kafka, joined into announcements that are the same for all subscribers.
 
 It follows streams, and reads rows, only while it has a subscriber. For one event loop.
 """
@@ -26,17 +26,17 @@ from tidemark.streaming.wire.records import Record
 log = get_logger(__name__)
 
 PATIENCE = 0.5  # seconds that an advance waits for its rows
-OVERDUE_EVERY = 0.1  # seconds until advances that have waited for long enough are announced without their rows
-PAUSE = 1.0  # seconds until something is tried again
-TOGETHER = 50  # slices that are announced at once: bounds how long nothing else happens
-FORGET_EVERY = 60.0  # seconds until writers that have left are looked for again
+OVERDUE_EVERY = 0.1  # seconds between two checks for advances whose rows did not come in time
+PAUSE = 1.0  # seconds until a retry
+TOGETHER = 50  # batches that are announced at once: bounds how long other tasks wait
+FORGET_EVERY = 60.0  # seconds between two checks for writers that have left
 POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
 
 Subscriber = Callable[[Sequence[Announcement]], None]
 
 
 class Hub:
-    """`tail` makes a reader of the facts topic; `limit` is how many bytes of rows may be kept."""
+    """`tail` makes a reader of the facts topic. `limit` is how many bytes of rows may be buffered."""
 
     def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
         self._read_side = read_side
@@ -46,30 +46,30 @@ class Hub:
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
         self._subscribers: list[Subscriber] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # also those that were cancelled and have not ended yet
+        self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled and have not ended yet
         self._closed = False
         self._started = asyncio.Event()
-        self._starting: set[str] = set()  # streams whose followers have not begun yet
+        self._starting: set[str] = set()  # streams whose followers have not started yet
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Hub"]:
         try:
             yield self
         finally:
-            self._closed = True  # a subscriber that comes while everything ends starts nothing
+            self._closed = True  # a subscriber that comes during shutdown starts nothing
             self._running = set()
             for task in [*self._tasks]:
                 await cancel_until_done(task)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """`subscriber` is called with what is announced from now on, until `unsubscribe`."""
+        """Call `subscriber` with every announcement from now on, until `unsubscribe`."""
         self._subscribers.append(subscriber)
         if not self._running:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """Return once positions are known, to a subscriber. Nothing is announced between that and the caller's next
-        wait."""
+        """For a subscriber: return once positions are known. Nothing is announced between that and the next wait of the
+        caller."""
         await self._started.wait()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -83,8 +83,8 @@ class Hub:
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     async def left_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """Those of `announced` that are not listed any more and that the line has passed: they retired long ago, and
-        whoever asks for positions can do without them."""
+        """The writers of `announced` that are not listed any more and that the linear position has passed. They retired
+        long ago, and subscribers do not need their positions."""
         known = await self._read_side.snapshots.known({stream for stream, _ in announced})
         return [
             (stream, writer)
@@ -109,7 +109,7 @@ class Hub:
         if self._closed:
             return
         self._rows.end()
-        # No TaskGroup: it cancels each but once, and that is not always enough (`cancel_until_done`).
+        # No TaskGroup: it cancels each task only once, which is not always enough (`cancel_until_done`).
         self._running = {
             self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
         }
@@ -128,7 +128,7 @@ class Hub:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Clients must not take a hub that broke for streams that are quiet."""
+        """Start again after a failure: clients must not take it for quiet streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()
@@ -147,7 +147,7 @@ class Hub:
             with self._read_side.followers.listening(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
-                # A move between that and a follower's first read could only be announced as a position to start from.
+                # A move between that and the first read of a follower could only be announced as a start position.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PAUSE):
                         while self._starting:
@@ -155,7 +155,7 @@ class Hub:
                 self._started.set()
                 while not listener.cut_off.done():
                     await self._take(listener)
-            log.warning("Clients of the line protocol fetch what was missed: the moves came too fast, or broke off")
+            log.warning("Line clients fetch what was missed: the moves came too fast, or a follower failed")
             await asyncio.sleep(PAUSE)
 
     async def _take(self, listener: Listener) -> None:
@@ -169,7 +169,7 @@ class Hub:
                 for announcement in self._announcements(stream, item, now)
             ]
         )
-        await asyncio.sleep(0)  # a queue that is never empty must not keep the loop
+        await asyncio.sleep(0)  # a queue that is never empty must not block the event loop
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
@@ -204,13 +204,13 @@ class Hub:
                     whole = await loop.run_in_executor(thread, tail.begin, progress.offsets)
                     self._rows.begin(whole, progress.allocated)
                     if problem is not None:
-                        log.info("Rows are read again")
+                        log.info("Rows are read from Kafka again")
                     problem = None
                     while True:
                         self._take_in(await loop.run_in_executor(thread, tail.read, POLL))
                 except (Unavailable, Stop) as error:
                     if problem is None:
-                        log.warning("No rows can be read, clients of the line protocol fetch them", problem=str(error))
+                        log.warning("Cannot read rows from Kafka; line clients fetch them", problem=str(error))
                     problem = error
                     self._rows.end()
                     await asyncio.sleep(PAUSE)

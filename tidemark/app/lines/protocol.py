@@ -1,4 +1,4 @@
-"""The server's side of the line protocol on one connection: what to send, and when to disconnect. Pure: no socket.
+"""The server's side of the line protocol on one connection: what to send, and when to disconnect. No socket.
 
 Times are seconds of a clock that only goes forward, and are passed in.
 """
@@ -23,8 +23,8 @@ from tidemark.streaming.wire.line_protocol import (
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds: `interval` between two lines that we send, at most; `timeout` without a line from a client, once it has
-    sent a PING."""
+    """Seconds: `interval` between two lines that the server sends, at most; `timeout` without a line from a client that
+    has sent a PING."""
 
     interval: float = 5.0
     timeout: float = 15.0
@@ -55,22 +55,22 @@ class Disconnect:
     problem: str
 
 
-Act = SendCommand | SendPositions | RelayOn | Disconnect
+Reaction = SendCommand | SendPositions | RelayOn | Disconnect
 
 
 class ServerSession:
-    """The acts that follow from what a client sends and from time. `wall` gives seconds since 1970, for the PINGs."""
+    """The reactions to the lines of a client and to time. `wall` returns seconds since 1970, for the PINGs."""
 
     def __init__(self, keep_alive: KeepAlive, wall: Callable[[], float], now: float) -> None:
         self.name: str | None = None
-        """What the client calls itself."""
+        """The name that the client gave itself."""
         self._keep_alive = keep_alive
         self._wall = wall
         self._sent_at = self._received_at = now
         self._pinged = False
-        self._over = False
+        self._is_over = False
 
-    def begin(self, server: str) -> Iterator[Act]:
+    def begin(self, server: str) -> Iterator[Reaction]:
         yield SendCommand(ServerCommand(server))
         yield SendCommand(self._ping())
 
@@ -78,9 +78,9 @@ class ServerSession:
         """Something was sent to the client."""
         self._sent_at = now
 
-    def receive(self, line: bytes, now: float) -> Iterator[Act]:
-        """What follows from a line of the client; nothing does after `Disconnect`."""
-        if self._over:
+    def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
+        """The reactions to a line of the client. None follow a `Disconnect`."""
+        if self._is_over:
             return
         self._received_at = now
         try:
@@ -103,25 +103,25 @@ class ServerSession:
                 yield from self._disconnect("bad", f"it sent ERROR {shortened(text)}")
             case _:
                 word = str(command).partition(" ")[0]
-                yield from self.refuse(BadCommand(f"{word} is for the server to say"))
+                yield from self.refuse(BadCommand(f"{word} is a command of the server"))
 
-    def refuse(self, problem: BadCommand) -> Iterator[Act]:
-        """The client sent what is no command; what it meant is unknown, so nothing after it can be trusted."""
-        if not self._over:
+    def refuse(self, problem: BadCommand) -> Iterator[Reaction]:
+        """The client sent an invalid command. What it meant is unknown, so no later line can be trusted."""
+        if not self._is_over:
             yield SendCommand(ErrorCommand(str(problem)))
             yield from self._disconnect("bad", str(problem))
 
-    def tick(self, now: float, ahead: float) -> Iterator[Act]:
-        """What follows from time alone; to be called every `ahead` seconds or more often."""
-        if self._over:
+    def tick(self, now: float, ahead: float) -> Iterator[Reaction]:
+        """The reactions to time alone. Call it at least every `ahead` seconds."""
+        if self._is_over:
             return
         if self._pinged and now - self._received_at >= self._keep_alive.timeout:
-            yield from self._disconnect("silent", f"nothing came for {self._keep_alive.timeout:g} s")
+            yield from self._disconnect("silent", f"it sent nothing for {self._keep_alive.timeout:g} s")
         elif now + ahead - self._sent_at >= self._keep_alive.interval:
             yield SendCommand(self._ping())
 
-    def _disconnect(self, why: Literal["silent", "bad"], problem: str) -> Iterator[Act]:
-        self._over = True
+    def _disconnect(self, why: Literal["silent", "bad"], problem: str) -> Iterator[Reaction]:
+        self._is_over = True
         yield Disconnect(why, problem)
 
     def _ping(self) -> PingCommand:

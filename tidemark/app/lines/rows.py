@@ -1,9 +1,9 @@
 """Rows that were read from Kafka before a position passed their IDs, of all writers, within a bound. Pure.
 
-Whether a row counts is the pipeline's to say (`streaming.core.stream`), and it says so by its advances. Here an advance
-is matched with edges that were read: rows are handed out only where edges of the right epoch tile the advance exactly,
-with as many facts as it counts. Everything else is `LOST`, and clients fetch: a zombie's row, one of an ID that was
-settled without it, or half of a fact is never handed out. Past the bound the writers with the most rows lose theirs,
+The pipeline decides whether a row counts (`streaming.core.stream`), and says so by its advances. Here each advance is
+matched with edges that were read. Rows are handed out only if edges of the right epoch tile the advance exactly, with
+as many facts as it counts. Everything else is `LOST`, and clients fetch. So a zombie's row, a row of an ID that was
+settled without it, or half of a fact is never handed out. Past the bound, the writers with the most rows lose theirs,
 and clients fetch those too.
 
 IDs are signed; "beyond" means away from 0.
@@ -18,7 +18,7 @@ from tidemark.sinks.reader import Advance
 from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire import records
 
-OVERHEAD = 200  # bytes that an edge takes besides its rows, about
+OVERHEAD = 200  # bytes of an edge without its rows, about
 
 Writer = tuple[str, str]
 """A stream and the name of one of its writers."""
@@ -28,7 +28,7 @@ class MissingRows(Enum):
     """Why an advance has no rows here."""
 
     NOT_YET = "an edge is missing that may still be read"
-    LOST = "they will not come"
+    LOST = "the rows will not come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class UnannouncedFact:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """It begins where it is kept. `rows`: () for no fact, None for a fact of which not all rows were read."""
+    """Its `prev` is its key in `UnannouncedRows`. `rows`: () for no fact, None for a fact with unread rows."""
 
     id: int
     epoch: int
@@ -49,12 +49,16 @@ class _Edge:
 
 
 class UnannouncedRows:
-    """Edges and rows of one writer on one stream, beyond its announced position; records come in the order of their
-    partition.
+    """Edges and rows of one writer of one stream, beyond its announced position. Records come in partition order.
 
-    `whole`: every record of the writer was or will be read. Else the first fact may lack rows that came before, and of
-    facts up to `named` only the last row may come, because a producer sent it twice. `size` is what this takes, in
-    bytes, about; `reach` the highest ID that any record named.
+    Attributes:
+        size: bytes that this takes, about.
+        reach: the highest ID that any record named.
+
+    Args:
+        position: the announced position.
+        named: of facts up to this ID, only the last row may come, because a producer sent it twice.
+        whole: every record of the writer was or will be read. If not, the first fact may lack earlier rows.
     """
 
     def __init__(self, position: int, named: int, *, whole: bool) -> None:
@@ -64,12 +68,12 @@ class UnannouncedRows:
         self._named = named
         self._whole = whole
         self._epoch: int | None = None  # of the last JOIN that was read
-        self._edges: dict[int, _Edge] = {}  # by the ID they begin behind
-        self._ends: list[tuple[int, int]] = []  # a heap: magnitude of an edge's ID, where it begins
-        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows whose fact's number has not come
+        self._edges: dict[int, _Edge] = {}  # by their `prev`
+        self._ends: list[tuple[int, int]] = []  # a heap: magnitude of an edge's ID, its `prev`
+        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows of a fact whose ID has not come
 
     def read(self, record: records.Record) -> None:
-        """The writer's next record."""
+        """Take in the next record of the writer."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
@@ -92,7 +96,7 @@ class UnannouncedRows:
                 self._settle(record.id, record.epoch)
 
     def take(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of an advance whose IDs are all facts or empty, in order. Takes nothing away: see `passed`."""
+        """The facts of an advance whose IDs are all facts or empty, in order. Removes nothing: see `passed`."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
@@ -100,7 +104,7 @@ class UnannouncedRows:
             if edge is None:
                 return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
-                return MissingRows.NOT_YET  # until the JOIN comes that makes it count, or makes a zombie of it
+                return MissingRows.NOT_YET  # until a JOIN makes it count, or makes it a zombie
             if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
                 return MissingRows.LOST
             if edge.rows:
@@ -118,7 +122,7 @@ class UnannouncedRows:
                 self._drop(prev)
 
     def _batch(self, epoch: int) -> list[str] | None:
-        """Rows of the fact that comes next; None where it began before we read."""
+        """Rows of the next fact. None if the fact began before we read."""
         return self._batches.setdefault(epoch, [] if self._whole else None)
 
     def _begin_fact(self, epoch: int) -> None:
@@ -133,7 +137,7 @@ class UnannouncedRows:
             return
         known = self._edges.get(prev)
         if known is not None:
-            # The same edge again is a duplicate; that of another epoch may be a zombie's, or the writer was set back.
+            # The same edge again is a duplicate. That of another epoch may be a zombie's, or the database was restored.
             if edge.epoch < known.epoch or (edge.epoch == known.epoch and known.rows is not None):
                 return
             self._drop(prev)
@@ -154,7 +158,7 @@ class UnannouncedRows:
         self._begin_fact(join.epoch)
         for prev, edge in list(self._edges.items()):
             if edge.epoch < join.epoch and beyond(edge.id, join.id):
-                self._drop(prev)  # its database was set back: taken back with it
+                self._drop(prev)  # its database was restored to an earlier state
         if not join.unseen:
             self._settle(join.id, join.epoch)
 
@@ -176,13 +180,17 @@ def _size(edge: _Edge) -> int:
 
 
 class RowBuffer:
-    """The rows of all writers. `limit` in bytes, about. `announced` is the last announced position of each writer; the
-    `Announcer` changes it."""
+    """The rows of all writers.
+
+    Args:
+        limit: bytes, about.
+        announced: the last announced position of each writer; the `Announcer` changes it.
+    """
 
     def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
         self.size = 0
         self.dropped = 0
-        """How often a writer lost its rows; set it back as you count."""
+        """How often a writer lost its rows; reset it when you count."""
         self._limit = limit
         self._announced = announced
         self._writers: dict[Writer, UnannouncedRows] = {}
@@ -191,31 +199,39 @@ class RowBuffer:
         self._named: dict[str, int] = {}
 
     def begin(self, whole: Mapping[int, bool], named: Mapping[str, int]) -> None:
-        """From here on the records of these partitions are read. `whole`: none of them came before; `named` is the
-        highest ID that earlier records of a stream may have named."""
+        """Records of these partitions are read from now on.
+
+        Args:
+            whole: by partition, whether no record came before.
+            named: by stream, the highest ID that earlier records may have named.
+        """
         self.end()
         self._whole = whole
         self._named = dict(named)
 
     def end(self) -> None:
-        """Nothing is read any more."""
+        """No records are read any more."""
         self._writers.clear()
         self._homes.clear()
         self._whole = {}
         self.size = 0
 
     def read(self, partition: int, record: records.Record) -> Writer | None:
-        """The next record of `partition`; gives whose it is, None for one that does not count."""
+        """Take in the next record of `partition`.
+
+        Returns:
+            The writer of the record, None for a record that does not count.
+        """
         if self._homes.setdefault(record.stream, partition) != partition:
-            return None  # a stream lives in one partition (docs/design.md 3)
+            return None  # a stream is in one partition (docs/design.md 3)
         writer = record.stream, record.writer
-        kept = self._writers.get(writer)
-        if kept is None:
+        buffered = self._writers.get(writer)
+        if buffered is None:
             whole = self._whole[partition]
-            kept = self._keep(writer, 0 if whole else self._named.get(record.stream, 0), whole=whole)
-        before = kept.size
-        kept.read(record)
-        self.size += kept.size - before
+            buffered = self._keep(writer, 0 if whole else self._named.get(record.stream, 0), whole=whole)
+        before = buffered.size
+        buffered.read(record)
+        self.size += buffered.size - before
         if self.size > self._limit:
             self._shed()
         return writer
@@ -227,21 +243,21 @@ class RowBuffer:
             return ()
         if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._whole:
             return MissingRows.LOST
-        kept = self._writers.get((stream, advance.writer))
-        return MissingRows.NOT_YET if kept is None else kept.take(advance)
+        buffered = self._writers.get((stream, advance.writer))
+        return MissingRows.NOT_YET if buffered is None else buffered.take(advance)
 
     def passed(self, writers: Iterable[Writer]) -> None:
-        """They were announced further."""
+        """These writers were announced further."""
         for writer in writers:
-            if kept := self._writers.get(writer):
-                before = kept.size
-                kept.passed(self._announced[writer])
-                self.size += kept.size - before
+            if buffered := self._writers.get(writer):
+                before = buffered.size
+                buffered.passed(self._announced[writer])
+                self.size += buffered.size - before
 
     def _keep(self, writer: Writer, named: int, *, whole: bool) -> UnannouncedRows:
-        kept = self._writers[writer] = UnannouncedRows(self._announced.get(writer, 0), named, whole=whole)
-        self.size += kept.size
-        return kept
+        buffered = self._writers[writer] = UnannouncedRows(self._announced.get(writer, 0), named, whole=whole)
+        self.size += buffered.size
+        return buffered
 
     def _shed(self) -> None:
         for writer in sorted(self._writers, key=lambda writer: self._writers[writer].size, reverse=True):
@@ -251,8 +267,8 @@ class RowBuffer:
             self.size -= before.size
             self._keep(writer, before.reach, whole=False)
             self.dropped += 1
-        for (stream, _), kept in self._writers.items():  # so many that their number alone is too much
-            self._named[stream] = farther(kept.reach, self._named.get(stream, 0))
+        for (stream, _), buffered in self._writers.items():  # so many writers that their number alone is too much
+            self._named[stream] = farther(buffered.reach, self._named.get(stream, 0))
         self._whole = dict.fromkeys(self._whole, False)
         self._writers.clear()
         self.size = 0

@@ -1,6 +1,6 @@
-"""The line protocol over TCP: many connections, none of which may hold up the others or fill the memory.
+"""The line protocol over TCP: the server, and its connections.
 
-For one event loop. A client gets announcements once it has sent REPLICATE, and relayed commands always.
+A connection takes its lines in turns with the others. A client that does not read what it is sent is disconnected.
 """
 
 import asyncio
@@ -15,7 +15,15 @@ from typing import Literal, cast
 from tidemark.app.eviction import NoFreeSlot, SlotPool
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.protocol import Act, Disconnect, KeepAlive, RelayOn, SendCommand, SendPositions, ServerSession
+from tidemark.app.lines.protocol import (
+    Disconnect,
+    KeepAlive,
+    Reaction,
+    RelayOn,
+    SendCommand,
+    SendPositions,
+    ServerSession,
+)
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
@@ -29,9 +37,16 @@ Why = Literal["slow", "silent", "bad", "crowded"]
 
 @dataclass(frozen=True, slots=True)
 class LineServerConfig:
-    """`name` stands in SERVER. `unread` is how many bytes may wait for a client that does not read, and `unread_by_all`
-    for all of them together; `longest` how many a line of a client may have, `tick` how often (s) keep-alives are
-    checked."""
+    """Bounds of the server.
+
+    Attributes:
+        name: the server name in SERVER.
+        connections: clients at the same time.
+        unread: bytes that may wait for a client that does not read.
+        unread_by_all: bytes that may wait for all clients together.
+        longest: bytes of a client's line.
+        tick: seconds between two checks of keep-alives.
+    """
 
     name: str = "tidemark"
     connections: int = 1000
@@ -43,8 +58,12 @@ class LineServerConfig:
 
 
 class LineConnection(asyncio.Protocol):
-    """`answered`: its REPLICATE was answered, so announcements join what it has. `has_lines`: there may be some that it
-    has sent and that are not taken yet; nothing more is read of it until they are. `has_sent_line`: it has sent a line.
+    """One connection.
+
+    Attributes:
+        answered: its REPLICATE was answered, so announcements join what it has.
+        has_lines: it may have sent lines that were not taken yet; nothing more is read from it until they are.
+        has_sent_line: it has sent a line.
     """
 
     def __init__(self, server: "LineServer") -> None:
@@ -56,15 +75,15 @@ class LineConnection(asyncio.Protocol):
         self._server = server
         self._config = server.config
         self._splitter = Splitter(self._config.longest)
-        self._conversation = ServerSession(self._config.keep_alive, time.time, time.monotonic())
+        self._session = ServerSession(self._config.keep_alive, time.time, time.monotonic())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         if self._server.admit(self):
-            self._do(self._conversation.begin(self._config.name))
+            self._do(self._session.begin(self._config.name))
         else:
-            self._send(ErrorCommand("as many clients are connected as may be: ask another sidecar, or try again"))
+            self._send(ErrorCommand("the limit of clients is reached: connect to another sidecar, or try again"))
             self._disconnect("crowded")
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +92,7 @@ class LineConnection(asyncio.Protocol):
         self._server.take_turns(self)
 
     def work(self, most: int) -> int:
-        """Take lines that were sent; gives how much that was, of which about `most` are allowed."""
+        """Take lines that were sent, about `most`. Returns how many lines were taken and sent to others."""
         now, lines, others = time.monotonic(), 0, 0
         try:
             while lines + others < most and not self._transport.is_closing():
@@ -83,67 +102,67 @@ class LineConnection(asyncio.Protocol):
                     break
                 lines += 1
                 self.has_sent_line = True
-                others += self._do(self._conversation.receive(line, now))
+                others += self._do(self._session.receive(line, now))
             else:
                 self.has_lines = not self._transport.is_closing()
         except BadCommand as problem:
-            self._do(self._conversation.refuse(problem))
+            self._do(self._session.refuse(problem))
             self.has_lines = not self._transport.is_closing()
         metrics.LINES_IN.inc(lines)
         return lines + others
 
     @property
     def unread(self) -> int:
-        """Bytes that it was sent and has not read."""
+        """Bytes that the client was sent and has not read."""
         return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.remove(self)
 
     def tick(self, now: float) -> None:
-        self._do(self._conversation.tick(now, self._config.tick))
+        self._do(self._session.tick(now, self._config.tick))
 
     def _send(self, command: Command) -> None:
         self.send(encoded([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Whole lines, or none. A client that has not read what it was sent before is disconnected."""
+        """Send whole lines, or none. A client that has not read what it was sent before is disconnected."""
         if not text or self._transport.is_closing():
             return
         if self.unread > self._config.unread:
             self.drop()
             return
         self._transport.write(text)
-        self._conversation.sent(time.monotonic())
+        self._session.sent(time.monotonic())
         metrics.LINES_OUT.inc(lines)
 
     def evict(self) -> None:
-        """To a client of another address: it has no place any more."""
+        """Its slot went to a client of another address."""
         if not self._transport.is_closing():
-            self._send(ErrorCommand("as many clients are connected as may be, and this one gave way: try again"))
+            self._send(ErrorCommand("the limit of clients is reached, and another address has this slot: try again"))
             self._disconnect("crowded")
 
     def end(self) -> None:
-        """Once it has read everything."""
+        """Close it once it has read everything."""
         self._send(ErrorCommand("server stopping"))
         self._transport.close()
 
     def drop(self) -> None:
         self._server.log.write(
-            "warning", "A client of the line protocol did not read and was dropped", client=self._label
+            "warning", "Disconnected a client of the line protocol that did not read", client=self._label
         )
         metrics.CLOSED.labels("slow").inc()
         self.cut()
 
     def cut(self) -> None:
-        """Without waiting for anything."""
+        """Close it without waiting for anything."""
         self._transport.abort()
 
-    def _do(self, acts: Iterable[Act]) -> int:
-        """Gives to how many other clients something was sent."""
+    def _do(self, reactions: Iterable[Reaction]) -> int:
+        """Returns to how many other clients something was sent."""
         others = 0
-        for act in acts:
-            match act:
+        for reaction in reactions:
+            match reaction:
                 case SendCommand(command):
                     self._send(command)
                 case SendPositions():
@@ -165,20 +184,20 @@ class LineConnection(asyncio.Protocol):
     @property
     def _label(self) -> str:
         peer = self._transport.get_extra_info("peername")
-        return self._conversation.name or str(peer)
+        return self._session.name or str(peer)
 
 
 log = get_logger(__name__)
 
-A_TURN = 100
-"""What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""
-PAUSE = 0.001  # seconds after a turn that left some: a flood is no reason for the event loop never to rest
-_LAST_SECONDS = 0.5  # that clients have to read that the server stops
-AT_ONCE = 50  # of it for one client, before the next one has its turn
+LINES_PER_TURN = 100
+"""Lines that are taken, and lines that are relayed to a client, before other tasks run."""
+PAUSE = 0.001  # seconds after a turn that left lines: a flood must not keep the event loop busy
+_LAST_SECONDS = 0.5  # seconds that clients have to read that the server is stopping
+AT_ONCE = 50  # lines of one client, before the next client has its turn
 
 
 class LineServer:
-    """`on_relayed` is called with every command that a client sent for all others: they have it by then."""
+    """`on_relayed` is called with every command that a client sent for all others, after they were sent it."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
@@ -188,14 +207,14 @@ class LineServer:
         self._places: SlotPool[LineConnection] = SlotPool(config.connections)
         self._listening: TlsListener | None = None
         self._connections: set[LineConnection] = set()
-        self._replicating: set[LineConnection] = set()  # since they sent REPLICATE
+        self._replicating: set[LineConnection] = set()  # those that sent REPLICATE
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
-        self._busy: deque[LineConnection] = deque()  # with lines that are not taken yet
+        self._busy: deque[LineConnection] = deque()  # those with lines that were not taken yet
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
-        """Serve on a socket that listens. Clients that are connected at the end are told so."""
+        """Serve on a listening socket. Clients that are connected at the end are told so."""
         self._listening = acceptor.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
         try:
@@ -211,14 +230,14 @@ class LineServer:
                 connection.cut()
 
     def stop(self) -> None:
-        """Take no more clients, and tell those that are there. May be called again."""
+        """Accept no more clients, and tell those that are connected. May be called again."""
         if self._listening is not None:
             self._listening.close()
         for connection in [*self._connections]:
             connection.end()
 
     def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
-        """Send it to every client but its sender; gives how many these are."""
+        """Send it to every client but its sender. Returns how many these are."""
         others = self._connections - {sender}
         self._send(others, encoded([command]), 1)
         return len(others)
@@ -226,8 +245,8 @@ class LineServer:
     # -- for connections
 
     def admit(self, connection: LineConnection) -> bool:
-        """Whether there is a place for it. If all are taken, one of the address that has most gives way: one that never
-        sent a line, if there is one."""
+        """Whether there is a slot for the connection. If every slot is taken, a connection of the address with the most
+        is evicted: one that never sent a line, if there is one."""
         try:
             displaced = self._places.take(connection, connection.address, lambda other: not other.has_sent_line)
         except NoFreeSlot:
@@ -263,7 +282,7 @@ class LineServer:
         return sent
 
     def take_turns(self, connection: LineConnection) -> None:
-        """Let it work on its lines, by turns with all others that have some, and with the rest of the process."""
+        """Let it work on its lines, in turns with all others that have some, and with the rest of the process."""
         self._busy.append(connection)
         if len(self._busy) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
@@ -271,7 +290,7 @@ class LineServer:
     # --
 
     def _turn(self) -> None:
-        left = A_TURN
+        left = LINES_PER_TURN
         while self._busy and left > 0:
             connection = self._busy.popleft()
             left -= connection.work(min(left, AT_ONCE))

@@ -1,6 +1,7 @@
-"""Every metric of the sidecar, HTTP and line protocol: its name, its kind, what it means and what to do when it moves.
+"""Every metric of the sidecar, HTTP and line protocol: its name, its kind, what it means and what to do when it
+changes.
 
-One has the names of streams as a label, up to a bound.
+One metric has the names of streams as a label, up to a bound.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,13 +12,13 @@ REGISTRY = CollectorRegistry()
 
 REQUESTS = Counter(
     "tidemark_sidecar_requests",
-    "Requests by operation and status. 503 rising: neither Redis nor Postgres can say where a stream stands.",
+    "Requests by operation and status. 503 rising: neither Redis nor Postgres can give the positions of a stream.",
     ["operation", "status"],
     registry=REGISTRY,
 )
 SECONDS = Histogram(
     "tidemark_sidecar_request_seconds",
-    "From a request to the first byte of its answer, by operation; waits and events left out.",
+    "Seconds from a request to the first byte of its answer, by operation, without waits and events.",
     ["operation"],
     buckets=[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5],
     registry=REGISTRY,
@@ -30,21 +31,22 @@ UP = Gauge(
 )
 LINE = Gauge(
     "tidemark_sink_linear_position",
-    "The linear position of a stream as this process answers (`copy` is `sidecar`), where it was asked in the last 10 s"
-    " or somebody follows it. Below tidemark_linear_position of minutes ago: what it reads is old.",
+    "The linear position of a stream as this process answers it (`copy` is `sidecar`), if it was read in the last 10 s."
+    " Below tidemark_linear_position of minutes ago: what the sidecar reads is old.",
     ["stream", "copy"],
     registry=REGISTRY,
 )
 LINES_LEFT_OUT = Gauge(
     "tidemark_sink_streams_omitted",
-    "Streams of which it was asked in the last 10 s and that have no series, past TIDEMARK_METRICS_MAX_STREAMS.",
+    "Streams that were read in the last 10 s and have no series, because of TIDEMARK_METRICS_MAX_STREAMS.",
     registry=REGISTRY,
 )
 CHAIN_FAULTS = Counter(
     "tidemark_sidecar_chain_errors",
-    "What breaks a rule on the lists of advances of followed streams: a `hole` or an `overlap` between two advances of"
-    " a writer, a `regress` of a writer or a line, an advance that is `empty` or has no evidence. Above 0: Redis was"
-    " set back or written by somebody else, or Tidemark has a defect; the sidecar's log names it.",
+    "Entries that break a rule on the lists of advances of followed streams: a `hole` or an `overlap` between two"
+    " advances of a writer, a `regress` of a writer or of the linear position, an advance that is `empty` or has no"
+    " evidence. Above 0: Redis was restored or written by another program, or Tidemark has a defect; see the log of the"
+    " sidecar.",
     ["fault"],
     registry=REGISTRY,
 )
@@ -52,21 +54,21 @@ for _fault in FAULT_KINDS:
     CHAIN_FAULTS.labels(_fault)  # Prometheus sees no increase in a counter that was not there before
 OPEN = Gauge(
     "tidemark_sidecar_requests_in_flight",
-    "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
+    "Requests that are open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
     ["operation"],
     registry=REGISTRY,
 )
 GAVE_WAY = Counter(
     "tidemark_sidecar_evicted_connections",
-    "Requests that were held open, and ended because all places were taken and a client of another address asked for"
-    " one. Rising: one address has most of the places, as a proxy has that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not"
-    " name; or run more sidecars.",
+    "Open requests that were ended because the limit was reached and a client of another address asked. Rising: one"
+    " address has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name; or"
+    " run more sidecars.",
     registry=REGISTRY,
 )
 PAUSED = Counter(
     "tidemark_sidecar_events_paused",
-    "Clients of events that waited up to a second before they began, since more than a hundred streams of events from"
-    " their address had ended within a second. Rising: somebody comes and goes, or all clients share one address.",
+    "Clients of events that were delayed by up to a second, because more than a hundred event streams of their address"
+    " had ended within a second. Rising: a client reconnects again and again, or all clients share one address.",
     registry=REGISTRY,
 )
 
@@ -78,9 +80,9 @@ LINES_OUT = Counter(
 )
 CLOSED = Counter(
     "tidemark_lines_closed",
-    "Connections that we closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent what is no"
-    " command, `crowded` ones were one too many, or gave way to another address. `slow` rising: look at the clients, or"
-    " at their network.",
+    "Connections that the server closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent an"
+    " invalid command, `crowded` ones were beyond the limit, or lost their slot to another address. `slow` rising:"
+    " check the clients, or their network.",
     ["why"],
     registry=REGISTRY,
 )
@@ -92,13 +94,11 @@ ANNOUNCED = Counter(
     registry=REGISTRY,
 )
 ROWS_BYTES = Gauge(
-    "tidemark_lines_rows_bytes", "Bytes of rows that wait for a position to pass their IDs, about.", registry=REGISTRY
+    "tidemark_lines_rows_bytes", "Bytes of rows that wait until a position passes their IDs, about.", registry=REGISTRY
 )
 ROWS_DROPPED = Counter(
     "tidemark_lines_rows_dropped",
     "Times that a writer lost its waiting rows because the bound was reached.",
     registry=REGISTRY,
 )
-SPEAKER = Gauge(
-    "tidemark_lines_channel_leader", "1 while this sidecar speaks on the channel of Redis.", registry=REGISTRY
-)
+SPEAKER = Gauge("tidemark_lines_channel_leader", "1 while this sidecar leads the Redis channel.", registry=REGISTRY)
