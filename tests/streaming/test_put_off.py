@@ -23,9 +23,10 @@ from tests.streaming.builders import (
     void,
 )
 from tests.streaming.protocol import Database
+from tidemark.sinks.requeue import is_edge
+from tidemark.streaming.core import chain as chains
 from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import deferred
-from tidemark.streaming.core.deferred import DeferredRange, is_edge, united
+from tidemark.streaming.core.chain import DeferredRange, united
 from tidemark.streaming.core.effects import Recall, StreamEffects, summarize
 from tidemark.streaming.values.limits import Bounds
 
@@ -113,7 +114,7 @@ def test_every_fact_is_applied_without_a_join_once_the_gaps_close(
     database, topic = Database(sign, ("a", "b", "c")), Topic(Bounds(pending=pending))
     queue: list[Record] = []
     with packing(few), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred, "RANGES_KEPT", ranges)
+        patch.setattr(chains, "RANGES_KEPT", ranges)
         for name in "abc":
             queue += database.start(name)
         for name, op, which in acts:
@@ -264,7 +265,7 @@ ranges = st.lists(st.builds(lambda low, width, prev: DeferredRange(low, low + wi
 def test_ranges_are_bounded_and_lose_nothing(found: list[DeferredRange]) -> None:
     """Each is in one of them, with a `prev` that is no higher; they are apart and in order."""
     kept = united(found)
-    assert len(kept) <= deferred.RANGES_KEPT
+    assert len(kept) <= chains.RANGES_KEPT
     assert all(one.last + 1 < other.first for one, other in pairwise(kept))
     for it in found:
         assert any(one.first <= it.first and it.last <= one.last and one.prev <= it.prev for one in kept)

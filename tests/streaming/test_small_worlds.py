@@ -21,7 +21,7 @@ from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.outcome import BatchOutcome
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.writers import Mark, WriterState
+from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import Evidence
 from tidemark.streaming.wire.runs import Marker, Run
@@ -145,10 +145,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """A JOIN below another writer's position begins a timeline."""
     rule = StreamState._begin
 
-    def begin(self: StreamState, mark: Mark, changes: BatchOutcome) -> Any:
-        if any(mark.id < writer.position for writer in self.writers.values()):
+    def begin(self: StreamState, marker: Marker, changes: BatchOutcome) -> Any:
+        if any(marker.id < writer.position for writer in self.writers.values()):
             self.database = "another"
-        return rule(self, mark, changes)
+        return rule(self, marker, changes)
 
     patch.setattr(StreamState, "_begin", begin)
 
@@ -194,14 +194,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""
     rule = stream.rollback_signal
     patch.setattr(
-        stream, "rollback_signal", lambda writer, held, mark, timeline, _: rule(writer, held, mark, timeline, None)
+        stream, "rollback_signal", lambda writer, held, marker, timeline, _: rule(writer, held, marker, timeline, None)
     )
 
 
 @bent(SAME_EPOCH, "a JOIN is not applied")
 def _(patch: pytest.MonkeyPatch) -> None:
     """Every further JOIN of an epoch counts as a repetition."""
-    patch.setattr(stream, "is_repetition", lambda writer, mark, *_: mark.epoch == writer.epoch)
+    patch.setattr(stream, "is_repetition", lambda writer, marker, *_: marker.epoch == writer.epoch)
 
 
 @bent(BACK, "the line passes")
@@ -221,10 +221,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
         if joins:
             rule(self, limit, name, changes)
 
-    def joining(known: Any, held: Any, mark: Mark, *rest: Any) -> Any:
-        joins.append(mark.writer)
+    def joining(known: Any, held: Any, marker: Marker, *rest: Any) -> Any:
+        joins.append(marker.writer)
         try:
-            return begin(known, held, mark, *rest)
+            return begin(known, held, marker, *rest)
         finally:
             joins.clear()
 

@@ -18,8 +18,8 @@ from tests.streaming.builders import (
 )
 from tidemark.common.errors import StateTooNew
 from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.chain import DeferredRange
 from tidemark.streaming.core.codec import FORMAT
-from tidemark.streaming.core.deferred import DeferredRange
 from tidemark.streaming.core.effects import Recall, summarize
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from confluent_kafka import KafkaException
 
-from tidemark.common.errors import LeaseLost, TidemarkError, Unavailable
+from tidemark.common.errors import BadRecord, LeaseLost, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.dead_letters import KafkaConnections, Outbox, Outgoing
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.requeues import PendingRequeue
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.core.deferred import is_edge
+from tidemark.streaming.wire import records
 
 log = get_logger(__name__)
 
@@ -146,3 +146,17 @@ class Requeuer(LeasedThread):
                 too_large=outbox.gone,
             )
         return replace(requeue, next=following, gone=requeue.gone + gone + outbox.gone), problem
+
+
+def is_edge(value: bytes | None, key: bytes | None, stream: str, writer: str, epoch: int) -> bool:
+    """True if a record of the facts topic has edges of this writer and epoch. Only such records are requeued."""
+    if key != stream.encode():
+        return False
+    try:
+        record = records.read(value, key, records.Topic.FACTS)
+    except BadRecord:
+        return False
+    if isinstance(record, records.Rdata) and record.id == "batch":
+        return False
+    kinds = records.Rdata | records.Void | records.Position | records.FactRun
+    return isinstance(record, kinds) and (record.writer, record.epoch) == (writer, epoch)

@@ -20,8 +20,7 @@ from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.tls_listener import ListenerConfig
 from tidemark.streaming.core import codec as state
-from tidemark.streaming.core.chain import Chain, Span
-from tidemark.streaming.core.deferred import DeferredRange
+from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.stream import StreamState

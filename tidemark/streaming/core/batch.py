@@ -33,10 +33,10 @@ from tidemark.streaming.core.outcome import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.store import UNREADABLE, States
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.stream_input import Fact, Inbox, Partition, inboxes_of, segments
-from tidemark.streaming.core.writers import Mark, PartialRows, UnjoinedWriter, WriterState
+from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected
-from tidemark.streaming.wire.records import CURRENT_EPOCH, Kind
+from tidemark.streaming.wire.records import CURRENT_EPOCH
 from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, Run, RunColumns, TurnedAway
 
 
@@ -178,36 +178,12 @@ class StreamBatch:
     def _mark(self, topic: str, partition: int, marker: Marker) -> None:
         if marker.epoch == CURRENT_EPOCH:
             marker = msgspec.structs.replace(marker, epoch=self.stream.current_epoch(marker.writer))
-        refused = self._take(marker)
+        refused = self.stream.apply_marker(marker, self._bounds, self.changes)
         if refused is not None:
             self.rejected.append((topic, partition, Refusal.whole(refused, np.array([marker.offset]))))
             return
-        self.stream.set_direction(marker.direction)
         if marker.by is not None and marker.why is not None:
             self.forced.append((marker, marker.by, marker.why))
-
-    def _take(self, marker: Marker) -> Reason | None:
-        if self.stream.direction.opposes(marker.direction):
-            return Reason.MIXED_SIGN
-        if marker.by is not None and not marker.beyond and marker.id > self.stream.allocated:
-            return Reason.BEYOND_ALLOCATED
-        mark = Mark(
-            marker.writer,
-            marker.epoch,
-            marker.id,
-            marker.time,
-            unseen=marker.unseen,
-            forced=marker.by is not None,
-            timeline=marker.timeline,
-            told=marker.told,
-        )
-        if marker.kind is Kind.JOIN:
-            return self.stream.join(mark, self.changes)
-        if marker.kind is Kind.OPEN:
-            return self.stream.report(mark, marker.transactions, self.changes)
-        if marker.kind is Kind.RETIRE:
-            return self.stream.retire(mark, self._bounds, self.changes)
-        return self.stream.skip(mark, marker.prev, self.changes)
 
     def effects(self) -> StreamEffects:
         """What came of it; ends the batch. `encoded` is the new state from then on."""

@@ -9,12 +9,12 @@ which it was first seen (docs/design.md, rule 7); a gap that is split hands its 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from tidemark.streaming.core.deferred import DeferredRange, united
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import NOTHING, Evidence
 
@@ -23,7 +23,38 @@ NO_POSITION = -1
 
 ANNOUNCED_KEPT = 32  # of each writer: a few bytes in its state; an older contradiction counts as a duplicate
 
+RANGES_KEPT = 32  # of each chain: a few hundred bytes in its state; fewer are wider, and more comes again in vain
+
 How = Literal["completed", "joined", "retired", "skipped"]
+
+
+class DeferredRange(NamedTuple):
+    """The records from offset `first` to `last` of the partition in which the stream lives; the two at its ends were
+    put off, and perhaps others between. `prev` is the lowest of theirs.
+    """
+
+    first: int
+    last: int
+    prev: int
+
+    def joined(self, other: "DeferredRange") -> "DeferredRange":
+        """The smallest range that has both."""
+        return DeferredRange(min(self.first, other.first), max(self.last, other.last), min(self.prev, other.prev))
+
+
+def united(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
+    """The ranges by offset: those that touch as one, then the narrowest pairs, until they are `RANGES_KEPT`."""
+    found: list[DeferredRange] = []
+    for it in sorted(ranges):
+        if found and it.first <= found[-1].last + 1:
+            found[-1] = found[-1].joined(it)
+        else:
+            found.append(it)
+    while len(found) > RANGES_KEPT:
+        widths = [after.last - before.first for before, after in pairwise(found)]
+        at = widths.index(min(widths))
+        found[at : at + 2] = [found[at].joined(found[at + 1])]
+    return found
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.core.chain import Chain
-from tidemark.streaming.core.deferred import DeferredRange
+from tidemark.streaming.core.chain import Chain, DeferredRange
 from tidemark.streaming.core.outcome import BatchOutcome, Outcome, Refusal, Why
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import NOTHING, Reason

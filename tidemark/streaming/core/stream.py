@@ -16,16 +16,14 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from tidemark.streaming.core.chain import NO_POSITION, Chain
+from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
 from tidemark.streaming.core.classify import Classifier, Completed
-from tidemark.streaming.core.deferred import DeferredRange
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.outcome import BatchOutcome, Refusal, RollbackSignal, TimelineBegun
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
     OVERFLOW_SLOT,
     Incarnation,
-    Mark,
     PartialRows,
     UnjoinedWriter,
     UnjoinedWriters,
@@ -37,24 +35,24 @@ from tidemark.streaming.core.writers import (
 )
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds, Reason, printable
-from tidemark.streaming.wire.records import ANY_WRITER
-from tidemark.streaming.wire.runs import UNBOUNDED, Mask, Run, TurnedAway
+from tidemark.streaming.wire.records import ANY_WRITER, Kind
+from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, Run, TurnedAway
 
 _NONE_HELD = UnjoinedWriters()
 
 
-def evidence_of(mark: Mark) -> int:
+def evidence_of(marker: Marker) -> int:
     """Checksum of what a JOIN says: 32 bits, never 0. A JOIN that is sent again has the same one.
 
     `told` is not part of it: a relay reads it again when it repeats the JOIN.
     """
-    return crc32(msgspec.msgpack.encode((mark.id, mark.unseen, mark.timeline))) or 1
+    return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
 
 
 def rollback_signal(
-    writer: WriterState | None, held: UnjoinedWriters, mark: Mark, timeline: int, database: str | None
+    writer: WriterState | None, held: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
-    """What in a JOIN shows that its database was restored, so that IDs above `mark.no_reuse_below` may be given out
+    """What in a JOIN shows that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
     again.
 
     A JOIN below the linear position, or below the position of another writer, shows nothing: it read the allocated
@@ -64,57 +62,62 @@ def rollback_signal(
     Args:
         writer: the writer that joins, in its state before the JOIN; None if it never joined.
         held: incarnations that have not joined.
-        mark: the JOIN.
+        marker: the JOIN.
         timeline: number of the stream's current timeline.
         database: the database history that the stream's newest JOIN named; None if it is not known.
 
     Returns:
         None if nothing shows a restore.
     """
-    if _has_another_database(mark, database):
+    if _has_another_database(marker, database):
         return "database"
-    earlier = (held[it].chain for it in held.of(mark.writer) if it[1] < mark.epoch)
-    if any(chain.pending_beyond(mark.no_reuse_below) for chain in earlier):
+    earlier = (held[it].chain for it in held.of(marker.writer) if it[1] < marker.epoch)
+    if any(chain.pending_beyond(marker.no_reuse_below) for chain in earlier):
         return "position"
     if writer is None or writer.timeline < timeline:
         return None
-    if mark.no_reuse_below < writer.reach:
+    if marker.no_reuse_below < writer.reach:
         return "position"
-    return "start" if _has_another_start(writer, mark) else None
+    return "start" if _has_another_start(writer, marker) else None
 
 
-def is_repetition(writer: WriterState, mark: Mark, timeline: int, database: str | None) -> bool:
+def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
     the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only another
     database or another start contradicts it.
     """
-    if mark.epoch != writer.epoch:
+    if marker.epoch != writer.epoch:
         return False
-    if mark.forced or writer.joined == evidence_of(mark):
+    if marker.is_override or writer.joined == evidence_of(marker):
         return True
     if writer.joined:
-        return writer.timeline == timeline and rollback_signal(writer, _NONE_HELD, mark, timeline, database) is None
-    if mark.timeline is None or mark.timeline.start == writer.start:
+        return writer.timeline == timeline and rollback_signal(writer, _NONE_HELD, marker, timeline, database) is None
+    if marker.timeline is None or marker.timeline.start == writer.start:
         return True
-    return not (_has_another_database(mark, database) or _has_another_start(writer, mark))
+    return not (_has_another_database(marker, database) or _has_another_start(writer, marker))
 
 
-def _has_another_database(mark: Mark, database: str | None) -> bool:
+def _has_another_database(marker: Marker, database: str | None) -> bool:
     return (
-        mark.timeline is not None
-        and None not in (database, mark.timeline.database)
-        and database != (mark.timeline.database)
+        marker.timeline is not None
+        and None not in (database, marker.timeline.database)
+        and database != (marker.timeline.database)
     )
 
 
-def _has_another_start(writer: WriterState, mark: Mark) -> bool:
+def _has_another_start(writer: WriterState, marker: Marker) -> bool:
     """True if the start is neither the writer's last one nor its successor in an epoch of its own."""
-    if mark.timeline is None or writer.start in (None, mark.timeline.start):
+    if marker.timeline is None or writer.start in (None, marker.timeline.start):
         return False
-    is_next = writer.start == mark.timeline.after
-    return not is_next or (mark.epoch == writer.epoch and writer.joined != 0)
+    is_next = writer.start == marker.timeline.after
+    return not is_next or (marker.epoch == writer.epoch and writer.joined != 0)
+
+
+def _reach(writer: WriterState, marker: Marker) -> int:
+    """The highest settled ID that a RETIRE must not lie below. The writer's own RETIRE may undo an operator's SKIP."""
+    return writer.chain.reach if marker.is_override else writer.reach
 
 
 FromUnknownWriter = Run | PartialRows | TurnedAway
@@ -185,29 +188,52 @@ class StreamState:
         for held in self.unjoined.values():
             held.chain.refuse(UNBOUNDED)
 
-    def join(self, mark: Mark, batch: BatchOutcome) -> Reason | None:
-        """Begin an epoch: all of the writer's IDs up to `mark.id` are complete.
+    def apply_marker(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
+        """Apply a JOIN, RETIRE, SKIP or OPEN.
+
+        Returns:
+            The reason if the marker is rejected.
+        """
+        if self.direction.opposes(marker.direction):
+            return Reason.MIXED_SIGN
+        if marker.is_override and not marker.beyond and marker.id > self.allocated:
+            return Reason.BEYOND_ALLOCATED
+        if marker.kind is Kind.JOIN:
+            reason = self.join(marker, batch)
+        elif marker.kind is Kind.OPEN:
+            reason = self.report(marker, batch)
+        elif marker.kind is Kind.RETIRE:
+            reason = self.retire(marker, bounds, batch)
+        else:
+            reason = self.skip(marker, batch)
+        if reason is None:
+            self.set_direction(marker.direction)
+        return reason
+
+    def join(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
+        """Begin an epoch: all of the writer's IDs up to `marker.id` are complete.
 
         A JOIN of the current epoch begins the epoch again if it contradicts the JOIN that began it. An operator's JOIN
-        of the current epoch takes back what operators settled above `mark.id`.
+        of the current epoch takes back what operators settled above `marker.id`.
 
         Returns:
             The reason if the JOIN is rejected.
         """
-        writer = self.writers.get(mark.writer)
-        if writer is not None and mark.epoch < writer.epoch:
+        writer = self.writers.get(marker.writer)
+        if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if writer is not None and is_repetition(writer, mark, self.timeline, self.database):
-            return self._join_again(writer, mark, batch)
+        if writer is not None and is_repetition(writer, marker, self.timeline, self.database):
+            return self._join_again(writer, marker, batch)
         batch.counts["applied"] += 1
-        writer, retire = self._begin(mark, batch)
+        writer, retire = self._begin(marker, batch)
         if retire is not None and not writer.chain.pending_beyond(retire):
-            self._end(writer, Mark(mark.writer, mark.epoch, retire, mark.time), batch)
+            buffered = msgspec.structs.replace(marker, kind=Kind.RETIRE, id=retire, unseen=False, by=None)
+            self._end(writer, buffered, batch)
         self.advance_linear()
         return None
 
-    def retire(self, mark: Mark, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        """End a writer: it is complete up to `mark.id` and sends nothing more.
+    def retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
+        """End a writer: it is complete up to `marker.id` and sends nothing more.
 
         The RETIRE of an incarnation that never joined is buffered until its JOIN. An operator's RETIRE is not: it
         removes an incarnation that never joined, also one that went on after it had retired. The writer's own RETIRE
@@ -217,68 +243,70 @@ class StreamState:
         Returns:
             The reason if the RETIRE is rejected.
         """
-        if mark.writer == ANY_WRITER:
+        if marker.writer == ANY_WRITER:
             return self._throw_out([*self.unjoined], batch)
-        writer = self.writers.get(mark.writer)
-        held = self.unjoined.get((mark.writer, mark.epoch))
-        if writer is not None and mark.epoch < writer.epoch:
+        writer = self.writers.get(marker.writer)
+        held = self.unjoined.get((marker.writer, marker.epoch))
+        if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if mark.forced and held is not None and held.chain.pending_beyond(mark.id):
+        if marker.is_override and held is not None and held.chain.pending_beyond(marker.id):
             return Reason.CONFLICT
-        if not mark.forced and (writer is None or mark.epoch > writer.epoch):
-            return self._hold_retire(mark, bounds, batch)
+        if not marker.is_override and (writer is None or marker.epoch > writer.epoch):
+            return self._hold_retire(marker, bounds, batch)
         if writer is None:
-            writer, _ = self._begin(mark, batch)
-        elif mark.epoch > writer.epoch:
-            return self._throw_out([(mark.writer, mark.epoch)], batch)
-        elif writer.retired is not None and mark.forced and held is not None:
-            writer.chain.adopt(self.unjoined.pop((mark.writer, mark.epoch)).chain, writer.published)
+            writer, _ = self._begin(marker, batch)
+        elif marker.epoch > writer.epoch:
+            return self._throw_out([(marker.writer, marker.epoch)], batch)
+        elif writer.retired is not None and marker.is_override and held is not None:
+            writer.chain.adopt(self.unjoined.pop((marker.writer, marker.epoch)).chain, writer.published)
         elif writer.retired is not None:
-            if mark.id > writer.position:
+            if marker.id > writer.position:
                 return Reason.CONFLICT
             batch.counts["duplicate"] += 1
             return None
-        elif (reach := writer.chain.reach if mark.forced else writer.reach) > max(mark.id, writer.chain.position):
+        elif (reach := writer.chain.reach if marker.is_override else writer.reach) > max(
+            marker.id, writer.chain.position
+        ):
             return Reason.CONFLICT
-        elif not mark.forced:
-            writer.reopen(max(mark.id, reach), batch.now)
-        self._end(writer, mark, batch)
+        elif not marker.is_override:
+            writer.reopen(max(marker.id, reach), batch.now)
+        self._end(writer, marker, batch)
         batch.counts["applied"] += 1
         self.advance_linear()
         return None
 
-    def skip(self, mark: Mark, prev: int, batch: BatchOutcome) -> Reason | None:
-        """Settle the open IDs in `(prev, mark.id]` by an operator's word; completions of them will be late.
+    def skip(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
+        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's word; completions of them will be late.
 
         Returns:
             The reason if the SKIP is rejected.
         """
-        writer = self.writers.get(mark.writer)
-        if writer is None or mark.epoch > writer.epoch:
+        writer = self.writers.get(marker.writer)
+        if writer is None or marker.epoch > writer.epoch:
             return Reason.UNKNOWN_WRITER
-        if mark.epoch < writer.epoch:
+        if marker.epoch < writer.epoch:
             return Reason.ZOMBIE
         if writer.retired is not None:
             return Reason.CONFLICT
-        skipped = settle(writer, prev, mark, "skipped", batch)
+        skipped = settle(writer, marker.prev, marker, "skipped", batch)
         batch.counts["applied" if len(skipped) else "duplicate"] += 1
         self.advance_linear()
         return None
 
-    def report(self, mark: Mark, transactions: Sequence[str], batch: BatchOutcome) -> Reason | None:
+    def report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
         """Keep the open transactions that a joined writer reports (OPEN). Moves no position.
 
         Returns:
             The reason if the OPEN is rejected.
         """
-        writer = self.writers.get(mark.writer)
-        if writer is None or mark.epoch > writer.epoch or writer.retired is not None:
+        writer = self.writers.get(marker.writer)
+        if writer is None or marker.epoch > writer.epoch or writer.retired is not None:
             return Reason.UNKNOWN_WRITER
-        if mark.epoch < writer.epoch:
+        if marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        self.transactions.pop(mark.writer, None)
-        if transactions:
-            self.transactions[mark.writer] = [printable(line) for line in transactions]
+        self.transactions.pop(marker.writer, None)
+        if marker.transactions:
+            self.transactions[marker.writer] = [printable(text) for text in marker.transactions]
         batch.counts["applied"] += 1
         return None
 
@@ -333,75 +361,80 @@ class StreamState:
 
     # -- markers
 
-    def _join_again(self, writer: WriterState, mark: Mark, batch: BatchOutcome) -> Reason | None:
+    def _join_again(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> Reason | None:
         """A JOIN of the writer's current epoch that contradicts nothing."""
-        if mark.id > writer.position:
+        if marker.id > writer.position:
             return Reason.CONFLICT
-        if not mark.forced and not writer.joined:
-            self._note_evidence(writer, mark)
-        if mark.forced and writer.retired is None and writer.reopen(mark.id, batch.now):
-            self.writers.follow(mark.writer)
-            batch.touch(mark.writer, mark.time)
+        if not marker.is_override and not writer.joined:
+            self._note_evidence(writer, marker)
+        if marker.is_override and writer.retired is None and writer.reopen(marker.id, batch.now):
+            self.writers.follow(marker.writer)
+            batch.touch(marker.writer, marker.time)
             batch.counts["applied"] += 1
         else:
             batch.counts["duplicate"] += 1
         return None
 
-    def _note_evidence(self, writer: WriterState, mark: Mark) -> None:
+    def _note_evidence(self, writer: WriterState, marker: Marker) -> None:
         """Keep the checksum, the database and the start that the JOIN of the writer's epoch names."""
-        writer.joined = 0 if mark.forced else evidence_of(mark)
-        if mark.timeline is not None:
-            self.database, writer.start = mark.timeline.database or self.database, mark.timeline.start
+        writer.joined = 0 if marker.is_override else evidence_of(marker)
+        if marker.timeline is not None:
+            self.database, writer.start = marker.timeline.database or self.database, marker.timeline.start
 
-    def _begin(self, mark: Mark, batch: BatchOutcome) -> tuple[WriterState, int | None]:
+    def _begin(self, marker: Marker, batch: BatchOutcome) -> tuple[WriterState, int | None]:
         """Begin the epoch of a JOIN, and a new timeline first if the JOIN shows that the database was restored.
 
         Returns:
             The writer, and the ID of a RETIRE that was buffered for this JOIN.
         """
-        known = self.writers.get(mark.writer)
-        if (why := rollback_signal(known, self.unjoined, mark, self.timeline, self.database)) is not None:
-            self._begin_timeline(mark, known.position if known is not None else 0, why, batch)
-        elif known is not None and known.retired is not None and known.chain.position > mark.no_reuse_below:
+        known = self.writers.get(marker.writer)
+        if (why := rollback_signal(known, self.unjoined, marker, self.timeline, self.database)) is not None:
+            self._begin_timeline(marker, known.position if known is not None else 0, why, batch)
+        elif known is not None and known.retired is not None and known.chain.position > marker.no_reuse_below:
             # An operator retired the writer at an ID that it never reached.
             beyond = [
                 it
-                for name, it in self.writers.beyond(mark.no_reuse_below)
+                for name, it in self.writers.beyond(marker.no_reuse_below)
                 if it.retired is not None and it is not known
             ]
-            self.ended = max([min(self.ended, mark.no_reuse_below), *(self.passed(it) for it in beyond)])
-        self.transactions.pop(mark.writer, None)
+            self.ended = max([min(self.ended, marker.no_reuse_below), *(self.passed(it) for it in beyond)])
+        self.transactions.pop(marker.writer, None)
         self.here += known is None or known.retired is not None or known.timeline < self.timeline
-        writer, retire = begin(self.writers, self.unjoined, mark, self.refused, batch)
-        self.writers.follow(mark.writer)
+        writer, retire = begin(self.writers, self.unjoined, marker, self.refused, batch)
+        self.writers.follow(marker.writer)
         writer.timeline = self.timeline
-        self._note_evidence(writer, mark)
+        self._note_evidence(writer, marker)
         return writer, retire
 
-    def _begin_timeline(self, mark: Mark, position: int, why: RollbackSignal, batch: BatchOutcome) -> None:
-        """Begin a timeline at `mark`. `position` is that of the joining writer. Writers that a relay had already joined
-        by the same start are moved into it too."""
-        limit = mark.no_reuse_below
+    def _begin_timeline(self, marker: Marker, position: int, why: RollbackSignal, batch: BatchOutcome) -> None:
+        """Begin a timeline at `marker`.
+
+        Writers that a relay joined earlier by the same start are moved into the new timeline too.
+
+        Args:
+            position: position of the joining writer.
+        """
+        limit = marker.no_reuse_below
         self.timeline, self.began = self.timeline + 1, limit
         self.here, self.ended = 0, min(self.ended, limit)
-        batch.timelines.append(TimelineBegun(mark.writer, mark.epoch, limit, position, self.timeline, why))
+        batch.timelines.append(TimelineBegun(marker.writer, marker.epoch, limit, position, self.timeline, why))
         for name, writer in self.writers.beyond(limit):
             writer.go_back(limit, name, batch)
             self.writers.follow(name)
-            batch.touch(name, mark.time)
+            batch.touch(name, marker.time)
         batch.counts["forgotten"] += self.linear.forget_above(limit)
-        if mark.timeline is not None and mark.told is not None:
-            for writer in [it for it in self.writers.values() if it.start == mark.timeline.start]:
+        if marker.timeline is not None and marker.told is not None:
+            for writer in [it for it in self.writers.values() if it.start == marker.timeline.start]:
                 writer.timeline = self.timeline
                 self.here += writer.retired is None
 
-    def _end(self, writer: WriterState, mark: Mark, batch: BatchOutcome) -> None:
-        settle(writer, 0, mark, "retired", batch)
+    def _end(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> None:
+        settle(writer, 0, marker, "retired", batch)
         writer.chain.deferred.clear()
         self.here -= writer.timeline == self.timeline and writer.retired is None
         self.ended = max(self.ended, self.passed(writer))
         writer.retired = batch.now
-        self.transactions.pop(mark.writer, None)
+        self.transactions.pop(marker.writer, None)
 
     def _throw_out(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
         if not self.unjoined.keys() & incarnations:
@@ -416,15 +449,15 @@ class StreamState:
         self.advance_linear()
         return None
 
-    def _hold_retire(self, mark: Mark, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        held = place(self.unjoined, (mark.writer, mark.epoch), bounds, batch)
+    def _hold_retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
+        held = place(self.unjoined, (marker.writer, marker.epoch), bounds, batch)
         if held is None:
             self.mark_overflow(batch)
             return Reason.BUFFER_OVERFLOW
-        if held.retire is not None and held.retire != mark.id:
+        if held.retire is not None and held.retire != marker.id:
             return Reason.CONFLICT
         batch.counts["buffered" if held.retire is None else "duplicate"] += 1
-        held.retire = mark.id
+        held.retire = marker.id
         return None
 
     # -- segments

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.core.chain import Chain, Span
-from tidemark.streaming.core.deferred import DeferredRange
+from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.intervals import Ids, Intervals
 from tidemark.streaming.values.limits import Evidence

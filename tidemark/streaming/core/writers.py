@@ -11,8 +11,8 @@ from tidemark.streaming.core.chain import NO_POSITION, Chain, How, Moves, Span
 from tidemark.streaming.core.outcome import BatchOutcome, LateRange
 from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.values.limits import NOTHING, Bounds, Evidence
-from tidemark.streaming.wire.records import ANY_WRITER, Timeline
-from tidemark.streaming.wire.runs import UNBOUNDED
+from tidemark.streaming.wire.records import ANY_WRITER
+from tidemark.streaming.wire.runs import UNBOUNDED, Marker
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
@@ -171,43 +171,10 @@ class PartialRows:
         return UNBOUNDED
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence.
-
-    `told`: its epochs before told nothing beyond it, as its database knows; None where it does not say.
-    """
-
-    writer: str
-    epoch: int
-    id: int
-    time: int
-    unseen: bool = False
-    forced: bool = False
-    timeline: Timeline | None = None
-    told: int | None = None
-
-    @property
-    def no_reuse_below(self) -> int:
-        """Up to here no ID is given out again, whatever shows that the database went back."""
-        return max(self.id, self.told or 0)
-
-    def evidence(self, low: int, high: int, refused: int) -> Evidence:
-        """How the open range `(low, high]` counts that this marker settles.
-
-        Its writer speaks of what it sent, not of what was taken: up to `refused` there may be facts.
-        """
-        width = high - low
-        if self.forced:
-            return Evidence(skipped=width)
-        unseen = width if self.unseen else min(max(refused - low, 0), width)
-        return Evidence(unseen=unseen, empty=width - unseen)
-
-
 def begin(
     writers: MutableMapping[str, WriterState],
     held: UnjoinedWriters,
-    mark: Mark,
+    marker: Marker,
     refused: int,
     changes: BatchOutcome,
 ) -> tuple[WriterState, int | None]:
@@ -217,27 +184,29 @@ def begin(
     for all that was turned away of earlier epochs, but not for what came of its own epoch before it, and not for what
     has no order against it or cannot be told from others.
 
-    What earlier epochs completed up to `mark.no_reuse_below` stays as evidence; what they left open up to the JOIN is
+    What earlier epochs completed up to `marker.no_reuse_below` stays as evidence; what they left open up to the JOIN is
     settled by it. What they completed beyond was taken back with the writer's database (docs/design.md 3): it is late.
     """
-    writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
-    writer.go_back(mark.no_reuse_below, mark.writer, changes)
+    writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(refused=refused)))
+    writer.go_back(marker.no_reuse_below, marker.writer, changes)
     writer.chain.deferred.clear()
     retire, refused = None, 0
-    for incarnation in [it for it in held.of(mark.writer) if it[1] <= mark.epoch]:
+    for incarnation in [it for it in held.of(marker.writer) if it[1] <= marker.epoch]:
         before = held.pop(incarnation)
-        if incarnation[1] < mark.epoch:
-            record_rolled_back(incarnation[1], before.chain.cut_above(mark.no_reuse_below), EMPTY, mark.writer, changes)
+        if incarnation[1] < marker.epoch:
+            record_rolled_back(
+                incarnation[1], before.chain.cut_above(marker.no_reuse_below), EMPTY, marker.writer, changes
+            )
         else:
             retire, refused, writer.chain.deferred = before.retire, before.chain.refused, before.chain.deferred
-            for low, high in writer.late.above(mark.id):
-                record_rolled_back(mark.epoch, before.chain.within(low, high), EMPTY, mark.writer, changes)
+            for low, high in writer.late.above(marker.id):
+                record_rolled_back(marker.epoch, before.chain.within(low, high), EMPTY, marker.writer, changes)
         writer.chain.adopt(before.chain, writer.published)
     # What was skipped there may come of the epoch that ends here only.
-    writer.chain.declare_empty(writer.late.upto(mark.id))
-    writer.epoch, writer.retired = mark.epoch, None
-    writer.late = writer.late.above(mark.id)
-    settle(writer, 0, mark, "joined", changes)
+    writer.chain.declare_empty(writer.late.upto(marker.id))
+    writer.epoch, writer.retired = marker.epoch, None
+    writer.late = writer.late.above(marker.id)
+    settle(writer, 0, marker, "joined", changes)
     if not changes.elsewhere and OVERFLOW_SLOT not in held:
         writer.chain.refused = refused
     return writer, retire
@@ -256,20 +225,32 @@ def record_rolled_back(
                 changes.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
 
 
-def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: BatchOutcome) -> Intervals:
-    """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on.
+def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
+    """The evidence of the open range `(low, high]` that `marker` settles.
+
+    The writer knows what it sent, but not what was rejected: IDs up to `refused` may hold facts.
+    """
+    width = high - low
+    if marker.is_override:
+        return Evidence(skipped=width)
+    unseen = width if marker.unseen else min(max(refused - low, 0), width)
+    return Evidence(unseen=unseen, empty=width - unseen)
+
+
+def settle(writer: WriterState, prev: int, marker: Marker, how: How, changes: BatchOutcome) -> Intervals:
+    """Settle what is open in `(prev, marker.id]`; gives it. What an operator settles is late from then on.
 
     What was published before needs no evidence: it was told then.
     """
-    open_ = Intervals.of(writer.chain.missing(prev, mark.id))
+    open_ = Intervals.of(writer.chain.missing(prev, marker.id))
     for low, high in open_.upto(writer.published):
         writer.chain.settle(low, high, NOTHING, 0, how, changes.now)
     for low, high in open_.above(writer.published):
-        evidence = mark.evidence(low, high, writer.chain.refused)
+        evidence = _evidence(marker, low, high, writer.chain.refused)
         writer.chain.settle(low, high, evidence, 0, how, changes.now)
         if evidence.empty:
             writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
-    if mark.forced:
+    if marker.is_override:
         writer.late = writer.late.union(open_)
-    changes.touch(mark.writer, mark.time)
+    changes.touch(marker.writer, marker.time)
     return open_

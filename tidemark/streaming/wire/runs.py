@@ -199,6 +199,16 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     transactions: list[str] = []
     told: int | None = None
 
+    @property
+    def is_override(self) -> bool:
+        """True if an operator sent the marker, without evidence of the writer."""
+        return self.by is not None
+
+    @property
+    def no_reuse_below(self) -> int:
+        """The database gives out no ID up to here again, whatever shows that it was restored."""
+        return max(self.id, self.told or 0)
+
     @classmethod
     def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
         if isinstance(record, records.Open):
