@@ -1,5 +1,6 @@
 """Loggers of structlog, which is imported with the first line that is logged: most verbs log none."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ class LateLogger:
 
 
 _configure: list[Callable[[], None]] = []
+_lock = threading.RLock()
+"""Another thread's first line waits until the configuration is complete."""
 
 
 def configure_later(configure: Callable[[], None]) -> None:
@@ -29,9 +32,11 @@ def configure_later(configure: Callable[[], None]) -> None:
 
 
 def configure_now() -> None:
-    """Configure what `configure_later` was given, if that has not been done."""
-    while _configure:
-        _configure.pop()()
+    """Call the function that `configure_later` was given, if it has not been called."""
+    with _lock:
+        while _configure:
+            _configure[-1]()
+            _configure.clear()
 
 
 def get_logger(name: str) -> Any:
