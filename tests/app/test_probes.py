@@ -113,7 +113,7 @@ def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: 
     assert states(relay_url) == [503, 200]
 
 
-QUICK = probes.HealthServerConfig(connections=8, asked=1.0, answered=2.0)
+QUICK = probes.HealthServerConfig(connections=8, request_timeout=1.0, answer_timeout=2.0)
 
 
 @pytest.fixture

@@ -145,7 +145,8 @@ def test_sidecars_may_do_what_they_do(
         one, two = (
             stack.enter_context(
                 served(
-                    servers, beside=lambda it, hub, server: Channel(hub, server, it.redis_reader.client, config).open()
+                    servers,
+                    companion=lambda side, hub, lines: Channel(hub, lines, side.redis_reader.client, config).open(),
                 )
             )
             for _ in range(2)
@@ -159,7 +160,7 @@ def test_sidecars_may_do_what_they_do(
         first.send("USER_IP a")
         assert other.said() == "USER_IP a"
         if channel:
-            eventually(lambda: keys.exists(f"tidemark:lines:{{{channel}}}:told"))
+            eventually(lambda: keys.exists(f"tidemark:lines:{{{channel}}}:announced"))
 
 
 EVERYBODYS_HARM = [

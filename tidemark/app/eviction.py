@@ -1,10 +1,11 @@
-"""Slots that many clients share, and which client is evicted if every slot is taken. Pure.
+"""Slots and turns that many clients share, and which client is evicted if every slot is taken. Pure.
 
 A client is known by its address. For IPv6 the first 64 bits count, because a client that has one address there has all
 of them.
 """
 
-from collections import Counter
+from asyncio import Future
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,8 +70,8 @@ class SlotPool(Generic[T]):
     Holders are compared by identity, as keys of a dict.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._taken = 0
         self._holders: dict[str, dict[T, None]] = {}
         self._networks: dict[T, str] = {}
@@ -93,14 +94,14 @@ class SlotPool(Generic[T]):
         Raises:
             NoFreeSlot: no holder is evicted for this address.
         """
-        network, displaced = network_of(address), None
-        if self._taken >= self.most:
-            displaced = self._displaced(self._holders.get(network, {}), first)
-            self.leave(displaced)
+        network, evicted = network_of(address), None
+        if self._taken >= self.limit:
+            evicted = self._victim(self._holders.get(network, {}), first)
+            self.leave(evicted)
         self._holders.setdefault(network, {})[holder] = None
         self._networks[holder] = network
         self._taken += 1
-        return displaced
+        return evicted
 
     def leave(self, holder: T) -> None:
         """Free its slot. May be called again, and for a holder that was evicted."""
@@ -113,9 +114,9 @@ class SlotPool(Generic[T]):
         if not holders:
             del self._holders[network]
 
-    def _displaced(self, own: dict[T, None], first: Callable[[T], bool]) -> T:
+    def _victim(self, own: dict[T, None], first: Callable[[T], bool]) -> T:
         largest = max(self._holders.values(), key=len, default=own)
-        share = self.most // FAIR
+        share = self.limit // FAIR
         if len(own) < len(largest) // 2 or len(own) < share < len(largest):
             return next(filter(first, largest), next(reversed(largest)))
         # Evict another address only if this one has less than its share.
@@ -123,3 +124,27 @@ class SlotPool(Generic[T]):
         for candidate in filter(first, of_all):
             return candidate
         raise NoFreeSlot
+
+
+class FairQueue:
+    """Tasks that wait for a turn: in order for one address, and one address after the other. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, address: str, turn: "Future[None]") -> None:
+        self._waiting.setdefault(network_of(address), deque()).append(turn)
+
+    def start_next(self) -> bool:
+        """Give the next task its turn. False: the task was cancelled. Call it only while a task waits."""
+        network, turns = self._waiting.popitem(last=False)
+        turn = turns.popleft()
+        if turns:
+            self._waiting[network] = turns
+        if turn.done():  # its task was cancelled
+            return False
+        turn.set_result(None)
+        return True

@@ -55,8 +55,8 @@ class HealthServerConfig:
 
     connections: int = 32
     bytes: int = 16 << 10
-    asked: float = 5.0
-    answered: float = 15.0
+    request_timeout: float = 5.0
+    answer_timeout: float = 15.0
 
 
 @contextmanager
@@ -107,8 +107,8 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
                 return [b"unknown host name\n"]
             case _:
-                answered: list[bytes] = scrape(environ, start_response)
-                return answered
+                answer_timeout: list[bytes] = scrape(environ, start_response)
+                return answer_timeout
 
     return answer
 
@@ -123,7 +123,7 @@ def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes
 class _HealthConnection:
     address: str
     since: float
-    asked: bool = False
+    request_came: bool = False
 
 
 class _HealthServer(ThreadingWSGIServer):
@@ -143,11 +143,11 @@ class _HealthServer(ThreadingWSGIServer):
             self._connections[request] = _HealthConnection(client_address[0], time.monotonic())
         super().process_request(request, client_address)
 
-    def asked(self, request: socket.socket) -> None:
+    def request_came(self, request: socket.socket) -> None:
         """The head of its request has come."""
         with self._lock:
             if request in self._connections:
-                self._connections[request].asked = True
+                self._connections[request].request_came = True
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -159,7 +159,9 @@ class _HealthServer(ThreadingWSGIServer):
         now = time.monotonic()
         with self._lock:
             for request, connection in [*self._connections.items()]:
-                if now - connection.since >= (self.bounds.answered if connection.asked else self.bounds.asked):
+                if now - connection.since >= (
+                    self.bounds.answer_timeout if connection.request_came else self.bounds.request_timeout
+                ):
                     self._cut(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -170,7 +172,7 @@ class _HealthServer(ThreadingWSGIServer):
         silent = [
             IdleConnection(request, connection.address, connection.since)
             for request, connection in connections
-            if not connection.asked
+            if not connection.request_came
         ]
         for request in pick_victims(silent, self.bounds.connections) or [next(iter(self._connections))]:
             self._cut(request)
@@ -185,28 +187,28 @@ class _HealthServer(ThreadingWSGIServer):
 class _BoundedHead(io.RawIOBase):
     """The bytes of a connection up to a bound: after that it looks ended."""
 
-    def __init__(self, connection: socket.socket, left: int) -> None:
+    def __init__(self, connection: socket.socket, remaining: int) -> None:
         self._connection = connection
-        self._left = left
+        self._remaining = remaining
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        read = self._connection.recv_into(buffer, min(len(buffer), self._left)) if self._left else 0
-        self._left -= read
+        read = self._connection.recv_into(buffer, min(len(buffer), self._remaining)) if self._remaining else 0
+        self._remaining -= read
         return read
 
 
 class _OneShotHandler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
-        self._ours = cast(_HealthServer, self.server)
-        self.rfile = io.BufferedReader(_BoundedHead(self.connection, self._ours.bounds.bytes))
+        self._health_server = cast(_HealthServer, self.server)
+        self.rfile = io.BufferedReader(_BoundedHead(self.connection, self._health_server.bounds.bytes))
 
     def parse_request(self) -> bool:
         is_one = super().parse_request()
-        self._ours.asked(self.connection)
+        self._health_server.request_came(self.connection)
         return is_one
 
     def log_message(self, *_: object) -> None:

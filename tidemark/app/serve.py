@@ -52,52 +52,52 @@ class ClientLimits:
     """
 
     connections: int
-    held: int
+    open_requests: int
     lines: int
     handshakes: int = 0
 
 
-def within(allowed: int, wanted: ClientLimits) -> ClientLimits:
+def fit_limits(allowed: int, desired: ClientLimits) -> ClientLimits:
     """The most of what is wanted for which `allowed` files are enough, each kind reduced by the same factor. Pure.
 
     Raises:
         BadSetting: not even a few clients of each kind fit.
     """
-    needed, left = wanted.connections + wanted.lines + wanted.handshakes, allowed - RESERVE
+    needed, left = desired.connections + desired.lines + desired.handshakes, allowed - RESERVE
     if needed <= left:
-        return wanted
+        return desired
 
     def cut(count: int) -> int:
         return count * left // needed
 
-    limits = ClientLimits(*map(cut, (wanted.connections, wanted.held, wanted.lines, wanted.handshakes)))
-    if min(limits.connections, limits.lines) < min(MIN_CONNECTIONS, wanted.connections, wanted.lines):
+    limits = ClientLimits(*map(cut, (desired.connections, desired.open_requests, desired.lines, desired.handshakes)))
+    if min(limits.connections, limits.lines) < min(MIN_CONNECTIONS, desired.connections, desired.lines):
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
             f"the process may open {allowed} files, and {RESERVE} of them are reserved for probes and servers; raise"
             " the limit (ulimit -n, or LimitNOFILE of systemd)",
         )
-    return replace(limits, held=max(1, limits.held))
+    return replace(limits, open_requests=max(1, limits.open_requests))
 
 
-def provided(wanted: ClientLimits) -> ClientLimits:
+def raise_file_limit(desired: ClientLimits) -> ClientLimits:
     """Raise the limit of open files of the process as far as needed and possible, and return how many clients fit.
     Raises `BadSetting`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted.connections + wanted.lines + wanted.handshakes + RESERVE
+    needed = desired.connections + desired.lines + desired.handshakes + RESERVE
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
     allowed = needed if soft == resource.RLIM_INFINITY else soft
-    served = within(allowed, wanted)
-    if served != wanted:
+    served = fit_limits(allowed, desired)
+    if served != desired:
         log.warning(
             "The limit of open files is low: serving fewer clients than configured; raise LimitNOFILE",
             files=allowed,
             needed=needed,
             connections=served.connections,
-            held=served.held,
+            open_requests=served.open_requests,
             lines=served.lines,
         )
     else:
@@ -130,7 +130,7 @@ class StoppedServer(uvicorn.Server):
     def end(self) -> None:
         """For any thread."""
         self.should_exit = True
-        _end_at_last()
+        _exit_at_last()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
@@ -147,7 +147,7 @@ class StoppedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _end_at_last() -> None:
+def _exit_at_last() -> None:
     """End the process although threads wait for a server that does not answer: nothing that they hold outlives the
     process."""
 
@@ -187,15 +187,15 @@ async def lines(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening, acceptor))
-        spoken = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
-        await stack.enter_async_context(Channel(hub, server, read_side.redis_reader.client, spoken).open())
-        telling = asyncio.create_task(_tell(server, stopping))
-        stack.push_async_callback(cancel_until_done, telling)
+        channel_config = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
+        await stack.enter_async_context(Channel(hub, server, read_side.redis_reader.client, channel_config).open())
+        stop_task = asyncio.create_task(_stop_with(server, stopping))
+        stack.push_async_callback(cancel_until_done, stop_task)
         log.info("The line protocol listens", host=host, port=port, channel=settings.lines_redis_channel)
         yield
 
 
-async def _tell(server: LineServer, stopping: asyncio.Event) -> None:
+async def _stop_with(server: LineServer, stopping: asyncio.Event) -> None:
     await stopping.wait()
     server.stop()
 
@@ -214,7 +214,7 @@ def run(settings: Settings) -> None:
     gc.set_threshold(*CYCLES)
     servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
     encrypted = settings.sidecar_certificate_file is not None
-    places = provided(
+    client_limits = raise_file_limit(
         ClientLimits(
             settings.sidecar_max_connections,
             settings.sidecar_max_open_requests,
@@ -222,12 +222,12 @@ def run(settings: Settings) -> None:
             HandshakesConfig.open if encrypted else 0,
         )
     )
-    limits = Limits(places.held, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
+    limits = Limits(client_limits.open_requests, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
-    acceptor = _acceptor(settings, places.handshakes)
+    acceptor = _acceptor(settings, client_limits.handshakes)
     stopping = asyncio.Event()
-    asyncio.run(_require_welcome(servers))
+    asyncio.run(_require_access(servers))
     # What uvicorn logs reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
@@ -238,17 +238,17 @@ def run(settings: Settings) -> None:
         if config.tokens_file is None and not is_loopback(host):
             log.warning("Every client may read; set TIDEMARK_SIDECAR_TOKENS_FILE to require a token")
 
-        def beside(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
-            return lines(settings, read_side, lines_listening, stopping, acceptor, places.lines)
+        def companion(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
+            return lines(settings, read_side, lines_listening, stopping, acceptor, client_limits.lines)
 
         uvicorn_config = uvicorn.Config(
-            site(servers, config, stopping, beside),
+            site(servers, config, stopping, companion),
             log_config=None,
             access_log=False,
             ws="none",
             server_header=False,
             proxy_headers=False,  # `admission` handles them, before a request waits
-            http=admission(AdmissionConfig(places.connections, trusted_proxies=settings.sidecar_proxies)),
+            http=admission(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
@@ -259,7 +259,7 @@ def run(settings: Settings) -> None:
     log.info("Stopped")
 
 
-async def _require_welcome(servers: ReadSideConfig) -> None:
+async def _require_access(servers: ReadSideConfig) -> None:
     """Raise `Stop` if a server answers and refuses this user. The sidecar serves while a server is down."""
     async with open_read_side(servers) as read_side:
         for ask in (read_side.redis_reader.ping, read_side.postgres_reader.check):

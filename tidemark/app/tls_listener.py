@@ -126,7 +126,7 @@ class TlsListener:
         self._bounds = bounds
         self._open: dict[asyncio.Task[None], IdleConnection[asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
-        self._again: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         listening.settimeout(0)
         self._loop.add_reader(listening, self._accept)
 
@@ -134,8 +134,8 @@ class TlsListener:
         """Accept no more, and cancel open handshakes. Connections stay open. May be called again."""
         if self._closed:
             return
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         self._loop.remove_reader(self._listening)
         self._listening.close()
         if self._certificate is not None:
@@ -157,7 +157,7 @@ class TlsListener:
                 return
             except OSError:
                 self._loop.remove_reader(self._listening)
-                self._again = self._loop.call_later(
+                self._retry = self._loop.call_later(
                     _EXHAUSTED_SECONDS, self._loop.add_reader, self._listening, self._accept
                 )
                 return

@@ -57,7 +57,7 @@ def served(
     facts: FactsTopic | None = None,
     limit: int = MIB,
     port: int = 0,
-    beside: Callable[[ReadSide, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
+    companion: Callable[[ReadSide, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
     acceptor: ListenerConfig | None = None,
 ) -> Iterator[Address]:
     """In a thread of this process, on a port of its own unless told which, as the sidecar serves it."""
@@ -78,7 +78,7 @@ def served(
             async with (
                 hub.open(),
                 server.serving(listening, acceptor or ListenerConfig()),
-                (beside or nothing)(read_side, hub, server),
+                (companion or nothing)(read_side, hub, server),
             ):
                 started.set()
                 await over.wait()
@@ -107,7 +107,7 @@ class LineClient:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(patience)
         self.socket.connect(address)
-        self._begun = b""
+        self._is_started = b""
 
     def send(self, *lines: str | bytes) -> None:
         for line in lines:
@@ -115,16 +115,16 @@ class LineClient:
 
     def line(self) -> str | None:
         """The next line; None: the server closed the connection, and no half line came."""
-        while b"\n" not in self._begun:
+        while b"\n" not in self._is_started:
             try:
                 data = self.socket.recv(65536)
             except ConnectionResetError:
                 data = b""
             if not data:
-                assert not self._begun
+                assert not self._is_started
                 return None
-            self._begun += data
-        line, _, self._begun = self._begun.partition(b"\n")
+            self._is_started += data
+        line, _, self._is_started = self._is_started.partition(b"\n")
         return line.decode()
 
     def said(self) -> str | None:

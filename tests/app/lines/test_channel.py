@@ -79,8 +79,8 @@ def spoken(read_side: ReadSide, hub: Hub, server: LineServer) -> AbstractAsyncCo
 @contextmanager
 def speaking(servers: ReadSideConfig, worker: ChannelWorker) -> Iterator[tuple[str, int]]:
     """A sidecar that has begun to speak."""
-    with served(servers, beside=spoken) as address:
-        eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker"))
+    with served(servers, companion=spoken) as address:
+        eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:leader"))
         yield address
 
 
@@ -89,7 +89,7 @@ def test_replicate_is_answered_by_one_sidecar(
 ) -> None:
     """However many run, each position comes once."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)))
-    with speaking(servers, worker), served(servers, beside=spoken):
+    with speaking(servers, worker), served(servers, companion=spoken):
         assert worker.hears_last("POSITION s b 4 4")[-1] == "POSITION s a 7 7"
         worker.says("REPLICATE")
         assert [worker.hears(), worker.hears()] == ["POSITION s a 7 7", "POSITION s b 4 4"]
@@ -115,7 +115,7 @@ def test_many_who_ask_at_once_get_few_answers(
 def test_moves_are_said_once(pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker) -> None:
     """By whichever sidecar speaks, joined, while two run."""
     pipeline.move("w", 0, 1)
-    with speaking(servers, worker), served(servers, beside=spoken):
+    with speaking(servers, worker), served(servers, companion=spoken):
         worker.hears_last("POSITION s w 1 1")
         pipeline.move("w", 1, 3, empty=2)
         pipeline.move("w", 3, 4)
@@ -137,23 +137,23 @@ def test_relayed_commands_pass_in_both_directions(servers: ReadSideConfig, worke
     """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
     with (
         speaking(servers, worker) as one,
-        served(servers, beside=spoken) as two,
+        served(servers, companion=spoken) as two,
         client(one) as first,
-        client(one) as beside,
+        client(one) as companion,
         client(two) as other,
     ):
-        assert all(it.line() == "SERVER tidemark" for it in (first, beside, other))
+        assert all(it.line() == "SERVER tidemark" for it in (first, companion, other))
         listening = eventually(lambda: worker.redis.pubsub_numsub(TERMS.channel)[0][1] == 3)
         assert listening
         first.send("REMOTE_SERVER_UP a.example")
-        assert worker.hears() == beside.said() == other.said() == "REMOTE_SERVER_UP a.example"
+        assert worker.hears() == companion.said() == other.said() == "REMOTE_SERVER_UP a.example"
         worker.says("USER_IP b")
-        assert first.said() == beside.said() == other.said() == "USER_IP b"
+        assert first.said() == companion.said() == other.said() == "USER_IP b"
         worker.says("NAME is not for others")
         worker.says("this is no command")
         assert worker.hears(0.2) is None
         assert first.quiet(0.1)
-        assert beside.quiet(0.1)
+        assert companion.quiet(0.1)
         assert other.quiet(0.1)
 
 
@@ -172,23 +172,23 @@ def test_relayed_commands_reach_the_clients_of_every_sidecar(servers: ReadSideCo
     """Also where no channel was asked for; each other client hears them once, and those of another server never."""
     another = LineServerConfig(name="another")
     with (
-        served(servers, beside=relayed) as one,
-        served(servers, beside=relayed) as two,
-        served(servers, another, beside=relayed) as three,
+        served(servers, companion=relayed) as one,
+        served(servers, companion=relayed) as two,
+        served(servers, another, companion=relayed) as three,
         client(one) as first,
-        client(one) as beside,
+        client(one) as companion,
         client(two) as other,
         client(three) as stranger,
     ):
         listeners(worker, "tidemark", 2)
         listeners(worker, "another", 1)
-        assert all(it.line() for it in (first, beside, other, stranger))
+        assert all(it.line() for it in (first, companion, other, stranger))
         first.send("USER_SYNC w @a:b start 1 DEVICE", "REPLICATE")
-        assert beside.said() == other.said() == "USER_SYNC w @a:b start 1 DEVICE"
+        assert companion.said() == other.said() == "USER_SYNC w @a:b start 1 DEVICE"
         other.send("USER_IP b")
-        assert first.said() == beside.said() == "USER_IP b"
+        assert first.said() == companion.said() == "USER_IP b"
         assert other.quiet(0.2)
-        assert beside.quiet(0.1)
+        assert companion.quiet(0.1)
         assert stranger.quiet(0.1)
         assert worker.hears(0.1) is None
 
@@ -199,11 +199,11 @@ def test_databases_of_one_redis_do_not_hear_each_other(
     """Pub/sub knows no databases: of two installations with the same names each says its own positions alone, and
     passes on what its own clients send."""
     migrate(another_database)
-    beside = ReadSideConfig(f"{str(servers.redis).removesuffix('/0')}/7", another_database)
+    companion = ReadSideConfig(f"{str(servers.redis).removesuffix('/0')}/7", another_database)
     pipeline.move("w", 0, 7)
     with (
         speaking(servers, worker) as one,
-        served(beside, beside=spoken) as two,
+        served(companion, companion=spoken) as two,
         client(one) as first,
         client(two) as other,
     ):
@@ -219,8 +219,8 @@ def test_databases_of_one_redis_do_not_hear_each_other(
         assert first.quiet(0.1)
         assert other.quiet(0.1)
     with (
-        served(servers, beside=relayed) as one,
-        served(beside, beside=relayed) as two,
+        served(servers, companion=relayed) as one,
+        served(companion, companion=relayed) as two,
         client(one) as first,
         client(two) as other,
     ):
@@ -238,17 +238,17 @@ def test_relayed_commands_do_not_grow_old(
     the same sidecar have it at once."""
     with (
         capture_logs() as logs,
-        served(servers, beside=relayed) as one,
-        served(servers, beside=relayed) as two,
+        served(servers, companion=relayed) as one,
+        served(servers, companion=relayed) as two,
         client(one) as first,
-        client(one) as beside,
+        client(one) as companion,
         client(two) as other,
     ):
         listeners(worker, "tidemark", 2)
-        assert all(it.line() for it in (first, beside, other))
+        assert all(it.line() for it in (first, companion, other))
         with deaf(redis_server):
             first.send(*(f"USER_IP {number}" for number in range(100)))
-            assert beside.lines(100)[-1] == "USER_IP 99"
+            assert companion.lines(100)[-1] == "USER_IP 99"
             eventually(lambda: any("do not reach" in line["event"] for line in logs))
         listeners(worker, "tidemark", 2)
         first.send("USER_IP new")
@@ -265,7 +265,7 @@ def test_speaker_that_ends_gives_its_place_away(
     pipeline.move("w", 0, 1)
     with speaking(servers, worker):
         worker.hears_last("POSITION s w 1 1")
-    assert not worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker")
+    assert not worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:leader")
     pipeline.move("w", 1, 5)
     with speaking(servers, worker):
         assert worker.hears() == "POSITION s w 5 5"
@@ -277,7 +277,7 @@ def test_writers_that_left_are_forgotten(
     """By the speaker, in what it leaves to its successor, and in answers; one that comes back is announced again."""
     monkeypatch.setattr(hub_module, "FORGET_EVERY", 0.1)
     monkeypatch.setattr(speaker_module, "FORGET_EVERY", 0.1)
-    told = f"tidemark:lines:{{{TERMS.channel}}}:told"
+    told = f"tidemark:lines:{{{TERMS.channel}}}:announced"
     pipeline.publish(stream("s", advance("old", 0, 5), advance("w", 0, 7), linear=7))
     with speaking(servers, worker):
         eventually(lambda: set(worker.redis.hgetall(told)) == {"s old", "s w"})

@@ -46,7 +46,7 @@ def test_who_comes_back_is_given_the_slices_that_it_missed() -> None:
         found = replay_buffer.after("s", Place(place.linear, {**place.positions}, place.late))
         assert found is not None
         assert found.place is place
-        assert found.slices == slices[missed:]
+        assert found.batches == slices[missed:]
 
 
 def test_what_is_not_kept_is_read() -> None:
@@ -117,7 +117,7 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
     found = replay_buffer.after("s", stood)
     assert found is not None
     joining = EventMerge(found.place)
-    given = [event for piece in found.slices for event in piece.events]
+    given = [event for piece in found.batches for event in piece.events]
     told = [new for event in given if isinstance(event, Advance) for new in joining.advance(event)]
     assert told == moves[seen : len(moves) - len(events)]
     older = Place(9)

@@ -35,7 +35,7 @@ log = get_logger(__name__)
 AT_ONCE = 500  # lines of one script, about: other clients of Redis wait meanwhile
 ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
 
-_SCRIPT = files("tidemark.app.lines").joinpath("speak.lua").read_text("utf-8")
+_SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ChannelLeader:
         self._client = client
         self._config = config
         self._token = uuid.uuid4().hex
-        self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("speaker", "told")]
+        self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("leader", "announced")]
         self._lock = Lock(client, self._keys[0], timeout=config.lease, blocking=False, thread_local=False)
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()

@@ -71,7 +71,7 @@ class LineConnection(asyncio.Protocol):
         self.has_lines = False
         self.has_sent_line = False
         self.address = ""
-        self._lines: Iterator[bytes] = iter(())
+        self._unparsed_lines: Iterator[bytes] = iter(())
         self._server = server
         self._config = server.config
         self._splitter = Splitter(self._config.longest)
@@ -88,7 +88,7 @@ class LineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._transport.pause_reading()
-        self._lines, self.has_lines = self._splitter.lines(data), True
+        self._unparsed_lines, self.has_lines = self._splitter.lines(data), True
         self._server.take_turns(self)
 
     def work(self, most: int) -> int:
@@ -96,7 +96,7 @@ class LineConnection(asyncio.Protocol):
         now, lines, others = time.monotonic(), 0, 0
         try:
             while lines + others < most and not self._transport.is_closing():
-                if (line := next(self._lines, None)) is None:
+                if (line := next(self._unparsed_lines, None)) is None:
                     self.has_lines = False
                     self._transport.resume_reading()
                     break
@@ -204,13 +204,13 @@ class LineServer:
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self.log = RepeatedLog(log)
         self._hub = hub
-        self._places: SlotPool[LineConnection] = SlotPool(config.connections)
+        self._slots: SlotPool[LineConnection] = SlotPool(config.connections)
         self._listening: TlsListener | None = None
         self._connections: set[LineConnection] = set()
         self._replicating: set[LineConnection] = set()  # those that sent REPLICATE
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
-        self._busy: deque[LineConnection] = deque()  # those with lines that were not taken yet
+        self._with_lines: deque[LineConnection] = deque()  # those with lines that were not taken yet
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
@@ -248,18 +248,18 @@ class LineServer:
         """Whether there is a slot for the connection. If every slot is taken, a connection of the address with the most
         is evicted: one that never sent a line, if there is one."""
         try:
-            displaced = self._places.take(connection, connection.address, lambda other: not other.has_sent_line)
+            evicted = self._slots.take(connection, connection.address, lambda other: not other.has_sent_line)
         except NoFreeSlot:
             return False
-        if displaced is not None:
-            displaced.evict()
+        if evicted is not None:
+            evicted.evict()
         self._connections.add(connection)
         metrics.CLIENTS.set(len(self._connections))
         return True
 
     def remove(self, connection: LineConnection) -> None:
         self._connections.discard(connection)
-        self._places.leave(connection)
+        self._slots.leave(connection)
         metrics.CLIENTS.set(len(self._connections))
         self._unanswered.discard(connection)
         if connection in self._replicating:
@@ -283,20 +283,20 @@ class LineServer:
 
     def take_turns(self, connection: LineConnection) -> None:
         """Let it work on its lines, in turns with all others that have some, and with the rest of the process."""
-        self._busy.append(connection)
-        if len(self._busy) == 1:
+        self._with_lines.append(connection)
+        if len(self._with_lines) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
     # --
 
     def _turn(self) -> None:
         left = LINES_PER_TURN
-        while self._busy and left > 0:
-            connection = self._busy.popleft()
+        while self._with_lines and left > 0:
+            connection = self._with_lines.popleft()
             left -= connection.work(min(left, AT_ONCE))
             if connection.has_lines:
-                self._busy.append(connection)
-        if self._busy:
+                self._with_lines.append(connection)
+        if self._with_lines:
             asyncio.get_running_loop().call_later(PAUSE, self._turn)
 
     async def _answer(self) -> None:

@@ -46,13 +46,13 @@ SHARE = 10  # all followed streams are read again after this many times the time
 
 
 class Follower:
-    """Follows one stream for its `listeners`. `left`: when the last listener left (s, monotonic)."""
+    """Follows one stream for its `listeners`. `left_at`: when the last listener left (s, monotonic)."""
 
     def __init__(
         self, stream: str, requests: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
     ) -> None:
         self.listeners: set[Listener] = set()
-        self.left = 0.0
+        self.left_at = 0.0
         self._replay_buffer = replay_buffer
         self._stream = stream
         self._requests = requests
@@ -61,7 +61,7 @@ class Follower:
         self._notified = notifications.next(stream)
         self._following = FollowProgram(stream, "vector", None)
         self._place: Place | None = None
-        self._begun: Started | None = None
+        self._started: Started | None = None
         self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -73,12 +73,12 @@ class Follower:
     def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
         """Add a listener. `missed` is what it gets first; None: it gets the place of the follower."""
         if missed is not None:
-            for piece in missed.slices:
+            for piece in missed.batches:
                 listener.give(self._stream, piece)
         elif self._place is not None:
-            if self._begun is None or self._begun.place is not self._place:
-                self._begun = Started(self._place)
-            listener.give(self._stream, self._begun)
+            if self._started is None or self._started.place is not self._place:
+                self._started = Started(self._place)
+            listener.give(self._stream, self._started)
         self.listeners.add(listener)
 
     def compare(self, known: KnownPositions | StreamChange) -> bool:
@@ -221,20 +221,22 @@ class Followers:
         """Give it new streams too, until it unsubscribes."""
         self._new_stream_listeners.add(listener)
 
-    def _missed(self, streams: Collection[str], stands: Mapping[str, Place] | DurableMark) -> dict[str, BufferedReplay]:
-        if isinstance(stands, DurableMark):
-            return self._replay_buffer.since(stands, streams)
-        known_places = {stream: stands[stream] for stream in streams if stream in stands}
+    def _missed(
+        self, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
+    ) -> dict[str, BufferedReplay]:
+        if isinstance(resume_from, DurableMark):
+            return self._replay_buffer.since(resume_from, streams)
+        known_places = {stream: resume_from[stream] for stream in streams if stream in resume_from}
         replays = {stream: self._replay_buffer.after(stream, place) for stream, place in known_places.items()}
         return {stream: replay for stream, replay in replays.items() if replay is not None}
 
-    def _add(self, listener: Listener, stream: str, missed: BufferedReplay | None = None) -> None:
+    def _add(self, listener: Listener, stream: str, replays: BufferedReplay | None = None) -> None:
         follower = self._followers.get(stream)
         if follower is None or follower.broken:
             follower = self._followers[stream] = Follower(
                 stream, self._requests, self._notifications, self._replay_buffer
             )
-        follower.add(listener, missed)
+        follower.add(listener, replays)
 
     def _remove(self, listener: Listener) -> None:
         self._new_stream_listeners.discard(listener)
@@ -242,12 +244,12 @@ class Followers:
         for follower in self._followers.values():
             if listener in follower.listeners:
                 follower.listeners.remove(listener)
-                follower.left = now
+                follower.left_at = now
 
     def _end_idle(self) -> None:
         latest = time.monotonic() - LINGER
         for stream, follower in list(self._followers.items()):
-            if not follower.listeners and (follower.broken or follower.left < latest):
+            if not follower.listeners and (follower.broken or follower.left_at < latest):
                 follower.stop()
                 self._replay_buffer.end(stream)
                 del self._followers[stream]

@@ -137,14 +137,16 @@ class PostgresReader:
         """Raises `Slow` too: Postgres answers, and is overloaded."""
         self._require_open()
         with self.circuit_breaker.guarding():
-            work = self._history_thread.submit(read)
+            future = self._history_thread.submit(read)
             try:
-                return await asyncio.wait_for(asyncio.shield(self._started(asyncio.wrap_future(work))), HISTORY_TIMEOUT)
+                return await asyncio.wait_for(
+                    asyncio.shield(self._started(asyncio.wrap_future(future))), HISTORY_TIMEOUT
+                )
             except TimeoutError:
                 problem = f"the history was not read within {HISTORY_TIMEOUT:g} s; ask again"
                 raise Slow("Postgres", self._postgres.where, problem) from None
             finally:
-                work.cancel()  # if it has not begun, and no request waits for it any more
+                future.cancel()  # if it has not begun, and no request waits for it any more
 
     async def _read(self, read: Callable[[], T]) -> T:
         self._require_open()
@@ -178,8 +180,8 @@ def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
 
 
 def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mapping[str, int]) -> dict[str, Details]:
-    states, asked = postgres.states(streams), postgres.conditions
-    late, recalls, bridges = asked.late(streams), asked.requeues(), asked.bridges()
+    states, conditions = postgres.states(streams), postgres.conditions
+    late, recalls, bridges = conditions.late(streams), conditions.requeues(), conditions.bridges()
     ranges = [*_open_ranges(postgres, states, bridges, defaults)]
     details = {}
     for name, stored in states.items():
@@ -203,14 +205,14 @@ def _open_ranges(
     busy = {name: stored for name, stored in states.items() if at_rest(stored) is None}
     if not busy:
         return
-    policies, begun, now = (
+    policies, starts, now = (
         Policies(postgres.policies.given(), defaults),
         postgres.conditions.begun(),
         time.time(),
     )
     for name, stored in busy.items():
         with suppress(StateTooNew):
-            yield from open_ranges.read({name: stored}, now, policies, begun, bridges)
+            yield from open_ranges.read({name: stored}, now, policies, starts, bridges)
 
 
 def _details(

@@ -235,10 +235,10 @@ MARKS = 30
 
 @dataclass(frozen=True, slots=True)
 class BufferedReplay:
-    """A listener at `place` has everything once it has taken `slices`."""
+    """A listener at `place` has everything once it has taken `batches`."""
 
     place: Place
-    slices: list[EventBatch]
+    batches: list[EventBatch]
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class _StreamReplay:
 
     since: int
     place: Place
-    slices: deque[tuple[int, EventBatch]] = field(default_factory=deque)
+    batches: deque[tuple[int, EventBatch]] = field(default_factory=deque)
 
 
 class ReplayBuffer:
@@ -268,26 +268,26 @@ class ReplayBuffer:
     def end(self, stream: str) -> None:
         self._streams.pop(stream, None)
 
-    def keep(self, piece: EventBatch) -> None:
+    def keep(self, batch: EventBatch) -> None:
         """Add the next batch of its stream."""
         self._number += 1
-        self._moves += len(piece.events)
-        kept = self._streams[piece.stream]
-        kept.slices.append((self._number, piece))
-        kept.place = piece.after
-        self._all.append((self._number, piece))
+        self._moves += len(batch.events)
+        replay = self._streams[batch.stream]
+        replay.batches.append((self._number, batch))
+        replay.place = batch.after
+        self._all.append((self._number, batch))
         self.forget()
 
     def forget(self) -> None:
         """Drop what is too old or too much."""
         oldest = self._now() - KEPT_SECONDS
         while self._all and (self._moves > MOVES or len(self._all) > SLICES or self._all[0][1].at < oldest):
-            number, piece = self._all.popleft()
-            self._moves -= len(piece.events)
-            kept = self._streams.get(piece.stream)
-            if kept is not None and kept.slices and kept.slices[0][0] == number:
-                kept.slices.popleft()
-                kept.since = number
+            number, batch = self._all.popleft()
+            self._moves -= len(batch.events)
+            replay = self._streams.get(batch.stream)
+            if replay is not None and replay.batches and replay.batches[0][0] == number:
+                replay.batches.popleft()
+                replay.since = number
 
     def told(self, mark: DurableMark) -> None:
         """Everything that Postgres published up to `mark`, of all followed streams, is in the batches so far."""
@@ -298,31 +298,31 @@ class ReplayBuffer:
 
     def after(self, stream: str, place: Place) -> BufferedReplay | None:
         """What comes after a place; None if that is not in memory any more."""
-        kept = self._streams.get(stream)
-        if kept is None:
+        replay = self._streams.get(stream)
+        if replay is None:
             return None
-        if kept.place == place:
-            return BufferedReplay(kept.place, [])
-        slices = [piece for _, piece in kept.slices]
-        for start in reversed(range(len(slices))):
-            if slices[start].before == place:
-                return BufferedReplay(slices[start].before, slices[start:])
+        if replay.place == place:
+            return BufferedReplay(replay.place, [])
+        batches = [batch for _, batch in replay.batches]
+        for start in reversed(range(len(batches))):
+            if batches[start].before == place:
+                return BufferedReplay(batches[start].before, batches[start:])
         # Between two places of ours: the client comes from another sidecar.
-        if not reached(place, slices[0].before if slices else kept.place):
+        if not reached(place, batches[0].before if batches else replay.place):
             return None
-        start = next((at for at, piece in enumerate(slices) if not reached(place, piece.after)), len(slices))
-        return BufferedReplay(place, slices[start:])
+        start = next((at for at, batch in enumerate(batches) if not reached(place, batch.after)), len(batches))
+        return BufferedReplay(place, batches[start:])
 
     def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
         """What moved these streams since a mark. Empty if that is not in memory for all of them."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}
         for stream in streams:
-            kept = self._streams.get(stream)
-            if number is None or kept is None or kept.since > number:
+            replay = self._streams.get(stream)
+            if number is None or replay is None or replay.since > number:
                 return {}
-            slices = [piece for at, piece in kept.slices if at > number]
-            replays[stream] = BufferedReplay(slices[0].before if slices else kept.place, slices)
+            batches = [batch for at, batch in replay.batches if at > number]
+            replays[stream] = BufferedReplay(batches[0].before if batches else replay.place, batches)
         return replays
 
 

@@ -44,23 +44,23 @@ class DivergenceDetector:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._linear: dict[str, dict[str, int]] = {name: {} for name in COPIES}
-        self._found: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which of the two lacks something
+        self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which of the two lacks something
 
-    def read(self, copy: str, lines: Mapping[str, int]) -> None:
+    def read(self, copy: str, positions: Mapping[str, int]) -> None:
         """The linear positions, by stream, that `copy` (`redis` or `postgres`) has just returned."""
         other = self._linear[COPIES[copy == "redis"]]
-        for stream, line in lines.items():
-            self._linear[copy][stream] = line
-            before = self._found.get(stream)
-            if stream in other and beyond(other[stream], line):
+        for stream, position in positions.items():
+            self._linear[copy][stream] = position
+            before = self._differences.get(stream)
+            if stream in other and beyond(other[stream], position):
                 since = before[1].since if before and before[0] == copy else self._now()
-                both = (line, other[stream]) if copy == "redis" else (other[stream], line)
-                self._found[stream] = copy, PositionDifference(*both, since)
+                pair = (position, other[stream]) if copy == "redis" else (other[stream], position)
+                self._differences[stream] = copy, PositionDifference(*pair, since)
             elif before and before[0] == copy:
-                del self._found[stream]
+                del self._differences[stream]
 
     def of(self, stream: str) -> PositionDifference | None:
-        difference = self._found.get(stream)
+        difference = self._differences.get(stream)
         return difference and difference[1]
 
 
@@ -139,14 +139,14 @@ class Snapshots:
         self._postgres_reader = postgres_reader
         self._answered = answered
         self._now = now
-        self._positions = ReadCoalescer(self._read_positions)
-        self._details = ReadCoalescer(self._read_details)
-        self._stored = ReadCoalescer(self._read_stored)
-        self._stored_at: dict[str, float] = {}
+        self._position_reads = ReadCoalescer(self._read_positions)
+        self._details_reads = ReadCoalescer(self._read_details)
+        self._postgres_reads = ReadCoalescer(self._read_stored)
+        self._compared_at: dict[str, float] = {}
         self._divergence = DivergenceDetector()
-        self._detailed: dict[str, tuple[Details, float]] = {}
+        self._details: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
-        self._named_at = -NAMES_AGE
+        self._names_at = -NAMES_AGE
 
     @property
     def remembers(self) -> bool:
@@ -166,29 +166,29 @@ class Snapshots:
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
-        if not names or self._now() - self._named_at >= NAMES_AGE:
+        if not names or self._now() - self._names_at >= NAMES_AGE:
             with suppress(Unavailable, Stop):
                 names |= await self._postgres_reader.names()
-                self._named_at = self._now()
+                self._names_at = self._now()
         self._names |= names | self._answered.streams
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
         """In the order of `streams`. The positions are read after this call; details may be older."""
-        snapshots = await self._positions.get(streams)
+        snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
-        await asyncio.gather(self._read_soon(self._details, stale), self._compare_with_postgres(snapshots))
+        await asyncio.gather(self._read_soon(self._details_reads, stale), self._compare_with_postgres(snapshots))
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
         """The positions of the stream alone. None: they are not known."""
-        snapshots = await self._positions.get([stream])
+        snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).known
 
     async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
         """Positions of streams, without those that are not known."""
-        snapshots = await self._positions.get(streams)
+        snapshots = await self._position_reads.get(streams)
         return {name: known for name in sorted(streams) if (known := snapshots[name].known) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
@@ -199,9 +199,9 @@ class Snapshots:
             for name, snapshot in snapshots.items()
             if snapshot.known
             and snapshot.known.source == "redis"
-            and now - self._stored_at.get(name, -math.inf) >= COMPARE_AGE
+            and now - self._compared_at.get(name, -math.inf) >= COMPARE_AGE
         ]
-        await self._read_soon(self._stored, due)
+        await self._read_soon(self._postgres_reads, due)
 
     async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
@@ -211,7 +211,7 @@ class Snapshots:
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
         # Another request may have answered more since this was read.
         known = snapshot.known and self._answered.raise_to(snapshot.stream, snapshot.known)
-        details, read_at = self._detailed.get(snapshot.stream, (None, None))
+        details, read_at = self._details.get(snapshot.stream, (None, None))
         divergence = self._divergence.of(snapshot.stream)
         return replace(snapshot, known=known, details=details, details_read_at=read_at, divergence=divergence)
 
@@ -258,7 +258,7 @@ class Snapshots:
         }
 
     async def _read_stored(self, streams: Collection[str]) -> Mapping[str, KnownPositions]:
-        self._stored_at |= dict.fromkeys(streams, self._now())
+        self._compared_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             positions = await self._from_postgres(streams)
             self._divergence.read("postgres", {name: known.linear for name, known in positions.items()})
@@ -266,7 +266,7 @@ class Snapshots:
         return {}
 
     def _is_stale(self, stream: str) -> bool:
-        detailed = self._detailed.get(stream)
+        detailed = self._details.get(stream)
         return detailed is None or self._now() - detailed[1] >= DETAILS_AGE
 
     async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
@@ -274,5 +274,5 @@ class Snapshots:
         by_stream: Mapping[str, Details] = {}
         with suppress(Unavailable, Stop):
             by_stream = await self._postgres_reader.details(streams)
-            self._detailed |= {name: (details, now) for name, details in by_stream.items()}
+            self._details |= {name: (details, now) for name, details in by_stream.items()}
         return by_stream

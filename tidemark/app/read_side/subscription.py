@@ -80,7 +80,7 @@ class Listener:
         """Whether it gets `Watermark` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
-        self._given: asyncio.Future[None] | None = None  # of the task that waits
+        self._waiter: asyncio.Future[None] | None = None  # of the task that waits
 
     def give(self, stream: str, item: Item) -> None:
         if self.cut_off.done():
@@ -91,20 +91,20 @@ class Listener:
             settle(self.cut_off)
         else:
             self._items.append((now, stream, item))
-            if self._given is not None:
-                settle(self._given)
+            if self._waiter is not None:
+                settle(self._waiter)
 
     async def waited(self, seconds: float) -> bool:
         """Return when there is an item to take (True), or after `seconds` (False). For one task at a time."""
         if not self._items:
             # Thousands of tasks wait here, some times a second: a time-out of asyncio costs several times as much.
             loop = asyncio.get_running_loop()
-            self._given = loop.create_future()
-            timer = loop.call_later(seconds, settle, self._given)
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, settle, self._waiter)
             try:
-                await self._given
+                await self._waiter
             finally:
-                self._given = None
+                self._waiter = None
                 timer.cancel()
         return bool(self._items)
 
@@ -113,6 +113,6 @@ class Listener:
         return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
 
 
-def settle(given: "asyncio.Future[None]") -> None:
-    if not given.done():
-        given.set_result(None)
+def settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

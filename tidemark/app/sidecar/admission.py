@@ -8,7 +8,6 @@ probes nor other clients.
 """
 
 from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,38 +19,33 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.eviction import SHARE, NoFreeSlot, SlotPool, network_of
+from tidemark.app.eviction import SHARE, FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
-_A_TURN = 4  # requests that start in one turn of the event loop
+_PER_TURN = 4  # requests that start in one turn of the event loop
 
 
 class AdmissionQueue:
-    """Turns in which requests start: in order for one address, and one address after the other. For one event loop."""
+    """Turns in which requests start, shared by address. For one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
+        self._queue = FairQueue()
 
     async def next(self, loop: AbstractEventLoop, address: str) -> None:
         """Return when it is the caller's turn: the next one of the event loop, if few requests came."""
         turn: Future[None] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._begin, loop)
-        self._waiting.setdefault(network_of(address), deque()).append(turn)
+        if not self._queue:
+            loop.call_soon(self._start, loop)
+        self._queue.add(address, turn)
         await turn
 
-    def _begin(self, loop: AbstractEventLoop) -> None:
-        for _ in range(_A_TURN):
-            if not self._waiting:
+    def _start(self, loop: AbstractEventLoop) -> None:
+        for _ in range(_PER_TURN):
+            if not self._queue:
                 return
-            network, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[network] = turns
-            if not turn.done():  # its request may have been cancelled
-                turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
+            self._queue.start_next()
+        if self._queue:
+            loop.call_soon(self._start, loop)
 
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
@@ -110,21 +104,21 @@ class AdmittedConnection(HttpToolsProtocol):
         self,
         bounds: AdmissionConfig,
         places: "SlotPool[_AdmittedRequest]",
-        turns: AdmissionQueue,
+        queue: AdmissionQueue,
         by_network: "ConnectionsByNetwork",
-        **given: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(**given)
+        super().__init__(**options)
         self._by_network = by_network
         self.waits_since: float | None = None
         self._bounds = bounds
-        self._places = places
-        self._turns = turns
+        self._slots = places
+        self._queue = queue
         self._admit: Any = self._admitted
         if bounds.trusted_proxies:
             self._admit = ProxyHeadersMiddleware(cast(Any, self._admitted), [*bounds.trusted_proxies])
         self._deadline: TimerHandle | None = None
-        self._came = self._bytes = self._fields = self._body = self._hosts = 0
+        self._head_bytes = self._bytes = self._field_count = self._body = self._host_fields = 0
         self._refusal: HTTPStatus | None = None
         self._is_body_refused = False
         self._refuses_next = False  # once the requests before it are answered
@@ -156,29 +150,29 @@ class AdmittedConnection(HttpToolsProtocol):
         if self._refusal is not None:  # nothing after it is parsed
             return
         if self.waits_since is not None:
-            self._came += len(data)
+            self._head_bytes += len(data)
             if self._deadline is None:
                 self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
         super().data_received(data)
-        if self._came > self._bounds.bytes and not self.transport.is_closing():
+        if self._head_bytes > self._bounds.bytes and not self.transport.is_closing():
             self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._bytes = self._fields = self._body = self._hosts = 0
+        self._bytes = self._field_count = self._body = self._host_fields = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields += 1
+        self._field_count += 1
         self._count(len(name) + len(value))
         super().on_header(name, value)
         if name.lower() == b"host":
-            self._hosts += 1
-            if self._hosts > 1:  # by RFC 9112: two proxies may take a different one of them
+            self._host_fields += 1
+            if self._host_fields > 1:  # by RFC 9112: two proxies may take a different one of them
                 self._refuse(HTTPStatus.BAD_REQUEST)
         if name.lower() == b"content-length" and int(value) > self._bounds.bytes:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
@@ -197,7 +191,7 @@ class AdmittedConnection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         """What is raised here reaches `send_400_response`."""
         self._bytes += size
-        if self._bytes > self._bounds.bytes or self._fields > self._bounds.fields:
+        if self._bytes > self._bounds.bytes or self._field_count > self._bounds.fields:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _refuse(self, status: HTTPStatus) -> None:
@@ -208,7 +202,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self._stop_waiting()
         if len(self.pipeline) >= _PIPELINED:
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
-        if not self._hosts and self.parser.get_http_version() == "1.1":
+        if not self._host_fields and self.parser.get_http_version() == "1.1":
             self._refuse(HTTPStatus.BAD_REQUEST)
         is_probe = self.url.partition(b"?")[0] in PROBES
         if is_probe:
@@ -219,23 +213,23 @@ class AdmittedConnection(HttpToolsProtocol):
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = scope["client"][0] if scope["client"] else ""
-        me = _AdmittedRequest(self)
+        request = _AdmittedRequest(self)
         try:
-            displaced = self._places.take(me, address)
+            evicted = self._slots.take(request, address)
         except NoFreeSlot:
             await _refuse_busy(scope, receive, send)
             return
-        if displaced is not None:
-            displaced.evict()
+        if evicted is not None:
+            evicted.evict()
         try:
-            await self._turns.next(self.loop, address)
-            if me.is_evicted:
+            await self._queue.next(self.loop, address)
+            if request.is_evicted:
                 await _refuse_busy(scope, receive, send)
                 return
-            me.is_started = True
+            request.is_started = True
             await self.config.loaded_app(scope, receive, send)
         finally:
-            self._places.leave(me)
+            self._slots.leave(request)
 
     def on_response_complete(self) -> None:
         self._wait()
@@ -270,11 +264,11 @@ class AdmittedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _wait(self) -> None:
-        self.waits_since, self._came = self.loop.time(), 0
+        self.waits_since, self._head_bytes = self.loop.time(), 0
         self._by_network.is_idle(self)
 
     def _stop_waiting(self) -> None:
-        self.waits_since, self._came = None, 0
+        self.waits_since, self._head_bytes = None, 0
         self._by_network.is_busy(self)
         if self._deadline is not None:
             self._deadline.cancel()

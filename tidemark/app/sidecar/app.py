@@ -135,7 +135,7 @@ def site(
     servers: ReadSideConfig,
     config: SiteConfig,
     stopping: asyncio.Event,
-    beside: CompanionService = lambda _: nullcontext(),
+    companion: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
     """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, open requests
     end."""
@@ -146,7 +146,7 @@ def site(
         async with (
             open_read_side(servers) as read_side,
             serving(read_side, config.limits, stopping) as service,
-            beside(read_side),
+            companion(read_side),
         ):
             app.state.service = service
             yield

@@ -52,40 +52,40 @@ class EventStream(Response):
         self._texts = texts
         self._cut_off = cut_off
         self._resources = resources
-        self._begun = False
+        self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stopped: asyncio.Future[Any] = scope["app"].state.service.stopped
         with self._resources:
             serving = asyncio.create_task(self._serve(send))
-            gone = asyncio.create_task(_gone(receive))
+            disconnected = asyncio.create_task(_disconnected(receive))
             try:
                 # Two tasks and shared futures: there are thousands of such responses.
-                await asyncio.wait((serving, gone, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((serving, disconnected, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 serving.cancel()
-                gone.cancel()
-                await asyncio.gather(serving, gone, return_exceptions=True)
+                disconnected.cancel()
+                await asyncio.gather(serving, disconnected, return_exceptions=True)
             if not serving.cancelled():
                 serving.result()
             elif stopped.done() and not self._cut_off.done():
                 await self._end(scope, receive, send)
 
     async def _serve(self, send: Send) -> None:
-        self._begun = True
+        self._is_started = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for text in self._texts:
             await send({"type": "http.response.body", "body": text, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._begun:
+        if self._is_started:
             await send({"type": "http.response.body", "body": b": this sidecar is stopping\n\n", "more_body": False})
         else:
             await Stops().response()(scope, receive, send)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -206,11 +206,11 @@ def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -
         case Started(after):
             new_events = [event for position in after.positions.items() for event in merge.reach(*position)]
         case EventBatch(after=after):
-            new_events = [new for event in item.events for new in _fed(merge, event)]
+            new_events = [new for event in item.events for new in _merge_event(merge, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in new_events]
     merge.settle(after.linear, after.positions)
     if beyond(after.linear, place.linear):
-        blocks.append(_line(stream, after.linear))
+        blocks.append(_linear_event(stream, after.linear))
     if merge.place == place:
         return blocks, place
     return blocks, after if merge.place == after else merge.place
@@ -220,7 +220,7 @@ def encode_batch(piece: EventBatch) -> tuple[bytes, bytes]:
     """The batch as server-sent events. The last event is separate: it is the one that may carry an ID."""
     blocks = [encode_event(move_answer(piece.stream, event)) for event in piece.events]
     if piece.linear is not None:
-        blocks.append(_line(piece.stream, piece.linear))
+        blocks.append(_linear_event(piece.stream, piece.linear))
     return b"".join(blocks[:-1]), blocks[-1]
 
 
@@ -229,7 +229,7 @@ def encode_batch_id(piece: EventBatch) -> bytes:
     return encode_places({piece.stream: piece.after}).encode()
 
 
-def _fed(merge: EventMerge, event: Event) -> Iterable[Event]:
+def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:
     match event:
         case Advance():
             return merge.advance(event)
@@ -242,7 +242,7 @@ def _fed(merge: EventMerge, event: Event) -> Iterable[Event]:
     return [event]
 
 
-def _line(stream: str, linear: int) -> bytes:
+def _linear_event(stream: str, linear: int) -> bytes:
     return encode_event(LinearMoveAnswer(stream=stream, linear=linear))
 
 
@@ -256,19 +256,19 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) ->
     for first in range(0, len(events), PAGE):
         page = events[first : first + PAGE]
         for event in page:
-            deque(_fed(merge, event), maxlen=0)
+            deque(_merge_event(merge, event), maxlen=0)
         texts.append(b"".join(encode_event(move_answer(stream, event)) for event in page))
         await asyncio.sleep(0)
     missed.events[stream] = ()
-    return [*texts, _line(stream, missed.streams[stream].linear)], merge.place
+    return [*texts, _linear_event(stream, missed.streams[stream].linear)], merge.place
 
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
     """What is new in the page for a client at `place`, and its place after the page."""
     merge = EventMerge(place)
-    blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _fed(merge, event)]
+    blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
     if page.complete:
         merge.settle(page.place.linear, page.place.positions)
         if beyond(page.place.linear, place.linear):
-            blocks.append(_line(stream, page.place.linear))
+            blocks.append(_linear_event(stream, page.place.linear))
     return b"".join(blocks), page.place if merge.place == page.place else merge.place

@@ -115,14 +115,14 @@ async def readyz(call: OperationCall) -> Response:
 
 async def scrape(call: OperationCall) -> Response:
     read_side = call.service.read_side
-    for server, reached in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
-        metrics.UP.labels(server).set(reached.circuit_breaker.problem is None)
-    lines = sorted(read_side.snapshots.fresh(FRESH).items())
-    named = lines[: call.service.limits.streams]
+    for server, reader in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
+        metrics.UP.labels(server).set(reader.circuit_breaker.problem is None)
+    positions = sorted(read_side.snapshots.fresh(FRESH).items())
+    shown = positions[: call.service.limits.streams]
     metrics.LINE.clear()  # no await until they are set again
-    for stream, line in named:
-        metrics.LINE.labels(stream, "sidecar").set(line)
-    metrics.LINES_LEFT_OUT.set(len(lines) - len(named))
+    for stream, position in shown:
+        metrics.LINE.labels(stream, "sidecar").set(position)
+    metrics.LINES_LEFT_OUT.set(len(positions) - len(shown))
     return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tidemark.app.eviction import NoFreeSlot, SlotPool, network_of
+from tidemark.app.eviction import FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.sidecar.event_stream import SnapshotTexts
@@ -49,8 +48,8 @@ def _nothing() -> None: ...
 class Limiter:
     """The slots of requests that stay open: waits, event streams and watchers together, shared by address."""
 
-    def __init__(self, most: int) -> None:
-        self._places: SlotPool[OpenRequest] = SlotPool(most)
+    def __init__(self, limit: int) -> None:
+        self._slots: SlotPool[OpenRequest] = SlotPool(limit)
 
     @contextmanager
     def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
@@ -58,22 +57,22 @@ class Limiter:
 
         Raises `Busy` if every slot is taken and no request is evicted for this address.
         """
-        held = OpenRequest(end)
+        request = OpenRequest(end)
         try:
-            displaced = self._places.take(held, address)
+            evicted = self._slots.take(request, address)
         except NoFreeSlot:
             raise Busy(
-                f"{self._places.most} requests are open already, and this address has its share of them; ask"
+                f"{self._slots.limit} requests are open already, and this address has its share of them; ask"
                 " another sidecar, or try again"
             ) from None
-        if displaced is not None:
+        if evicted is not None:
             metrics.GAVE_WAY.inc()
-            displaced.evict()
+            evicted.evict()
         try:
             with metrics.OPEN.labels(operation).track_inprogress():
-                yield held
+                yield request
         finally:
-            self._places.leave(held)
+            self._slots.leave(request)
 
 
 class StartQueue:
@@ -84,24 +83,24 @@ class StartQueue:
     LONGEST = 0.25  # seconds: a client that does not read must not keep others from starting
 
     def __init__(self) -> None:
-        self._begun = 0
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._starting = 0
+        self._queue = FairQueue()
 
     async def turn(self, address: str) -> Callable[[], None]:
         """Return when it is the caller's turn, with a function that ends the turn. Call it when the stream has started
         or failed; it may be called again, and is called after `LONGEST`."""
         loop = asyncio.get_running_loop()
-        if self._begun >= self.AT_ONCE:
-            mine: asyncio.Future[None] = loop.create_future()
-            self._waiting.setdefault(network_of(address), deque()).append(mine)
+        if self._starting >= self.AT_ONCE:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._queue.add(address, turn)
             try:
-                await mine
+                await turn
             except asyncio.CancelledError:
-                if mine.done() and not mine.cancelled():
+                if turn.done() and not turn.cancelled():
                     self._next()
                 raise
         else:
-            self._begun += 1
+            self._starting += 1
         done = False
 
         def end() -> None:
@@ -115,15 +114,10 @@ class StartQueue:
         return end
 
     def _next(self) -> None:
-        while self._waiting:
-            network, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[network] = turns
-            if not turn.done():  # its request may have been cancelled
-                turn.set_result(None)
+        while self._queue:
+            if self._queue.start_next():
                 return
-        self._begun -= 1
+        self._starting -= 1
 
 
 class ReconnectThrottle:

@@ -1,9 +1,9 @@
--- Publishes lines on the channel, if we are the speaker, and remembers how far writers were announced with them.
+-- Publishes lines on the channel, if this sidecar holds the lease, and stores how far writers were announced.
 --
--- KEYS  speaker, told (one hash tag)
--- ARGV  our token, channel, msgpack of {lines, {field, position, ...}, {field, ...} to be forgotten}
+-- KEYS  leader, announced (one hash tag)
+-- ARGV  token of the lease, channel, msgpack of {lines, {field, position, ...}, {field, ...} to be deleted}
 --
--- Answers 1, or 0 where another speaks: nothing was published then.
+-- Returns 1, or 0 if another sidecar holds the lease: nothing was published then.
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local lines, positions, gone = unpack(cmsgpack.unpack(ARGV[3]))
