@@ -99,7 +99,7 @@ class InRedis:
         return Mirror(self._store, self._redis, fence)
 
     def positions(self) -> dict[str, tuple[int, dict[str, int]]]:
-        held = self._redis.held(sorted(self._keys.smembers(STREAMS)))
+        held = self._redis.snapshots(sorted(self._keys.smembers(STREAMS)))
         return {name: (it.linear or 0, it.positions) for name, it in held.items()}
 
     def everything(self) -> object:

@@ -77,7 +77,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
         sink.name(STREAMS)
         assert sink.stamp("one") is None
         assert sink.stamp("two") == "one"
-        assert {stream: held.linear for stream, held in sink.held(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
+        assert {stream: held.linear for stream, held in sink.snapshots(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
     with Positions(address) as positions:
         assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
         assert positions.wait("stream4", 7, timeout=60).linear == 7
@@ -144,13 +144,13 @@ def test_a_slot_that_moves_is_waited_for(clustered: RedisAddress, redis_cluster:
         with pytest.raises(Unavailable):
             publish(sink, 15)
         with pytest.raises(Unavailable):
-            sink.held(["stream3"])
+            sink.snapshots(["stream3"])
         assert [move(name) for name in names[1:]] == ["OK"] * 5
         assert publish(sink, 18) == []
         for node in redis_cluster:
             node.cli("cluster", "setslot", slot, "node", theirs)
         assert publish(sink, 21) == []
-        assert sink.held(["stream3"])["stream3"].positions == {"w": 21}
+        assert sink.snapshots(["stream3"])["stream3"].positions == {"w": 21}
         assert sink.faults == {}
     assert there.cli("get", key("stream3", "token")).strip() == "m7~w.21"
 
@@ -165,7 +165,7 @@ def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAd
             client.set(key("}x", "positions"), "not ours")
         assert publish(sink, 12) == []
         assert sink.faults.keys() == {"}x"}
-        assert sink.held(STREAMS).keys() == set(STREAMS) - {"}x"}
+        assert sink.snapshots(STREAMS).keys() == set(STREAMS) - {"}x"}
 
     async def ask() -> None:
         live = RedisReader(address)

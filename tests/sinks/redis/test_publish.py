@@ -15,7 +15,7 @@ from tidemark.common.errors import BadSetting, LeaseLost, Refused, Unavailable
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.client import key
 from tidemark.sinks.redis.publish import (
-    MOVES_AT_ONCE,
+    MOVES_PER_CALL,
     AdvanceEntry,
     Change,
     LateEntry,
@@ -24,7 +24,7 @@ from tidemark.sinks.redis.publish import (
     RedisConfig,
     _moves,
 )
-from tidemark.sinks.redis.scripts import together
+from tidemark.sinks.redis.scripts import group_by_slot
 
 LARGEST = 2**63 - 1
 
@@ -109,7 +109,7 @@ def test_repeated_call_changes_nothing(shown: Redis, keys: Any) -> None:
         channel.subscribe("tidemark:{s}")
         assert channel.get_message(timeout=60) is None
         publish(shown, change, "known")
-        publish(shown, change, "mend")
+        publish(shown, change, "repair")
         assert channel.get_message(timeout=0.1) is None
     assert state(keys) == before
 
@@ -135,7 +135,7 @@ def test_no_order_of_calls_moves_anything_back(
     for at in data.draw(st.lists(st.integers(1, len(chain) - 1), min_size=1, max_size=8)):
         end = sign * chain[at]
         moves = [entry("w", sign * prev, sign * id_) for prev, id_ in pairwise(chain[: at + 1])]
-        publish(shown, Change("s", str(end), moves, [("w", str(end))]), data.draw(st.sampled_from(("new", "mend"))))
+        publish(shown, Change("s", str(end), moves, [("w", str(end))]), data.draw(st.sampled_from(("new", "repair"))))
         seen = max(seen, chain[at])
         assert keys.hgetall(key("s", "positions")) == {"w": str(sign * seen)}
         assert keys.get(key("s", "linear")) == str(sign * seen)
@@ -287,7 +287,7 @@ def test_lost_data_is_noticed_before_anything_is_written(shown: Redis, keys: Any
 def test_list_is_begun_anew(shown: Redis, keys: Any) -> None:
     """Rule 3: where too much is missing, the list starts again from the history, and positions never go back."""
     publish(shown, Change("s", "5", [entry("w", 0, 5)], late=[late(3)]))
-    publish(shown, Change("s", "4", [entry("w", 2, 4), entry("w", 4, 9)], late=[late(3)]), "anew")
+    publish(shown, Change("s", "4", [entry("w", 2, 4), entry("w", 4, 9)], late=[late(3)]), "rebuild")
     assert [(it["prev"], it["id"]) for it in entries(keys)] == [("2", "4"), ("4", "9"), ("4", "5")]
     assert keys.hgetall(key("s", "positions")) == {"w": "9"}
     assert keys.get(key("s", "linear")) == "5"
@@ -328,7 +328,7 @@ def test_what_somebody_else_put_there_fails_the_whole_call(
     keys.delete(key("s", name))
     keys.sadd(key("s", name), "x")
     held = state_of_all(keys)
-    modes: tuple[Mode, ...] = ("new", "mend", "anew")
+    modes: tuple[Mode, ...] = ("new", "repair", "rebuild")
     for mode in modes:
         assert shown.publish(token, [(mode, further)]) == []
         assert [*shown.faults] == ["s"]
@@ -385,13 +385,13 @@ def test_calls_hold_streams_of_one_slot_and_a_bounded_number_of_moves(streams: l
         ("new", Change(f"s{number}", "7", [entry("w", 0, 1)] * moves)) for number, (_, moves) in enumerate(streams)
     ]
     sized = [(change.stream, _moves(change), (mode, change)) for mode, change in chunk]
-    calls = together(sized, slots.__getitem__, MOVES_AT_ONCE)
+    calls = group_by_slot(sized, slots.__getitem__, MOVES_PER_CALL)
     places = [{slots[change.stream] for _, change in call} for call in calls]
     assert all(len(place) == 1 for place in places)
     assert sorted(change.stream for call in calls for _, change in call) == sorted(it.stream for _, it in chunk)
     for call in calls:
-        assert len(call) == 1 or sum(1 + len(change.entries) for _, change in call) <= MOVES_AT_ONCE
-    assert [it for call in together(sized, lambda _: 0, MOVES_AT_ONCE) for it in call] == chunk
+        assert len(call) == 1 or sum(1 + len(change.entries) for _, change in call) <= MOVES_PER_CALL
+    assert [it for call in group_by_slot(sized, lambda _: 0, MOVES_PER_CALL) for it in call] == chunk
 
 
 def test_wrong_password_is_a_refusal(redis_url: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tidemark.sinks.redis import snapshot as held
+from tidemark.sinks.redis import snapshot
 from tidemark.sinks.redis.client import key
 from tidemark.sinks.redis.publish import Change, Redis
 from tidemark.sinks.redis.snapshot import RedisPositions
@@ -23,7 +23,7 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
             for name, there in wanted.items()
         ],
     )
-    found = shown.held([*wanted, "gone"])
+    found = shown.snapshots([*wanted, "gone"])
     assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, agrees=True, listed=False)
     assert found == {
         name: RedisPositions(there["1"], 0, there, 0, 7, f"m{there['1']}", agrees=True, listed=False)
@@ -33,7 +33,7 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
 
 def test_a_call_ends_where_it_has_read_enough(shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams with very many writers do not hold Redis for all who wait for it; the others are asked for again."""
-    monkeypatch.setattr(held, "_ENOUGH", 3)
+    monkeypatch.setattr(snapshot, "_POSITIONS_PER_CALL", 3)
     crowds = {f"s{number}": {f"w{writer}": writer for writer in range(number % 6)} for number in range(12)}
     shown.publish(
         7,
@@ -41,7 +41,7 @@ def test_a_call_ends_where_it_has_read_enough(shown: Redis, keys: Any, monkeypat
     )
     keys.set(key("s7", "fence"), "spoilt")
     before = keys.info("commandstats")["cmdstat_evalsha"]["calls"]
-    found = shown.held(list(crowds))
+    found = shown.snapshots(list(crowds))
     assert {name: it.positions for name, it in found.items()} == {k: v for k, v in crowds.items() if k != "s7"}
     assert shown.faults.keys() == {"s7"}
     assert keys.info("commandstats")["cmdstat_evalsha"]["calls"] - before > 1
@@ -51,4 +51,4 @@ def test_a_server_that_forgot_the_script_is_told_again(shown: Redis, keys: Any) 
     """After its restart, say."""
     shown.publish(1, [("new", Change("s", "5", [], [("w", "5")]))])
     keys.script_flush()
-    assert shown.held(["s"]) == {"s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", agrees=True, listed=False)}
+    assert shown.snapshots(["s"]) == {"s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", agrees=True, listed=False)}

@@ -36,7 +36,7 @@ class RedisReader:
         self.circuit_breaker = CircuitBreaker("Redis")
         self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT)
-        self._clustered = address.clustered
+        self._clustered = address.is_cluster
         self._where = address.where
 
     async def aclose(self) -> None:

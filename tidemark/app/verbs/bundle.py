@@ -162,7 +162,7 @@ def _gaps(settings: Settings, postgres: Postgres) -> str:
 
 def _redis(settings: Settings) -> str:
     with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
-        return as_object(redis.held(sorted(redis.names())[: dump.MOST]))
+        return as_object(redis.snapshots(sorted(redis.names())[: dump.MOST]))
 
 
 def _kafka(settings: Settings) -> str:

@@ -96,7 +96,7 @@ class RedisTokens:
 def _read(
     redis: Redis, streams: Sequence[str], shown: Callable[[RedisPositions], CopyPositions]
 ) -> dict[str, CopyPositions]:
-    found = {stream: shown(it) for stream, it in redis.held(streams).items()}
+    found = {stream: shown(it) for stream, it in redis.snapshots(streams).items()}
     return found | {it: CopyPositions(None, problem=redis.faults[it]) for it in streams if it not in found}
 
 

@@ -1,7 +1,8 @@
 """Clients of Redis: one server, a primary that Sentinels name, or a Cluster, each from one address.
 
-redis-py reads the URLs of a server; the two other forms are ours and are parsed here. `RedisSession` is a client for
-threads that is made at its first use and raises our errors.
+redis-py parses the URL of a server; this module parses the two other forms, which are Tidemark's own. `RedisSession` is
+a client for threads that connects at its first use and raises the errors of `common.errors`. The names of keys and
+channels are at the end of the module.
 """
 
 import re
@@ -24,9 +25,9 @@ from redis.retry import Retry
 from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailable
 
 FOREIGN = (problems.RedisError, problems.RedisClusterException)
-"""All that redis-py raises."""
+"""The errors that redis-py raises."""
 
-_WAITED_FOR = (
+_OUTAGES = (
     problems.ConnectionError,  # also: loading its data, too many clients, no Sentinel knows the primary
     problems.TimeoutError,
     problems.ReadOnlyError,  # a replica that is about to be promoted
@@ -36,10 +37,10 @@ _WAITED_FOR = (
     problems.TryAgainError,
     problems.NoScriptError,  # a restart between two calls
 )
-# The same, of which redis-py makes no class of their own: a full disk, too few replicas, a script that runs too long.
-_WAITED_FOR_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
-# A Cluster's client says in words alone that it does not find the Cluster, or not all of it. Its other complaints are
-# about what it was given, and come again however long one waits.
+# Outages for which redis-py has no class: a full disk, too few replicas, a script that runs too long.
+_OUTAGE_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
+# The text by which a Cluster's client reports that it cannot find the Cluster, or all of its slots. Its other errors
+# are about its arguments, and waiting does not help.
 _SEARCHING = re.compile(
     r"cannot be connected|not covered|could not agree|[Nn]o targets|doesn't exist in the cluster"
     r"|has no redis_connection"
@@ -47,14 +48,19 @@ _SEARCHING = re.compile(
 _NO_CLUSTER = "Cluster mode is not enabled"
 _FORM = "check that the server behind redis+cluster:// is a Cluster"
 
-# What Redis says of one key, or of what it holds: no other stream is concerned.
+# Errors about the content of one key: other streams are not affected.
 _OF_STREAM = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script:\d")
 
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """Advice for people where Redis does not let us in (`access`), where the two sides do not understand or trust each
-    other (`transport`), and where it refuses a command (`rights`)."""
+    """What a person has to do.
+
+    Attributes:
+        access: if Redis refuses the login.
+        transport: if TLS or the protocol fails.
+        rights: if Redis refuses a command.
+    """
 
     access: str
     transport: str
@@ -62,29 +68,32 @@ class Remedies:
 
 
 def of_stream(error: Exception) -> bool:
-    """Whether the answer to a call for one stream is about that stream alone."""
+    """Whether the error of a call for one stream is about that stream only."""
     return type(error) is problems.ResponseError and _OF_STREAM.match(str(error)) is not None
 
 
 class StreamFault(Exception):
-    """The fault of one stream, in the server's words; never leaves this package."""
+    """A fault of one stream, with the server's message. Never raised out of this package."""
 
 
 def sound(answer: Any) -> Any:
-    """The answer to a call for one stream, unless it is an error: then raises `StreamFault`, or the error itself where
-    the stream is not to blame."""
+    """Return the answer to a call for one stream.
+
+    Raises:
+        StreamFault: the answer is an error about that stream only. Any other error is raised itself.
+    """
     if isinstance(answer, Exception):
         raise StreamFault(str(answer)) if of_stream(answer) else answer
     return answer
 
 
 def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkError | Exception:
-    """The error to raise instead of one of `FOREIGN`; `error` itself where it is none of the server's.
+    """Convert an error of redis-py; returns `error` itself if the server did not cause it.
 
-    Waited for is only what is known to be an outage.
+    Only known outages become `Unavailable`.
     """
     problem = (str(error).splitlines() or [type(error).__name__])[0]
-    # An authentication error is a connection error too, and may be behind the one that a Cluster's client raises.
+    # An authentication error is a connection error too, and may be the cause of the error of a Cluster's client.
     for cause in _causes(error):
         if isinstance(cause, problems.AuthenticationError | problems.AuthorizationError):
             return Refused("Redis", where, str(cause), remedies.access)
@@ -92,11 +101,11 @@ def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkErr
             return Refused("Redis", where, str(cause), remedies.rights)
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return Refused("Redis", where, problem, remedies.transport)
-    if isinstance(error, _WAITED_FOR) or problem.startswith(_WAITED_FOR_CODES):
+    if isinstance(error, _OUTAGES) or problem.startswith(_OUTAGE_CODES):
         return Unavailable("Redis", where, problem)
     if isinstance(error, problems.RedisClusterException):
-        searching = _SEARCHING.search(problem) and _NO_CLUSTER not in problem
-        return Unavailable("Redis", where, problem) if searching else Refused("Redis", where, problem, _FORM)
+        is_searching = _SEARCHING.search(problem) and _NO_CLUSTER not in problem
+        return Unavailable("Redis", where, problem) if is_searching else Refused("Redis", where, problem, _FORM)
     if isinstance(error, problems.ResponseError):
         return Refused("Redis", where, problem, remedies.rights)
     if isinstance(error, problems.InvalidResponse):
@@ -111,7 +120,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 Secret: TypeAlias = Callable[[], str | None]
-"""Called at every new connection, because secrets rotate."""
+"""Called for every new connection, because secrets rotate."""
 
 _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+)(:(?P<port>\d{1,5}))?")
 _LOGIN = re.compile(r"(?<=://)[^/?]*@")
@@ -124,14 +133,16 @@ def _none() -> None:
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """`url` is one of
+    """An address of Redis.
 
-    - `redis://user:password@host:6379/0`, `unix:///path`: as redis-py has it, with its options
+    `url` is one of
+
+    - `redis://user:password@host:6379/0`, `unix:///path`: a URL of redis-py, with its options
     - `redis+sentinel://user:password@host:26379,host/name/0`: the primary that the Sentinels know as `name`
     - `redis+cluster://user:password@host:6379,host`: some nodes of a Cluster
 
-    and `rediss` in place of `redis` for TLS. `password` wins over the URL's. `ca_file` is a PEM file; without it the
-    system's roots count.
+    with `rediss` instead of `redis` for TLS. `password` takes precedence over that of the URL. `ca_file` is a PEM file;
+    the default is the certificates of the system.
     """
 
     url: str = field(repr=False)
@@ -140,26 +151,29 @@ class RedisAddress:
     ca_file: str | None = None
 
     @property
-    def clustered(self) -> bool:
-        """Whether the keys of two streams may lie on two servers."""
+    def is_cluster(self) -> bool:
+        """Whether the keys of two streams may be on two servers."""
         return self._kind == "cluster"
 
     @property
     def where(self) -> str:
-        """Fit for a message: no user, no password."""
+        """The address without user and password, for messages."""
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path
 
     def client(self, timeout: float) -> Any:
-        """For threads; `timeout` in seconds for a connection or an answer. Raises `BadSetting`.
+        """A client for threads. It never retries by itself. Raises `BadSetting`.
 
-        For a Cluster it connects, and raises what redis-py raises. Never tries anything again by itself.
+        The client of a Cluster connects at once, and raises errors of redis-py.
+
+        Args:
+            timeout: seconds for a connection and for an answer.
         """
         return self._made(redis, {**self._options(timeout), "retry": Retry(NoBackoff(), 0)}, timeout)
 
     def async_client(self, timeout: float) -> Any:
-        """The same for asyncio; connects when it is first used."""
-        # redis-py writes each message of a channel that comes by RESP3 into a text for its log, logged or not.
+        """A client for asyncio. It connects at its first use."""
+        # With RESP3, redis-py formats each message of a channel for its log, even if the log is off.
         options = {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0), "protocol": 2}
         return self._made(redis.asyncio, options, timeout)
 
@@ -177,7 +191,7 @@ class RedisAddress:
 
     @property
     def _kind(self) -> str:
-        """`sentinel`, `cluster`, or nothing: one server."""
+        """`sentinel`, `cluster`, or empty for one server."""
         return urlsplit(self.url).scheme.partition("+")[2]
 
     def _server(self, kind: Any, options: Mapping[str, Any]) -> Any:
@@ -191,7 +205,7 @@ class RedisAddress:
     def _options(self, timeout: float) -> dict[str, Any]:
         return {
             "decode_responses": True,
-            "encoding_errors": "backslashreplace",  # what somebody else has put there must not end who reads it
+            "encoding_errors": "backslashreplace",  # a value that somebody else has written must not end a reader
             **self._transport(timeout),
             "credential_provider": self._credentials(),
         }
@@ -209,21 +223,21 @@ class RedisAddress:
         return _Credentials(unquote(user), unquote(password), self.password)
 
     def _for_sentinels(self, timeout: float) -> dict[str, Any]:
-        known = self.sentinel_password() is not None
-        login = {"credential_provider": _Credentials("", "", self.sentinel_password)} if known else {}
+        has_password = self.sentinel_password() is not None
+        login = {"credential_provider": _Credentials("", "", self.sentinel_password)} if has_password else {}
         return {**self._transport(timeout), **login}
 
     def _hosts(self) -> list[tuple[str, int]]:
-        found = []
+        hosts = []
         for text in urlsplit(self.url).netloc.rpartition("@")[2].split(","):
             match = _HOST.fullmatch(text)
             if match is None:
                 raise bad_address()
-            found.append((match["host"].strip("[]"), int(match["port"] or _PORTS[self._kind])))
-        return found
+            hosts.append((match["host"].strip("[]"), int(match["port"] or _PORTS[self._kind])))
+        return hosts
 
     def _service(self) -> tuple[str, int]:
-        """The primary's name among the Sentinels, and the database."""
+        """The name of the primary in the Sentinels, and the number of the database."""
         name, _, database = urlsplit(self.url).path.strip("/").partition("/")
         if not name or not (database or "0").isdigit():
             raise bad_address()
@@ -231,7 +245,7 @@ class RedisAddress:
 
 
 class _Credentials(CredentialProvider):
-    """The provider that redis-py calls at every connection."""
+    """The credentials that redis-py requests for every connection."""
 
     def __init__(self, user: str, password: str, current: Secret) -> None:
         self._user = user
@@ -251,7 +265,7 @@ def redis_address(of: str | RedisAddress) -> RedisAddress:
 
 
 def bad_address() -> BadSetting:
-    """Without the address, which may hold a password."""
+    """The error does not quote the address, which may contain a password."""
     return BadSetting(
         "TIDEMARK_REDIS_URL",
         "is not a Redis address; write redis://user:password@host:6379/0, redis+sentinel://host:26379,host/name/0"
@@ -260,7 +274,7 @@ def bad_address() -> BadSetting:
 
 
 def close(client: Any) -> None:
-    """Close one of ours for threads, and what redis-py leaves open: connections to Sentinels, or to the first nodes."""
+    """Close a client for threads, and the connections to Sentinels or start-up nodes that redis-py leaves open."""
     client.close()
     for sentinel in _sentinels(client):
         sentinel.close()
@@ -271,7 +285,7 @@ def close(client: Any) -> None:
 
 
 async def aclose(client: Any) -> None:
-    """The same for asyncio."""
+    """`close` for asyncio."""
     await client.aclose()
     for sentinel in _sentinels(client):
         await sentinel.aclose()
@@ -283,13 +297,13 @@ def _sentinels(client: Any) -> list[Any]:
 
 
 def database_of(client: Any) -> int:
-    """The number of the database of any of redis-py's clients; a Cluster has one."""
+    """The number of the database of a client of redis-py; 0 for a Cluster."""
     pool = getattr(client, "connection_pool", None)
     return 0 if pool is None else int(pool.connection_kwargs.get("db") or 0)
 
 
 def whereabouts(client: Any) -> str:
-    """The address of any of redis-py's clients, fit for a message: no user, no password."""
+    """The address of a client of redis-py, without user and password, for messages."""
     pool = getattr(client, "connection_pool", None)
     if pool is None:
         return ",".join(f"{node.host}:{node.port}" for node in client.nodes_manager.startup_nodes.values())
@@ -300,7 +314,7 @@ def whereabouts(client: Any) -> str:
 
 
 class RedisSession:
-    """Any thread may use it, several at a time. Raises `BadSetting` at once where the address is none."""
+    """A client that several threads may use at a time. Raises `BadSetting` if the address is invalid."""
 
     def __init__(self, address: RedisAddress, remedies: Remedies, timeout: float) -> None:
         self.where = address.where
@@ -308,12 +322,12 @@ class RedisSession:
         self._remedies = remedies
         self._timeout = timeout
         self._lock = threading.Lock()
-        # The client of a Cluster connects as it is made.
-        self._client: Any = None if address.clustered else address.client(timeout)
+        # The client of a Cluster would connect here.
+        self._client: Any = None if address.is_cluster else address.client(timeout)
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """The client. Turns what redis-py raises into `Unavailable` (do it again) and `Refused`."""
+        """The client. Errors of redis-py become `Unavailable` (retry) and `Refused`."""
         try:
             with self._lock:
                 if self._client is None:
@@ -333,21 +347,21 @@ SENTINEL = "tidemark:sentinel"
 
 
 def tag(name: str) -> str:
-    """The hash tag of `name`, with the braces around it. No two names have the same."""
+    """The hash tag of `name`, in braces. Each name has its own."""
     return "{" + name.replace("{", "{<").replace("}", "{>") + "}"
 
 
 def key(stream: str, name: str) -> str:
-    return f"{beside_keys(stream)}:{name}"
+    return f"{key_prefix(stream)}:{name}"
 
 
-def beside_keys(stream: str) -> str:
-    """What all keys of the stream begin with, and the channel too."""
+def key_prefix(stream: str) -> str:
+    """The prefix of all keys of the stream; also the name of its channel."""
     return f"tidemark:{tag(stream)}"
 
 
 def in_database(channel: str, database: int) -> str:
-    """The name of a channel for clients of one database of Redis, whose channels belong to the server as a whole."""
+    """The name of a channel for one database of Redis: all databases of a server share their channels."""
     return f"{channel}{database_suffix(database)}"
 
 
@@ -356,19 +370,19 @@ def database_suffix(database: int) -> str:
 
 
 def channel(stream: str, database: int = 0) -> str:
-    return in_database(beside_keys(stream), database)
+    return in_database(key_prefix(stream), database)
 
 
 def channels(database: int = 0) -> str:
-    """The pattern that the channels of all streams match, and nothing else of ours."""
+    """The pattern of the channels of all streams, which no other channel of Tidemark matches."""
     return in_database("tidemark:{*}", database)
 
 
 def lines_channel(server: str, database: int = 0) -> str:
-    """Where sidecars of the line protocol that call themselves `server` pass commands on to each other."""
+    """The channel on which sidecars of the line protocol with the name `server` relay commands to each other."""
     return in_database(f"tidemark:lines:{server}", database)
 
 
 def stream_of(channel: str) -> str:
-    """The stream of a channel that matches `channels`."""
+    """The stream of a channel that matches the pattern `channels`."""
     return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")

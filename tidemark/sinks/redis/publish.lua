@@ -1,27 +1,26 @@
 -- Publishes the changes of some streams; the only writer of their keys. A repeat of the same call changes nothing.
 --
--- KEYS  of each stream the positions, beside which its other keys are (one hash tag); behind those of all, in a Cluster,
---       the others too
--- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change), what the
---       names of channels end with (names.database_suffix)
+-- KEYS  the positions key of each stream, whose other keys have the same hash tag; in a Cluster also all other keys
+-- ARGV  lease token, bound of the list of advances, mode and change of each stream (msgpack of sinks.redis.publish.Change),
+--       suffix of the names of channels (client.database_suffix)
 --
--- Modes: 'new'    the stream may be unknown here
---        'known'  we have published it before: where it is gone, or a move does not join, nothing is written
---        'mend'   from Postgres: entries need not join what is here, and the token is made again from the other keys
---        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
+-- Modes: 'new'      the stream may be unknown here
+--        'known'    it was published before: if it is gone, or if an advance does not join, nothing is written
+--        'repair'   from Postgres: entries need not join the list, and the token is computed from the other keys
+--        'rebuild'  from Postgres, if too much is missing: the list of advances is written again from empty
 --
--- Answers of each stream 'done', 'fenced ' and the newest token, or 'lost' (Redis lost data: fill it from Postgres): no
--- tables, each of which Redis would send by itself. An error may be of any of them, and those before it are done.
+-- Returns for each stream 'done', 'fenced ' and the newest token, or 'lost' (Redis lost data: refill it from Postgres). These
+-- are strings, because Redis would send each table separately. On an error, the streams before the failed one are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
 local lease, kept, suffix = ARGV[1], ARGV[2], ARGV[4]
 local byte, sub = string.byte, string.sub
 
--- Of the stream in hand.
+-- Of the current stream.
 local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED, CHANNEL
 local mode, stream, linear, entries, positions, late, dropped, allocated
 local known -- writer -> position, as in the hash
-local moved, order -- writer -> what to tell the channel; in the order of their first move
+local moved, order -- writer -> message for the channel; writers in the order of their first move
 local listed -- whether the list of advances is known to be one
 
 local function take(key, call)
@@ -53,7 +52,7 @@ local function before(a, b)
     return #a < #b
 end
 
--- Of the writers that the change names: a stream may have thousands of others.
+-- Reads only the writers that the change names: a stream may have thousands of others.
 local function read_positions()
     local named, seen = {}, {}
     local function name(writer)
@@ -65,33 +64,33 @@ local function read_positions()
     for _, entry in ipairs(entries) do name(entry[1]) end
     for _, pair in ipairs(positions) do name(pair[1]) end
     if #named == 0 then call('HLEN', POSITIONS) end
-    for start = 1, #named, 1000 do -- more than a Lua stack holds may be named
+    for start = 1, #named, 1000 do -- more names may come than fit on the Lua stack
         local found = call('HMGET', POSITIONS, unpack(named, start, math.min(start + 999, #named)))
         for i, id in ipairs(found) do known[named[start + i - 1]] = id or nil end
     end
 end
 
--- One that is no text fails the call, as GET does and MGET does not; but for the token, which is written again.
+-- GET raises an error for a key that is not a string, and MGET does not. The token is written again in any case.
 local function read_texts()
-    local line, allocated_before, token = unpack(call('MGET', LINEAR, ALLOCATED, TOKEN))
-    return line or call('GET', LINEAR), allocated_before or call('GET', ALLOCATED) or '0', token
+    local linear_position, allocated_before, token = unpack(call('MGET', LINEAR, ALLOCATED, TOKEN))
+    return linear_position or call('GET', LINEAR), allocated_before or call('GET', ALLOCATED) or '0', token
 end
 
--- Before anything but an entry is written; an entry tells the same by itself.
+-- Called before any write other than an entry: XADD checks the type of the list itself.
 local function check_list()
     if not listed then call('XLEN', ADVANCES) end
     listed = true
 end
 
-local function move(writer, prev, id, plain)
-    local line = moved[writer]
-    if not line then
-        line = {prev = prev, plain = true}
-        moved[writer] = line
+local function move(writer, prev, id, is_empty)
+    local change = moved[writer]
+    if not change then
+        change = {prev = prev, is_empty = true}
+        moved[writer] = change
         order[#order + 1] = writer
     end
-    line.id = id
-    line.plain = line.plain and plain
+    change.id = id
+    change.is_empty = change.is_empty and is_empty
     known[writer] = id
 end
 
@@ -124,18 +123,18 @@ local function joins()
 end
 
 local function write_entry(entry)
-    local writer, epoch, prev, id, facts, empty, unseen, skipped, line, batch, time = unpack(entry)
+    local writer, epoch, prev, id, facts, empty, unseen, skipped, linear_position, batch, time = unpack(entry)
     local here = known[writer]
     local moves = not here or beyond(id, here)
-    if here and mode ~= 'anew' and beyond(here, prev) then prev = here end -- the list stays chained
-    if moves or mode == 'anew' then
+    if here and mode ~= 'rebuild' and beyond(here, prev) then prev = here end -- the list stays chained
+    if moves or mode == 'rebuild' then
         call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', 'POSITION', 'writer', writer, 'epoch', epoch,
             'prev', prev, 'id', id, 'facts', facts, 'empty', empty, 'unseen', unseen, 'skipped', skipped,
-            'linear', line, 'batch', batch, 'time', time)
+            'linear', linear_position, 'batch', batch, 'time', time)
         listed = true
     end
     if moves then
-        -- A reader may move along unseen only if it stood at prev and nothing but empty IDs follow.
+        -- A reader may follow without reading the list only if its position is prev and only empty IDs follow.
         local whole = not here or not beyond(prev, here)
         move(writer, prev, id, whole and facts == '0' and unseen == '0' and skipped == '0')
     end
@@ -149,7 +148,7 @@ local function write_late(entry)
     call('HSET', FENCE, 'late', number)
 end
 
--- The writers that stood beyond the line, as the token tells: no other is beyond it now, unless it moved.
+-- The token names the writers beyond the linear position. No other writer is beyond it now, unless it moved.
 local function read_others(token, gone)
     if not token then
         local flat = call('HGETALL', POSITIONS)
@@ -162,14 +161,14 @@ local function read_others(token, gone)
     end
 end
 
-local function token_of(line)
+local function token_of(linear_position)
     local writers = {}
     for writer, id in pairs(known) do
-        if beyond(id, line) then writers[#writers + 1] = writer end
+        if beyond(id, linear_position) then writers[#writers + 1] = writer end
     end
-    if #writers == 0 then return 'm' .. line end
+    if #writers == 0 then return 'm' .. linear_position end
     table.sort(writers, before)
-    local parts = {'m' .. line}
+    local parts = {'m' .. linear_position}
     for _, writer in ipairs(writers) do
         local name = string.gsub(string.gsub(writer, '%%', '%%25'), '~', '%%7E')
         parts[#parts + 1] = name .. '.' .. known[writer]
@@ -182,13 +181,13 @@ local function publish()
     if newest and beyond(newest, lease) then return 'fenced ' .. newest end
     if mode == 'known' and not newest then return 'lost' end
     read_positions()
-    -- All is read before anything is written: a key that somebody else has put there fails the whole call.
-    local line, allocated_before, token = read_texts()
-    if mode == 'mend' or mode == 'anew' then token = nil end
+    -- Reads before writes: a key with a wrong type then fails the whole call.
+    local linear_position, allocated_before, token = read_texts()
+    if mode == 'repair' or mode == 'rebuild' then token = nil end
     if (mode == 'new' or mode == 'known') and not joins() then return 'lost' end
-    if newest ~= lease or mode == 'anew' or #dropped > 0 then check_list() end
+    if newest ~= lease or mode == 'rebuild' or #dropped > 0 then check_list() end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
-    if mode == 'anew' then
+    if mode == 'rebuild' then
         call('DEL', ADVANCES)
         call('HDEL', FENCE, 'late')
         last = nil
@@ -200,7 +199,7 @@ local function publish()
         known[writer] = nil
         gone[writer] = true
     end
-    -- With its last writer the stream has ended: its history is Postgres's.
+    -- The stream ended with its last writer. Its history stays in Postgres.
     if changed and call('EXISTS', POSITIONS) == 0 then call('DEL', ADVANCES) end
     for _, entry in ipairs(entries) do write_entry(entry) end
     for _, pair in ipairs(positions) do
@@ -214,20 +213,20 @@ local function publish()
     write_positions()
 
     local texts = {}
-    if not line or beyond(linear, line) then
+    if not linear_position or beyond(linear, linear_position) then
         texts = {LINEAR, linear}
-        line, changed = linear, true
+        linear_position, changed = linear, true
     end
     if beyond(allocated, allocated_before) then texts[#texts + 1], texts[#texts + 2] = ALLOCATED, allocated end
     if changed or #order > 0 or not token then
         read_others(token, gone)
-        texts[#texts + 1], texts[#texts + 2] = TOKEN, token_of(line)
+        texts[#texts + 1], texts[#texts + 2] = TOKEN, token_of(linear_position)
     end
     if #texts > 0 then call('MSET', unpack(texts)) end
     for _, writer in ipairs(order) do
-        local told = moved[writer]
-        local prev = told.plain and told.prev or told.id
-        call('PUBLISH', CHANNEL, 'POSITION ' .. stream .. ' ' .. writer .. ' ' .. prev .. ' ' .. told.id)
+        local move = moved[writer]
+        local prev = move.is_empty and move.prev or move.id
+        call('PUBLISH', CHANNEL, 'POSITION ' .. stream .. ' ' .. writer .. ' ' .. prev .. ' ' .. move.id)
     end
     return 'done'
 end

@@ -1,8 +1,8 @@
-"""The calls of the one script that writes positions to Redis (`publish.lua`).
+"""Calls of `publish.lua`, the only script that writes positions to Redis.
 
-Changes from a batch and from what Postgres holds both go through it, and it refuses to go back: so everything in Redis
-can be made again. The keys of a stream share a hash tag; one call changes many streams, which in a Cluster are of one
-slot.
+It applies changes from a batch and changes from Postgres, and never moves a position back. Everything in Redis can
+therefore be written again. The keys of a stream share a hash tag. One call changes many streams, which have one slot in
+a Cluster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ from tidemark.sinks.redis.client import (
     redis_address,
     sound,
 )
-from tidemark.sinks.redis.scripts import Script, slots, together
-from tidemark.sinks.redis.snapshot import RedisPositions, entry_time, fencing_token, held
+from tidemark.sinks.redis.scripts import Script, group_by_slot, slots
+from tidemark.sinks.redis.snapshot import RedisPositions, entry_time, fencing_token, read_snapshots
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterAdvance
 
 
 class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `POSITION` entry among the advances; moves its writer's position."""
+    """A `POSITION` entry of the list of advances. It moves the position of its writer."""
 
     writer: str
     epoch: str
@@ -51,7 +51,7 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `LATE` entry among the advances. `number` is Postgres's, and tells which ones Redis has already."""
+    """A `LATE` entry of the list of advances. `number` is that of Postgres, and shows which entries Redis has."""
 
     number: str
     writer: str
@@ -65,8 +65,10 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the script does to a stream. Entries of a writer are in chain order; `positions` names writers that stand
-    where none of their entries leads."""
+    """The change of a stream. The entries of a writer are in the order of its chain.
+
+    `positions` has the writers whose position is not the end of an entry.
+    """
 
     stream: str
     linear: str
@@ -78,21 +80,21 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def of_batch(batch: Batch, committed: Committed) -> list[Change]:
-    """The changes of `batch`, as Postgres settled them; streams that only held or counted something are left out."""
+    """The changes of `batch`, as Postgres has committed them. Streams without a visible change are left out."""
     changes = []
     for shard in batch.effects:
-        told = str(batch.number), str(shard.now)
-        changes += [_of_stream(told, stream, committed) for stream in shard.streams if _shows(stream)]
+        origin = str(batch.number), str(shard.now)
+        changes += [_of_stream(origin, stream, committed) for stream in shard.streams if _is_visible(stream)]
     return changes
 
 
-def _shows(effects: StreamEffects) -> bool:
+def _is_visible(effects: StreamEffects) -> bool:
     moved = effects.linear != effects.linear_prev or effects.allocated != effects.allocated_prev
     return moved or bool(effects.writers or effects.late or effects.dropped)
 
 
-def _of_stream(told: tuple[str, str], effects: StreamEffects, committed: Committed) -> Change:
-    """`told` are the number of the batch and its time."""
+def _of_stream(origin: tuple[str, str], effects: StreamEffects, committed: Committed) -> Change:
+    """`origin` is the number of the batch and its time."""
     name, linear = effects.stream, str(effects.linear)
     advances: Iterable[WriterAdvance | None] = effects.advances
     if committed.settled:
@@ -100,37 +102,37 @@ def _of_stream(told: tuple[str, str], effects: StreamEffects, committed: Committ
     entries, reached = [], {}
     for advance in advances:
         if advance is not None:
-            entries.append(_entry(advance, linear, *told))
+            entries.append(_entry(advance, linear, *origin))
             reached[advance.writer] = advance.id
     rows = [(row.writer, row.position) for row in effects.writers]
     if committed.positions:
         rows = [(writer, committed.positions.get((name, writer), position)) for writer, position in rows]
     positions = [(writer, str(position)) for writer, position in rows if reached.get(writer) != position]
     numbers = committed.late.get(name, [])
-    late = [_late(number, late, *told) for number, late in zip(numbers, effects.late, strict=True)]
+    late = [_late(number, late, *origin) for number, late in zip(numbers, effects.late, strict=True)]
     return Change(name, linear, entries, positions, late, effects.dropped, str(effects.allocated))
 
 
 def of_history(
-    stream: str, held: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
+    stream: str, stored: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
 ) -> Change:
-    """A stream as Postgres holds it; `advances` has one chain per writer."""
-    past: list[tuple[int, StoredAdvance]] = []
+    """The change that writes a stream as Postgres has it. `advances` has one chain per writer."""
+    history: list[tuple[int, StoredAdvance]] = []
     for chain in advances:
         newest = 0
         for advance in chain:
-            # A clock that was set back must not put a writer's advances out of their order.
+            # A clock that was set back must not change the order of a writer's advances.
             newest = max(newest, advance.time)
-            past.append((newest, advance))
-    past.sort(key=lambda item: item[0])
+            history.append((newest, advance))
+    history.sort(key=lambda item: item[0])
     return Change(
         stream,
-        str(held.linear),
-        entries=[_entry(item.advance, str(item.linear), str(item.batch), str(item.time)) for _, item in past],
-        positions=[(writer, str(position)) for writer, position in held.positions.items()],
+        str(stored.linear),
+        entries=[_entry(item.advance, str(item.linear), str(item.batch), str(item.time)) for _, item in history],
+        positions=[(writer, str(position)) for writer, position in stored.positions.items()],
         late=[_late(item.number, item.late, str(item.batch), str(item.time)) for item in late],
-        dropped=sorted(held.forgotten),
-        allocated=str(held.allocated),
+        dropped=sorted(stored.forgotten),
+        allocated=str(stored.allocated),
     )
 
 
@@ -154,13 +156,13 @@ def _late(number: int, late: LateCompletion, batch: str, time: str) -> LateEntry
     )
 
 
-STREAMS_AT_ONCE = 500  # in one pipeline: bounds the memory of both sides
-MOVES_AT_ONCE = 200  # in one call, for some milliseconds of which nobody else has his turn; one stream may have more
+STREAMS_PER_PIPELINE = 500  # bounds the memory of client and server
+MOVES_PER_CALL = 200  # such a call blocks the server for some milliseconds; one stream may have more
 
 _SCRIPT = Script("publish.lua")
 
-Mode = Literal["new", "known", "mend", "anew"]
-"""How a change is published; `publish.lua` says what each means."""
+Mode = Literal["new", "known", "repair", "rebuild"]
+"""How a change is published; `publish.lua` explains each mode."""
 
 _Call = tuple[Mode, Change]
 
@@ -173,7 +175,7 @@ _REMEDIES = Remedies(
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`redis_advances_max` bounds each stream's list of advances, about. `timeout` in seconds."""
+    """`redis_advances_max` is the approximate bound of each stream's list of advances. `timeout` is in seconds."""
 
     address: str | RedisAddress = field(repr=False)
     redis_advances_max: int = 10_000
@@ -199,13 +201,13 @@ def _answer(call: Callable[[], Any]) -> Any:
 
 
 class Redis:
-    """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`.
+    """One server or a Cluster. Any thread may call. All methods raise `Unavailable` (call again) and `Refused`.
 
-    `faults`: streams that it cannot show because of what their keys hold, and what it said; until they are written.
+    `faults`: streams that cannot be written because of the content of their keys, and the problem of each.
     """
 
     def __init__(self, config: RedisConfig) -> None:
-        self._kept = config.redis_advances_max
+        self._advances_max = config.redis_advances_max
         self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
         self.where = self._session.where
         self.faults: dict[str, str] = {}
@@ -220,7 +222,7 @@ class Redis:
         self._session.close()
 
     def check(self) -> None:
-        """Raise `Refused` where Redis does not let us in: at the start, rather than at the first batch."""
+        """Raise `Refused` if Redis refuses the login. Called at the start, before the first batch."""
         with self._session.use() as client:
             client.ping()
 
@@ -239,77 +241,80 @@ class Redis:
         )
 
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
-        """Publish each change; returns the streams for which nothing was written because Redis has lost data.
+        """Publish each change, stream by stream, not in one transaction. The call is idempotent.
 
-        Not one transaction: readers see stream after stream, and after an error some are published. A repeat of a call
-        changes nothing. Raises `LeaseLost` when a newer token was seen; nothing of that stream is written then.
+        Returns:
+            The streams of which Redis has lost data. Nothing was written for them.
+
+        Raises:
+            LeaseLost: Redis has seen a newer token. Nothing was written for that stream.
         """
         lost = []
-        for start in range(0, len(calls), STREAMS_AT_ONCE):
-            chunk = calls[start : start + STREAMS_AT_ONCE]
+        for start in range(0, len(calls), STREAMS_PER_PIPELINE):
+            chunk = calls[start : start + STREAMS_PER_PIPELINE]
             newest = token
             for change, answer in self._run(token, chunk):
                 try:
-                    said, _, seen = sound(answer).partition(b" ")
-                    if said == b"fenced":
+                    outcome, _, seen = sound(answer).partition(b" ")
+                    if outcome == b"fenced":
                         newest = max(newest, fencing_token(seen.decode(errors="replace")))
                         continue
                 except StreamFault as fault:
                     self.faults[change.stream] = str(fault)
                     continue
                 self.faults.pop(change.stream, None)
-                if said == b"lost":
+                if outcome == b"lost":
                     lost.append(change.stream)
             if newest > token:
                 raise LeaseLost(token, newest)
         return lost
 
     def name(self, streams: Collection[str]) -> None:
-        """Add to the set of stream names."""
+        """Add streams to the set of names."""
         if streams:
             with self._session.use() as client:
                 client.sadd(STREAMS, *streams)
 
-    def held(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
-        """Without those that are among the `faults` now."""
+    def snapshots(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
+        """The keys of `streams`. A stream with a fault is left out, and added to `faults`."""
         with self._session.use() as client:
-            found, faults = held(client, streams)
+            snapshots, faults = read_snapshots(client, streams)
         self.faults |= faults
-        return found
+        return snapshots
 
     def published(self, stream: str, writer: str, id: int) -> int | None:
-        """When (ms, its own clock) it took `writer` over `id`; None where its list of advances does not tell."""
+        """When `writer` moved over `id` (ms, by the clock of Redis); None if the list of advances does not tell it."""
         with self._session.use() as client:
             return entry_time(client, stream, writer, id)
 
     def names(self) -> set[str]:
-        """The streams that it lists."""
+        """The set of names of streams."""
         with self._session.use() as client:
             return set(client.smembers(STREAMS))
 
     def stamp(self, value: str) -> str | None:
-        """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
+        """Replace the sentinel by `value` and return the old one. If it is not the last stamp, writes were lost."""
         with self._session.use() as client:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
     def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
-        """Each change with the script's word on it, or its error."""
+        """Each change with the answer of the script, or its error."""
         with self._session.use() as client:
-            calls = together(
+            calls = group_by_slot(
                 ((change.stream, _moves(change), (mode, change)) for mode, change in chunk),
                 slots(client),
-                MOVES_AT_ONCE,
+                MOVES_PER_CALL,
             )
-            alone: list[list[_Call]] = []
+            single: list[list[_Call]] = []
             for call, answer in zip(calls, self._answers(client, token, calls), strict=True):
                 if not isinstance(answer, Exception):
                     yield from zip((change for _, change in call), answer, strict=True)
                 elif len(call) == 1:
                     yield call[0][1], answer
                 else:
-                    alone += [[it] for it in call]  # one of them has a fault
-            for call, answer in zip(alone, self._answers(client, token, alone), strict=True):
+                    single += [[item] for item in call]  # one of them has a fault
+            for call, answer in zip(single, self._answers(client, token, single), strict=True):
                 yield call[0][1], answer if isinstance(answer, Exception) else answer[0]
 
     def _answers(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
@@ -319,12 +324,12 @@ class Redis:
             (
                 (
                     [change.stream for _, change in call],
-                    (str(token), str(self._kept), msgspec.msgpack.encode(call), suffix),
+                    (str(token), str(self._advances_max), msgspec.msgpack.encode(call), suffix),
                 )
                 for call in calls
             ),
         )
-        for answer in answers:  # what no stream is to blame for is translated
+        for answer in answers:  # the session converts an error that is not about a stream
             if isinstance(answer, Exception) and not of_stream(answer):
                 raise answer
         return answers

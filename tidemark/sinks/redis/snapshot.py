@@ -1,4 +1,4 @@
-"""What Redis holds of streams: the keys that `publish.lua` writes, as they are compared with Postgres."""
+"""Reading the keys of streams in Redis, which `publish.lua` writes, to compare them with Postgres."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,24 @@ import msgspec
 from tidemark.common.errors import BadToken
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.client import STREAMS, StreamFault, key, sound
-from tidemark.sinks.redis.scripts import Script, slots, together
+from tidemark.sinks.redis.scripts import Script, group_by_slot, slots
 
-_PAGE = 1000  # entries of a list in one reading
-_AT_ONCE = 100  # streams in one call, for less than a millisecond of which nobody else has his turn
-_ENOUGH = 2000  # positions in one call; one stream may have more
-_SCRIPT = Script("held.lua")
-HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
+_PAGE = 1000  # entries of a list in one read
+_STREAMS_PER_CALL = 100  # such a call blocks the server for less than a millisecond
+_POSITIONS_PER_CALL = 2000  # a call stops after the stream that reaches it
+_SCRIPT = Script("snapshot.lua")
+HIGHEST_TOKEN = 2**62  # a higher token of a lease was not written by Tidemark
 
 
 class RedisPositions(msgspec.Struct, frozen=True, gc=False):
-    """A stream as Redis holds it: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
-    about a late completion, `fence` the highest lease token seen; `agrees`: the token says what the other keys do;
-    `listed`: among the names of streams."""
+    """The keys of a stream in Redis; None, 0 and {} for missing keys.
+
+    Attributes:
+        late: number of the newest entry about a late completion.
+        fence: highest token of a lease that was seen.
+        agrees: the token matches the other keys.
+        listed: the stream is in the set of names.
+    """
 
     linear: int | None
     allocated: int
@@ -32,43 +37,43 @@ class RedisPositions(msgspec.Struct, frozen=True, gc=False):
     listed: bool
 
 
-def held(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions], dict[str, str]]:
-    """By stream; and of those that cannot be read because of what their keys hold, what is wrong."""
-    found, faults = {}, {}
+def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions], dict[str, str]]:
+    """The snapshots by stream, and the faults by stream: keys with invalid content."""
+    snapshots, faults = {}, {}
     listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
-    waiting = together(((stream, 1, stream) for stream in streams), slots(client), _AT_ONCE)
+    waiting = group_by_slot(((stream, 1, stream) for stream in streams), slots(client), _STREAMS_PER_CALL)
     while waiting:
-        calls = ((names, (str(_ENOUGH), str(len(names)))) for names in waiting)
-        further = []
+        calls = ((names, (str(_POSITIONS_PER_CALL), str(len(names)))) for names in waiting)
+        remaining = []
         for names, answers in zip(waiting, _SCRIPT.answers(client, calls), strict=True):
             if isinstance(answers, Exception):
                 raise answers
             for stream, answer in zip(names, answers, strict=False):
                 try:
-                    found[stream] = _positions(sound(answer), listed=bool(listed[stream]))
+                    snapshots[stream] = _positions(sound(answer), listed=bool(listed[stream]))
                 except StreamFault as fault:
                     faults[stream] = str(fault)
             if len(answers) < len(names):
-                further.append(names[len(answers) :])
-        waiting = further
-    return found, faults
+                remaining.append(names[len(answers) :])
+        waiting = remaining
+    return snapshots, faults
 
 
 def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
-    """Redis's time (ms) of the entry that took `writer` over `id`; None where the list has none, or no longer."""
+    """The time (ms, by the clock of Redis) of the entry that moved `writer` over `id`; None if the list has none."""
     newest = "+"
     while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):
-        for name, it in entries:
-            if it.get("writer") == writer and it.get("kind") == "POSITION":
-                if abs(int(it["id"])) < abs(id):
+        for name, entry in entries:
+            if entry.get("writer") == writer and entry.get("kind") == "POSITION":
+                if abs(int(entry["id"])) < abs(id):
                     return None
-                if abs(int(it["prev"])) < abs(id):
+                if abs(int(entry["prev"])) < abs(id):
                     return int(name.partition("-")[0])
         newest = f"({entries[-1][0]}"
     return None
 
 
-class _HeldAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _SnapshotAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     linear: str | None
     allocated: str | None
     positions: dict[str, str]
@@ -76,36 +81,36 @@ class _HeldAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     fence: str | None
 
 
-_held = msgspec.json.Decoder(_HeldAnswer)
+_decoder = msgspec.json.Decoder(_SnapshotAnswer)
 
 
 def _positions(answer: bytes, *, listed: bool) -> RedisPositions:
     try:
         json, newline, text = answer.partition(b"\n")
-        it = _held.decode(json)
+        keys = _decoder.decode(json)
         token = text.decode(errors="replace") if newline else None
-        linear = None if it.linear is None else _number(it.linear)
-        positions = {writer: _number(position) for writer, position in it.positions.items()}
+        linear = None if keys.linear is None else _number(keys.linear)
+        positions = {writer: _number(position) for writer, position in keys.positions.items()}
         return RedisPositions(
             linear,
-            _number(it.allocated or "0"),
+            _number(keys.allocated or "0"),
             positions,
-            _number(it.late or "0"),
-            fencing_token(it.fence or "0"),
+            _number(keys.late or "0"),
+            fencing_token(keys.fence or "0"),
             token,
             token == _token(linear, positions),
             listed,
         )
     except msgspec.DecodeError as error:
-        raise StreamFault(f"its keys hold what is no text: {error}") from None
+        raise StreamFault(f"its keys contain a value that is not text: {error}") from None
     except ValueError as error:
-        raise StreamFault(f"its keys hold what is no number: {error}") from None
+        raise StreamFault(f"its keys contain a value that is not a number: {error}") from None
     except BadToken as error:
-        raise StreamFault(f"its keys do not go together: {error}") from None
+        raise StreamFault(f"its keys contradict each other: {error}") from None
 
 
 def _token(linear: int | None, positions: dict[str, int]) -> str | None:
-    """As `publish.lua` writes it; quick for a stream at rest."""
+    """The token as `publish.lua` writes it. Fast for a stream whose writers are all at the linear position."""
     if linear is None:
         return None
     reached = abs(linear)
@@ -116,15 +121,18 @@ def _token(linear: int | None, positions: dict[str, int]) -> str | None:
 
 
 def _number(text: str) -> int:
-    """As we write them: `publish.lua` compares their texts, so no other form of one is ever passed. Raises
-    ValueError."""
+    """Parse an ID in the form that `publish.lua` writes, which compares IDs as text.
+
+    Raises:
+        ValueError: another form.
+    """
     number = int(text)
     if str(number) != text or not -(2**63) <= number < 2**63:
-        raise ValueError(f"{text[:40]!r} is no ID as we write it")
+        raise ValueError(f"{text[:40]!r} is not an ID in decimal form")
     return number
 
 
 def fencing_token(text: str) -> int:
     if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
-        raise StreamFault(f"its fence holds {text!r}, which is no token")
+        raise StreamFault(f"its fence is {text!r}, which is not a token")
     return int(text)

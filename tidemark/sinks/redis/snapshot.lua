@@ -1,12 +1,11 @@
--- Reads what the keys of some streams hold; writes nothing.
+-- Reads the keys of some streams; writes nothing.
 --
--- KEYS  of each stream the positions, beside which its other keys are (one hash tag); behind those of all, in a Cluster,
---       the others too
--- ARGV  how many positions are enough, how many streams there are
+-- KEYS  the positions key of each stream, whose other keys have the same hash tag; in a Cluster also all other keys
+-- ARGV  the number of positions after which to stop, the number of streams
 --
--- Answers of each stream, as JSON, [linear, allocated, {writer: position}, late, lease token] with null for what is not
--- there, and in a second line its token, if there is one; or the error that one of its other keys gave. Of the last ones
--- none where there were enough positions before them: their time is that of everybody who waits for Redis.
+-- Returns for each stream, as JSON, [linear, allocated, {writer: position}, late, lease token] with null for a missing key,
+-- and its token in a second line, if there is one; or the error that one of its keys caused. Streams after the one that
+-- reaches the number of positions are left out: Redis runs nothing else during the script.
 
 local left = tonumber(ARGV[1])
 
@@ -17,7 +16,7 @@ local function read(key)
     for i = 1, #flat, 2 do positions[flat[i]] = flat[i + 1] end
     left = left - #flat / 2
     local fence = call('HMGET', channel .. ':fence', 'late', 'token')
-    local token = redis.pcall('GET', channel .. ':token') -- whatever is there can be written again from the others
+    local token = redis.pcall('GET', channel .. ':token') -- an invalid token can be written again from the other keys
     local null = cjson.null
     local json = cjson.encode({linear or null, allocated or null, positions, fence[1] or null, fence[2] or null})
     return type(token) == 'string' and json .. '\n' .. token or json
