@@ -80,7 +80,8 @@ def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Red
     keys.set(key(STREAM, "linear"), "seven")
     lines = told(audit, shown)
     assert "foreign: redis shows it, and Postgres does not know it" in lines
-    assert any(line.startswith("events: redis cannot be read: its keys contain a value that is not a number") for line in lines)
+    problem = "events: redis cannot be read: its keys contain a value that is not a number"
+    assert any(line.startswith(problem) for line in lines)
     keys.delete(key(STREAM, "linear"))
     keys.set(key(STREAM, "token"), b"\xff")
     assert any(line.startswith("events: redis's token cannot be read: ") for line in told(audit, shown))

@@ -213,7 +213,7 @@ def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) 
         return _read_reply(request, reply)
     except ValueError as error:
         raise redis.ResponseError(
-            f"stream {request.stream}: its keys hold a value that is not a number: {error}"
+            f"stream {request.stream}: its keys contain a value that is not a number: {error}"
         ) from None
 
 
