@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tidemark.app.simulation.verification import Comparison, FactRow, HandedRow, Stand
+from tidemark.app.simulation.streams import Comparison, FactRow, HandedRow, Stand
 
 
 def facts(*ids: int, of: str = "") -> list[FactRow]:

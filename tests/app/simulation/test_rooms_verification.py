@@ -11,7 +11,7 @@ import pytest
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.room_services import ANSWERS, REMOTE, played, room_streams
-from tidemark.app.simulation.rooms_verification import RoomCount, RoomsVerification
+from tidemark.app.simulation.rooms import RoomCount, RoomsVerification
 from tidemark.app.simulation.script import Successor
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of

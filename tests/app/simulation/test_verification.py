@@ -9,7 +9,7 @@ from psycopg.types.json import Jsonb
 
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.script import Players
-from tidemark.app.simulation.verification import Count, Verification
+from tidemark.app.simulation.streams import Count, StreamsVerification
 
 STREAM = Players(streams=1).stream_list()[0]
 
@@ -17,7 +17,7 @@ STREAM = Players(streams=1).stream_list()[0]
 class World:
     """One stream, `events`, and both readers."""
 
-    def __init__(self, connection: psycopg.Connection, verification: Verification) -> None:
+    def __init__(self, connection: psycopg.Connection, verification: StreamsVerification) -> None:
         self._connection = connection
         self._verification = verification
 
@@ -61,7 +61,7 @@ def world(database: str) -> Iterator[World]:
     tables.prepare_writing(dsn)
     tables.make_facts(dsn, [STREAM])
     tables.make_effects(dsn)
-    with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, dsn, [STREAM]) as verification:
+    with psycopg.connect(dsn, autocommit=True) as connection, StreamsVerification(dsn, dsn, [STREAM]) as verification:
         connection.execute(files("tidemark.sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tidemark.app.simulation.postgres_failover import Replacing
-from tidemark.app.simulation.processes import Actor, Company, Member
+from tidemark.app.simulation.processes import Actor, Member, Part, Stage
 from tidemark.app.simulation.script import OF_SERVERS, Act, Fault
+from tidemark.app.simulation.workload import Workload
 from tidemark.common.log import get_logger
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
@@ -33,23 +34,25 @@ class Director:
     `servers` are for the faults of Postgres servers.
     """
 
-    def __init__(self, company: Company, servers: "Servers | None" = None) -> None:
-        self.company = company
+    def __init__(self, stage: Stage, workload: Workload, servers: "Servers | None" = None) -> None:
+        self._stage = stage
+        self._workload = workload
+        self._cast = workload.play.cast
         self._servers = servers
         self.done: Counter[Fault] = Counter()
         """How often each act was carried out."""
         self._plan = sched.scheduler(time.monotonic)
         self._replacing = None if servers is None else Replacing(servers, self._plan, self._befell, self._writing)
-        self._relay = self.company.relay()
-        self._readers = self.company.readers()
+        self._relay = Member("relay", stage.home, lambda _: Part(stage.facts, stage.effects))
+        self._readers = [Member(name, stage.home, partial(workload.reader, stage, name)) for name in workload.readers]
         self._services: list[Member] = []
         self._leaving: list[Actor] = []
 
     # -- the play
 
     def open(self) -> None:
-        cast = self.company.cast
-        self._services = [self.company.service(cast.writer_name(number)) for number in range(1, cast.writers + 1)]
+        cast = self._cast
+        self._services = [self._service(cast.writer_name(number)) for number in range(1, cast.writers + 1)]
         for member in self._members():
             member.begin()
 
@@ -89,7 +92,7 @@ class Director:
         return self._replacing is not None and self._replacing.owed > 0
 
     def _comes_back(self, fault: Fault) -> bool:
-        return fault in OF_SERVERS and self.company.stage.home.stack_env.exists()
+        return fault in OF_SERVERS and self._stage.home.stack_env.exists()
 
     def _befell(self, fault: Fault, who: str) -> None:
         log.info("It befell", fault=fault.value, who=who)
@@ -124,6 +127,9 @@ class Director:
 
     # -- acts
 
+    def _service(self, name: str) -> Member:
+        return Member(name, self._stage.home, partial(self._workload.service, self._stage, name))
+
     def _members(self) -> list[Member]:
         return [self._relay, *self._readers, *self._services]
 
@@ -153,12 +159,12 @@ class Director:
         return member.name
 
     def _join(self, act: Act) -> str:
-        cast = self.company.cast
+        cast = self._cast
         numbers = range(1, cast.writers + MORE_SERVICES + 1)
         free = {cast.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""
-        member = self.company.service(_chosen(sorted(free), act.lot))
+        member = self._service(_chosen(sorted(free), act.lot))
         self._services.append(member)
         member.begin()
         return member.name
@@ -176,7 +182,7 @@ class Director:
     def _kill_server(self, name: str) -> str:
         from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
-        process = process_of(self.company.stage.home, name)
+        process = process_of(self._stage.home, name)
         if process is None:
             return ""
         process.kill()

@@ -3,21 +3,16 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from tidemark.app.simulation import room_services, services
-from tidemark.app.simulation.room_services import RoomServiceRole
-from tidemark.app.simulation.script import Fault, Players
-from tidemark.app.simulation.services import ServiceRole
-from tidemark.app.simulation.verification import READERS
+from tidemark.app.simulation.room_services import RoomClientRole, RoomServiceRole
+from tidemark.app.simulation.services import ReaderRole, ServiceRole
 from tidemark.app.stack.home import Home
-from tidemark.sinks.reader import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +23,9 @@ class Part:
     facts: str
     effects: str
     service: ServiceRole | None = None
-    reader: services.ReaderRole | None = None
+    reader: ReaderRole | None = None
     room_service: RoomServiceRole | None = None
-    room_client: room_services.RoomClientRole | None = None
+    room_client: RoomClientRole | None = None
 
 
 class Actor:
@@ -89,56 +84,21 @@ class Stage:
 
 @dataclass
 class Member:
-    """A service, a reader, or the relay. `actor` is None while it is down (or has yet to come); `begins` starts the
-    next process."""
+    """A service, a reader, or the relay, whose output goes to a log in `home`. `actor` is None while it is down (or has
+    yet to come); `part` gives the part of the process that is started as the `incarnation`-th one."""
 
     name: str
-    begins: Callable[["Member"], Actor]
+    home: Home
+    part: Callable[[int], Part]
     actor: Actor | None = None
     incarnation: int = 0
 
     def begin(self) -> None:
         self.incarnation += 1
-        self.actor = self.begins(self)
+        self.actor = Actor(self.part(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
     def leave(self) -> Actor:
         """It is down from now on; its process is the caller's."""
         assert self.actor is not None
         actor, self.actor = self.actor, None
         return actor
-
-
-@dataclass(frozen=True, slots=True)
-class Company:
-    """Makes members."""
-
-    stage: Stage
-    cast: Players
-    faults: Set[Fault]
-    seed: int
-
-    def readers(self) -> list[Member]:
-        return [Member(mode, partial(self._reader, mode)) for mode in READERS]
-
-    def relay(self) -> Member:
-        return Member("relay", partial(self.actor, part=Part(self.stage.facts, self.stage.effects)))
-
-    def service(self, name: str) -> Member:
-        return Member(name, self._service)
-
-    def _service(self, member: Member) -> Actor:
-        role = ServiceRole(
-            member.name,
-            self.cast.stream_list(),
-            self.faults,
-            self.cast.rate / self.cast.writers,
-            f"{self.seed} {member.name} {member.incarnation}",
-        )
-        return self.actor(member, Part(self.stage.facts, self.stage.effects, service=role))
-
-    def _reader(self, mode: Mode, member: Member) -> Actor:
-        role = services.ReaderRole(mode, self.cast.stream_names())
-        return self.actor(member, Part(self.stage.facts, self.stage.effects, reader=role))
-
-    def actor(self, member: Member, part: Part) -> Actor:
-        return Actor(part, self.stage.home.log(f"simulate-{member.name}"))

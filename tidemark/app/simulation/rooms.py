@@ -1,50 +1,408 @@
-"""`tidemark simulate --workload rooms`: a chat server of several processes, its clients, and what befalls them.
+"""The workload of rooms. Its verification holds what clients were answered against the tables, and the tables against
+the definitions of a room.
 
-One of the processes writes as the database itself, with `tidemark.append`, the others with `tidemark.Writer`; each
-also fetches history. What clients were answered is held against the tables, and these against the definitions.
+It knows nothing of positions but what each answer says of them.
 """
 
-import signal
-import time
-from collections.abc import Sequence, Set
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event
+from itertools import pairwise
+from threading import Lock
+from typing import Any
 
-import click
+import msgspec
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.app.settings import Settings
-from tidemark.app.signals import told_to_end
-from tidemark.app.simulation import tables
-from tidemark.app.simulation.fault_injector import Director
-from tidemark.app.simulation.processes import Actor, Company, Member, Part, Stage
+from tidemark.app.simulation import tables as databases
+from tidemark.app.simulation.processes import Part, Stage
 from tidemark.app.simulation.room_services import (
     ANSWERS,
     REMOTE,
+    SYNCING,
     ClientKind,
     RoomClientRole,
     RoomServiceRole,
     played,
     room_streams,
 )
-from tidemark.app.simulation.rooms_verification import RoomCount, RoomsDiffer, RoomsVerification
-from tidemark.app.simulation.script import PlayedStream
-from tidemark.app.simulation.simulate import (
-    CATCH_UP_SECONDS,
-    TICK_SECONDS,
-    Play,
-    directed,
-    play_through,
-    require_own,
-    services_server,
-)
-from tidemark.app.simulation.verification import table
-from tidemark.app.stack.home import Home
-from tidemark.common.errors import Unavailable
+from tidemark.app.simulation.room_truth import Truth
+from tidemark.app.simulation.script import PlayedStream, Successor
+from tidemark.app.simulation.workload import ReadCount, Verification, Workload
+from tidemark.common.errors import TidemarkError, Unavailable
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.rooms.tables import SCHEMA
-from tidemark.sources.topics import Topics
+from tidemark.sources.rooms import caches, tables
+from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state, incarnation
+from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent, Stay
+from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
+
+
+@dataclass(frozen=True, slots=True)
+class RoomCount(ReadCount):
+    """How one kind of client does. Of caches, `stale` values were served behind their invalidation; of states and
+    rooms, `different` ones are not as the definitions say.
+    """
+
+    stale: int = 0
+    different: int = 0
+
+    @property
+    def right(self) -> bool:
+        return not any(self.figures[2:])
+
+    def __str__(self) -> str:
+        names = ("missed", "doubled", "out of order", "stale", "different")
+        faults = [f"{count} {name}" for name, count in zip(names, self.figures[2:], strict=True) if count]
+        return ", ".join([f"{self.reader}: {self.read} of {self.written}", *faults])
+
+
+@dataclass
+class HeldRooms:
+    """What the services' database holds."""
+
+    timeline: dict[int, TimelineRow]
+    turns: Mapping[int, int]
+    recipients: Mapping[int, str]
+    stays: Mapping[tuple[str, str], Sequence[Stay]]
+    """Of member and room."""
+    stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
+    """Of cache and room: invalidations with the version that they tell of, rising."""
+    rooms_of: Mapping[str | None, Sequence[TimelineRow]]
+    """Of a member, or (None) of all: invalidations of their rooms. A value's version is how many it has seen."""
+
+    def least(self, cache: str, key: str, upto: Upto) -> int:
+        """The version that a cached value must have come to."""
+        if cache == caches.ROOMS_OF:
+            return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
+        told = reversed(self.stale_from.get((cache, key), ()))
+        return next((version for row, version in told if upto.passed(row)), 0)
+
+    def wanted(self, member: str) -> set[int]:
+        """What is to come for a member, the ends of its stays aside."""
+        return {
+            id
+            for id, row in self.timeline.items()
+            if id > 0
+            and (
+                self.recipients[id] == member and id not in self.ends(member)
+                if id in self.recipients
+                else self.stay(member, id) is not None
+            )
+        }
+
+    def stay(self, member: str, id: int) -> Stay | None:
+        """The stay in which the member is told an event."""
+        stays = self.stays.get((member, self.timeline[id].room), ())
+        return next((stay for stay in stays if stay.covers(self.turns[id])), None)
+
+    def ends(self, member: str) -> set[int]:
+        return {stay.left_by for (of, _), stays in self.stays.items() if of == member for stay in stays if stay.left_by}
+
+
+def synced(answers: Iterable[Sequence[Any]], held: HeldRooms) -> Iterable[RoomCount]:
+    """The answers of each syncing client in a row: client, member, since, upto, answer."""
+    rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
+    for client, about, *answer in answers:
+        rows[client, about].append(answer)
+    found: dict[str, RoomCount] = {}
+    for (client, member), of in rows.items():
+        count = _of_member(client, member, of, held)
+        found[client] = found.get(client, RoomCount(client)) + count
+    return found.values()
+
+
+def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], held: HeldRooms) -> RoomCount:
+    disordered = 0
+    got: list[int] = []
+    over: set[int] = set()
+    for (_, before, _), (since, _, answer) in pairwise([(None, answers[0][0], None), *answers]):
+        told = [answer[kind] for kind in ("events", "sent", "left")]
+        disordered += since != before or told != [sorted(ids) for ids in told]
+        stays = (held.stay(member, id) for id in answer["events"] if id in held.timeline)
+        disordered += sum(stay is not None and stay.left_by in over for stay in stays)
+        over.update(answer["left"])
+        got += [id for ids in told for id in ids]
+    until, ends = msgspec.convert(answers[-1][1], Upto), held.ends(member)
+    wanted = held.wanted(member)
+    passed = {id for id in wanted if until.passed(held.timeline[id])} | {id for id in ends if id <= until.linear}
+    missed, doubled = _compared(passed, got)
+    return RoomCount(client, len(wanted | ends), len(passed & {*got}), missed, doubled, disordered)
+
+
+def judged(client: str, about: str, upto: Upto, answer: Mapping[str, Any], held: HeldRooms) -> RoomCount:
+    match client:
+        case ClientKind.HISTORY:
+            return _paged(about, upto, answer, held)
+        case ClientKind.CACHES:
+            served = answer["served"]
+            stale = sum(version < held.least(cache, key, upto) for cache, key, version in served)
+            return RoomCount(client, len(served), len(served), stale=stale)
+        case _:
+            return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
+
+
+def _paged(room: str, upto: Upto, answer: Mapping[str, Any], held: HeldRooms) -> RoomCount:
+    """All live events up to the position, and all history of the time; some history may have come meanwhile."""
+    got = [id for _, id in answer["events"]]
+    of_room = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
+    wanted = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
+    extra = {id for id in got if id < 0 and id in of_room}
+    missed, doubled = _compared(wanted, [id for id in got if id in wanted or id not in extra])
+    doubled += len(got) - len({*got}) if not doubled else 0
+    keys = [(depth, id) for depth, id in answer["events"]]
+    disordered = int(keys != sorted(keys, reverse=True))
+    return RoomCount(ClientKind.HISTORY, len(wanted), len(wanted & {*got}), missed, doubled, disordered)
+
+
+def _compared(wanted: set[int], got: Sequence[int]) -> tuple[int, int]:
+    """How many are missed, and how many came twice or were not to come."""
+    counted = Counter(got)
+    return len(wanted - counted.keys()), sum(count - (id in wanted) for id, count in counted.items())
+
+
+APPLICATION = "tidemark simulate --verify"
+BEHIND = 1000
+"""Answers by which one may be committed too late."""
+
+
+class RoomsDiffer(TidemarkError):
+    """A client was answered wrongly, or the tables are not what the definitions say."""
+
+    def __init__(self, counts: Sequence[ReadCount], awaited: Collection[tuple[str, str]] = ()) -> None:
+        wrong = [str(it) for it in counts if not it.complete]
+        wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.reader for it in counts}]
+        wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
+        super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
+        self.counts = counts
+
+
+class RoomsVerification(Verification):
+    """Answers are held against the tables of the incarnation that gave them, as long as that is there: what it had
+    answered when it was last looked at is counted on.
+    """
+
+    columns = ("STALE", "DIFFERENT")
+    seconds_between = 0.5
+
+    def __init__(
+        self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, is_kept: bool = True
+    ) -> None:
+        """`heads` asks Tidemark up to which ID it knows each stream. `is_kept`: whether answers are, to be verified."""
+        self._is_kept = is_kept
+        self._heads = heads
+        self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
+        self._facts = session_of(facts, APPLICATION)
+        self._effects = session_of(effects, APPLICATION)
+        self._lock = Lock()
+        self._judged: set[int] = set()
+        """Numbers of answers; the newest ones may be committed in another order than that of their numbers."""
+        self._found: dict[int, dict[str, RoomCount]] = defaultdict(dict)
+        """By incarnation, the last of which is there."""
+        self._synced: dict[int, Sequence[RoomCount]] = {}
+        self._answered: set[tuple[str, str]] = set()
+
+    def __exit__(self, *error: object) -> None:
+        self._facts.close()
+        self._effects.close()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is compared meanwhile; before it once more, if possible."""
+        with self._lock:
+            with suppress(Unavailable):
+                self._compare()
+            yield
+
+    def services_go_back(self, server: str, how: Successor) -> None:
+        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet. Where it may lack
+        what clients were told, it is opened as another incarnation."""
+        if how is Successor.IN_STEP:
+            return
+        with _reached(server, self._names[0]) as connection:
+            connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
+
+    def readers_go_back(self, server: str) -> None:
+        """The same for the readers': numbers of answers are given out again behind those that it holds."""
+        with _reached(server, self._names[1]) as connection:
+            ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
+        self._judged = {number for number in self._judged if number <= newest}
+
+    def has_begun(self) -> bool:
+        """Whether every kind of client has answers; if answers are not kept, those that sync."""
+        wanted = {*ClientKind} if self._is_kept else {*CLIENTS["rooms-sync"]}
+        with suppress(Unavailable), self._effects.use() as connection:
+            rows = connection.execute("select distinct client from play.answers").fetchall()
+            return {*rows} >= {(kind,) for kind in wanted}
+        return False
+
+    def final_counts(self) -> list[RoomCount]:
+        return [*self.counts(), self.rooms()]
+
+    def is_complete(self, counts: Sequence[ReadCount]) -> bool:
+        """Every kind of client was answered, and rightly."""
+        kinds = {count.reader for count in counts}
+        return kinds >= {*ClientKind} and all(count.complete for count in counts) and not self.awaited
+
+    def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
+        return RoomsDiffer(counts, self.awaited)
+
+    def counts(self) -> list[RoomCount]:
+        """How each client does, since the readers' database was made; nothing if answers are not kept."""
+        if not self._is_kept:
+            return []
+        with self._lock:
+            now = self._compare()
+            found: dict[str, RoomCount] = {}
+            for began, of in self._synced.items():
+                for count in [*of, *self._found[began].values()]:
+                    # What another one had yet to answer is no more.
+                    told = count if began == now else replace(count, written=count.read)
+                    found[count.reader] = found.get(count.reader, RoomCount(count.reader)) + told
+        return [*found.values()]
+
+    @property
+    def awaited(self) -> set[tuple[str, str]]:
+        """The syncing clients, with their members, to whom the incarnation that is there has given no answer yet."""
+        return {(kind.value, it) for kind in (ClientKind.LINE, ClientKind.VECTOR) for it in SYNCING} - self._answered
+
+    def _compare(self) -> int:
+        """Which incarnation is there now."""
+        with self._facts.use() as connection:
+            now = incarnation(connection)
+        with self._effects.use() as connection:
+            answers = connection.execute(
+                "select client, about, since, upto, answer from play.answers"
+                " where kind = 'sync' and incarnation = %s order by number",
+                [now],
+            ).fetchall()
+            others = connection.execute(
+                "select number, client, about, upto, answer from play.answers"
+                " where kind <> 'sync' and incarnation = %s and number > %s order by number",
+                [now, max(self._judged, default=0) - BEHIND],
+            ).fetchall()
+        with self._facts.use() as connection:  # later than the answers: it holds whatever they were made of
+            held = _tables(connection)
+            self._synced[now] = [*synced(answers, held)]
+            self._answered = {(client, member) for client, member, *_ in answers}
+            found = self._found[now]
+            truths: dict[str, Truth] = {}
+            for number, client, about, upto, answer in (it for it in others if it[0] not in self._judged):
+                count = judged(client, about, msgspec.convert(upto, Upto), answer, held)
+                if client == ClientKind.HISTORY:
+                    if about not in truths:
+                        truths[about] = Truth(*_everything(connection, about))
+                    state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
+                    count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, held)
+                found[client] = found.get(client, RoomCount(client)) + count
+                self._judged.add(number)
+        return now
+
+    def rooms(self) -> RoomCount:
+        """Extremities, states, members and timelines of all rooms, held against the definitions."""
+        with self._lock, self._facts.use() as connection:
+            rows = connection.execute("select room from rooms.rooms order by room").fetchall()
+            wrong = []
+            for (room,) in rows:
+                with connection.transaction():
+                    connection.execute("set transaction isolation level repeatable read")
+                    if not _is_right(connection, room):
+                        wrong.append(room)
+        return RoomCount("tables", len(rows), len(rows) - len(wrong), different=len(wrong))
+
+
+@contextmanager
+def _reached(server: str, name: str) -> Iterator[Connection]:
+    """The database of this name on a server."""
+    with closing(session_of(make_conninfo(server, dbname=name), APPLICATION)) as session, session.use() as connection:
+        yield connection
+
+
+def _tables(connection: Connection) -> HeldRooms:
+    timeline, turns, recipients = {}, {}, {}
+    for *row, turn, recipient in connection.execute(
+        "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
+    ).fetchall():
+        timeline[row[0]], turns[row[0]] = TimelineRow(*row), turn
+        if recipient is not None:
+            recipients[row[0]] = recipient
+    stays: dict[tuple[str, str], list[Stay]] = defaultdict(list)
+    for member, *stay in connection.execute("select member, room, began, ended, left_by from rooms.stays").fetchall():
+        stays[member, stay[0]].append(Stay(*stay))
+    stale: dict[tuple[str, str], list[tuple[TimelineRow, int]]] = defaultdict(list)
+    rooms_of: dict[str | None, list[TimelineRow]] = defaultdict(list)
+    for id, cache, keys, writer, version in connection.execute(
+        "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
+    ).fetchall():
+        told = TimelineRow(id, "", "", 0, writer)
+        if cache == caches.ROOMS_OF:
+            rooms_of[None if keys is None else keys[0]].append(told)
+            continue
+        for name in (caches.STATE, caches.MEMBERS) if cache == caches.ALL_OF_ROOM else (cache,):
+            stale[name, keys[0]].append((told, version))
+    return HeldRooms(timeline, turns, recipients, stays, stale, rooms_of)
+
+
+def _opened(truth: Truth, room: str, upto: Upto, state: State, held: HeldRooms) -> RoomCount:
+    """The state of a first sync: what the live events up to its position make, with no history or with all of it."""
+    placed = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
+    live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
+    history = {row.event for id, row in placed.items() if id < 0}
+    least, most = (truth.part(those).current for those in (live, live | history))
+    within = state.keys() <= most.keys() and all(
+        least.get(key, holder) <= holder <= most[key] for key, holder in state.items()
+    )
+    return RoomCount(ClientKind.HISTORY, different=int(not within or not least.keys() <= state.keys()))
+
+
+def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
+    """Every event of a room that any server has, as what it is; and as what ours holds it."""
+    rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
+    held = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
+    remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
+    others = {event.id: event for event in (msgspec.convert(body, RoomEvent) for (body,) in remote)}
+    return {**held, **others}.values(), {id: event.held_as for id, event in held.items()}
+
+
+def _is_right(connection: Connection, room: str) -> bool:
+    everything, held = _everything(connection, room)
+    truth = Truth(everything, held)
+    groups = {id: group for id, (_, group) in tables.events_of(connection, [*held]).items() if group is not None}
+    states = {group: tables.state_of(connection, group) for group in {*groups.values()}}
+    rows = connection.execute(
+        "select event, turn, recipient from rooms.timeline where room = %s order by turn", [room]
+    ).fetchall()
+    placed = [(event, turn) for event, turn, recipient in rows if recipient is None]
+    told = Counter(event for event, _ in placed)
+    sent = {event for event, _, recipient in rows if recipient is not None}
+    members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
+    current = current_state(connection, room)[1]
+    chains = tables.PostgresGroups(connection, room)
+    return (
+        {*tables.forward_extremities(connection, room)} == truth.forward
+        and {*tables.backward_extremities(connection, room)} == truth.backward
+        and groups.keys() == truth.placed
+        and all(states[group] == truth.state_at(id) for id, group in groups.items())
+        and current == truth.current
+        and dict(members) == {key: holder.id for (kind, key), holder in current.items() if kind == MEMBER}
+        and told == Counter(truth.placed)
+        and sent >= {id for id, as_ in held.items() if as_ is HeldAs.OUT_OF_BAND}
+        and _stays(connection, room) == {*truth.stays(placed)}
+        and all(len(chains.chain(group)) <= LONGEST_CHAIN for group in states)
+    )
+
+
+def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
+    """Of each member: the turns of the first event and of the last one, and the event that it is told ended it."""
+    rows = connection.execute(
+        "select stays.member, began, ended, told.event from rooms.stays left join rooms.timeline as told"
+        " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
+        [room],
+    )
+    return {*rows.fetchall()}
+
 
 CLIENTS = {
     "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
@@ -53,106 +411,49 @@ CLIENTS = {
 """Clients by process."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoomsCompany(Company):
-    """Services and clients of rooms in the places of others; `kept`: whether answers are, to be verified."""
+class RoomsWorkload(Workload):
+    """A chat server of several processes, and its clients.
 
-    kept: bool
-
-    def readers(self) -> list[Member]:
-        return [Member(name, partial(self._client, kinds)) for name, kinds in CLIENTS.items()]
-
-    def service(self, name: str) -> Member:
-        return Member(name, self._room_service)
-
-    def _room_service(self, member: Member) -> Actor:
-        first = member.name == self.cast.writer_name(1)
-        role = RoomServiceRole(
-            None if first else member.name,
-            room_streams(self.cast.prefix),
-            self.faults,
-            self.cast.rate / self.cast.writers,
-            f"{self.seed} {member.name} {member.incarnation}",
-        )
-        return self.actor(member, Part(self.stage.facts, self.stage.effects, room_service=role))
-
-    def _client(self, kinds: Sequence[ClientKind], member: Member) -> Actor:
-        streams, seed = room_streams(self.cast.prefix), f"{self.seed} {member.name} {member.incarnation}"
-        role = RoomClientRole(kinds, streams, f"{self.cast.prefix}client", seed, kept=self.kept)
-        return self.actor(member, Part(self.stage.facts, self.stage.effects, room_client=role))
-
-
-def run(settings: Settings, play: Play, *, verify: bool) -> None:
-    """Play to the end, or until SIGTERM or Ctrl-C, as `simulate.run` does.
-
-    Raises `RoomsDiffer` where `verify` finds it; `StreamTaken`, `TopicMissing`, `AlreadyRunning`, `StartFailed`,
-    `Unavailable`.
+    One of the processes writes as the database itself, with `tidemark.append`, the others with `tidemark.Writer`; each
+    also fetches history. What clients were answered is held against the tables, and these against the definitions.
     """
-    with ExitStack() as stack:
-        own = services_server(settings, play, stack)
-        stage = _stage(settings, play.cast.prefix, own.server.dsn() if own else settings.postgres())
-        stopping = told_to_end(again=signal.SIG_DFL)
-        heads = partial(_heads, settings.postgres(), played(room_streams(play.cast.prefix)))
-        verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects, heads))
-        servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
-        director = stack.enter_context(
-            directed(RoomsCompany(stage, play.cast, play.faults, play.seed, verify), servers)
-        )
-        _await_all(director, {*ClientKind} if verify else {*CLIENTS["rooms-sync"]}, stopping)
-        play_through(director, play, stopping, verification.counts if verify else list, RoomsDiffer if verify else None)
-        if verify:
-            _conclude(director, verification)
 
+    readers = (*CLIENTS,)
 
-def _stage(settings: Settings, prefix: str, services: str) -> Stage:
-    """Everything that the play needs, made where it is missing; `services` is the DSN of their server."""
-    Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    play = "_".join(filter(None, ["rooms", prefix.strip("_")]))
-    facts, effects = tables.make_database(services, play), tables.make_database(settings.postgres(), play)
-    tables.prepare_writing(facts)
-    streams = played(room_streams(prefix))
-    require_own(settings, facts, streams)
-    tables.make_streams(facts, streams)
-    with session_of(facts, tables.APPLICATION) as session:
-        SCHEMA.migrate(session)
-    tables.make_tables(facts, REMOTE)
-    tables.make_tables(effects, ANSWERS)
-    return Stage(Home(settings.home), facts, effects)
+    @property
+    def database(self) -> str:
+        return "_".join(filter(None, ["rooms", self.play.cast.prefix.strip("_")]))
+
+    @property
+    def streams(self) -> Sequence[PlayedStream]:
+        return played(room_streams(self.play.cast.prefix))
+
+    def make_tables(self, facts: str, effects: str) -> None:
+        databases.make_streams(facts, self.streams)
+        with session_of(facts, databases.APPLICATION) as session:
+            tables.SCHEMA.migrate(session)
+        databases.make_tables(facts, REMOTE)
+        databases.make_tables(effects, ANSWERS)
+
+    def service(self, stage: Stage, name: str, incarnation: int) -> Part:
+        cast, seed = self.play.cast, f"{self.play.seed} {name} {incarnation}"
+        writer = None if name == cast.writer_name(1) else name
+        streams = room_streams(cast.prefix)
+        role = RoomServiceRole(writer, streams, self.play.faults, cast.rate / cast.writers, seed)
+        return Part(stage.facts, stage.effects, room_service=role)
+
+    def reader(self, stage: Stage, name: str, incarnation: int) -> Part:
+        prefix, seed = self.play.cast.prefix, f"{self.play.seed} {name} {incarnation}"
+        role = RoomClientRole(CLIENTS[name], room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
+        return Part(stage.facts, stage.effects, room_client=role)
+
+    def verification(self, stage: Stage, tidemark: str) -> RoomsVerification:
+        heads = partial(_heads, tidemark, self.streams)
+        return RoomsVerification(stage.facts, stage.effects, heads, is_kept=self.verify)
 
 
 def _heads(dsn: str, streams: Sequence[PlayedStream]) -> dict[str, int]:
     """Up to which ID Tidemark, whose Postgres is at `dsn`, knows each stream."""
-    with closing(session_of(dsn, tables.APPLICATION)) as session, session.use() as connection:
+    with closing(session_of(dsn, databases.APPLICATION)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}
-
-
-def _await_all(director: Director, clients: Set[ClientKind], stopping: Event) -> None:
-    """The play begins when everybody is at work, these among them: processes need their time on a busy machine."""
-    deadline = time.monotonic() + CATCH_UP_SECONDS
-    with closing(session_of(director.company.stage.effects, tables.APPLICATION)) as session:
-        while time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
-            director.tick()
-            with suppress(Unavailable), session.use() as connection:
-                if {*connection.execute("select distinct client from play.answers")} >= {(kind,) for kind in clients}:
-                    return
-
-
-def _conclude(director: Director, verification: RoomsVerification) -> None:
-    """Wait until the syncing clients have everything; print how each did. Raises `RoomsDiffer`."""
-    deadline = time.monotonic() + CATCH_UP_SECONDS
-    counts: list[RoomCount] = []
-    while not (_is_complete(counts) and not verification.awaited) and time.monotonic() < deadline:
-        director.tick()
-        time.sleep(5 * TICK_SECONDS)
-        with suppress(Unavailable):
-            counts = verification.counts()
-    found = [*counts, verification.rooms()]
-    click.echo(table(found, "STALE", "DIFFERENT"))
-    if verification.awaited or not (_is_complete(counts) and found[-1].complete):
-        raise RoomsDiffer(found, verification.awaited)
-
-
-def _is_complete(counts: Sequence[RoomCount]) -> bool:
-    """Every kind of client was answered, and rightly."""
-    return len(counts) == len(ClientKind) and all(count.complete for count in counts)

@@ -8,11 +8,11 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle
-from typing import Protocol, Self
+from typing import Self
 
 import psutil
 import psycopg
@@ -20,6 +20,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
 from tidemark.app.simulation.script import Successor
+from tidemark.app.simulation.workload import Verification
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.app.stack.processes import free_port, process_of
@@ -32,19 +33,6 @@ class Whose(StrEnum):
     SERVICES = "services"
     TIDEMARK = "tidemark"
     """The readers' database is there, too."""
-
-
-class Judge(Protocol):
-    """Who compares what the databases of a play hold, and is told before one goes back. Any thread may call it."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Nothing is compared meanwhile; for the thread that calls the next two."""
-
-    def services_go_back(self, server: str, how: Successor, /) -> None:
-        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
-
-    def readers_go_back(self, server: str, /) -> None:
-        """The same for the readers', with their places."""
 
 
 class ServicesPostgres:
@@ -71,7 +59,7 @@ class ServicesPostgres:
         self._watch.join()
         self._open.close()
 
-    def with_stack(self, settings: Settings, judge: Judge) -> "Servers":
+    def with_stack(self, settings: Settings, judge: Verification) -> "Servers":
         """It, and Tidemark's where `tidemark up` runs that."""
         postgres = {Whose.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
@@ -94,7 +82,7 @@ class Replacement:
     whose: Whose
     origin: PostgresServer
     how: Successor
-    judge: Judge
+    judge: Verification
 
     def __post_init__(self) -> None:
         self._replica = Replica(self.origin)
@@ -134,7 +122,7 @@ class Replacement:
 class Servers:
     """The Postgres servers that are within reach, and what befalls them in turn. For one thread, but for its own."""
 
-    def __init__(self, postgres: dict[Whose, PostgresServer], judge: Judge) -> None:
+    def __init__(self, postgres: dict[Whose, PostgresServer], judge: Verification) -> None:
         self._postgres = postgres
         self._judge = judge
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")

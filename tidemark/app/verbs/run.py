@@ -105,12 +105,12 @@ def simulate(
     postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
     """
     settings = loaded()
-    from tidemark.app.simulation import rooms, simulate
+    from tidemark.app.simulation import simulate
     from tidemark.app.simulation.script import Players, faults
+    from tidemark.app.simulation.workload import Play
 
     seed = time.time_ns() % 2**32 if seed is None else seed
     click.echo(f"playing with --seed {seed}")
     cast = Players(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
-    play = simulate.Play(cast, faults(named), seed, seconds)
-    run = rooms.run if workload == "rooms" else simulate.run
-    run(settings, play, verify=verify)
+    play = Play(cast, faults(named), seed, seconds)
+    simulate.run(settings, play, workload, verify=verify)

@@ -1,26 +1,31 @@
-"""Holds what readers did against the truth: the facts that were committed, and the effects of each reader.
+"""The workload of streams. Its verification compares the facts that were committed with the effects of each reader.
 
-It knows nothing of positions but where a reader says that it stands. What was found to be right is deleted, so that a
-play may go on for ever. Facts and effects are in two databases, and each may go back: then what was deleted is deleted
-again, before anybody else sees it (`services_go_back`, `readers_go_back`).
+It knows nothing of positions but where a reader says that it is. What was found to be right is deleted, so that a
+simulation may go on for ever. Facts and effects are in two databases, and each may go back: then what was deleted is
+deleted again, before anybody else sees it (`services_go_back`, `readers_go_back`).
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from psycopg import sql
 
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.script import PlayedStream, Successor
+from tidemark.app.simulation.processes import Part, Stage
+from tidemark.app.simulation.script import OF_DATABASES, PlayedStream, Successor
+from tidemark.app.simulation.services import ReaderRole, ServiceRole
+from tidemark.app.simulation.workload import ReadCount, Verification, Workload
 from tidemark.common.errors import TidemarkError
 from tidemark.common.postgres_session import Connection
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader import Mode
 from tidemark.sources.relay.queries import session_of
+from tidemark.streaming.core.codec import decode
 
 
 class FactRow(NamedTuple):
@@ -48,41 +53,6 @@ class Stand(NamedTuple):
 
     def passed(self, row: FactRow) -> bool:
         return row.id <= self.positions.get(row.writer, self.linear)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadCount:
-    """What is `written` for one reader, and not `read`, is yet to come; `missed` was passed without being read."""
-
-    reader: str
-    written: int = 0
-    read: int = 0
-    missed: int = 0
-    doubled: int = 0
-    disordered: int = 0
-
-    @property
-    def right(self) -> bool:
-        return not (self.missed or self.doubled or self.disordered)
-
-    @property
-    def complete(self) -> bool:
-        return self.right and self.read == self.written
-
-    @property
-    def figures(self) -> tuple[int, ...]:
-        return astuple(self)[1:]
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(self.reader, *map(sum, zip(self.figures, other.figures, strict=True)))
-
-
-def table(counts: Sequence[ReadCount], *further: str) -> str:
-    """For people: a line for each; `further` columns are what else is counted."""
-    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", *further)
-    lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
-    lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +167,38 @@ APPLICATION = "tidemark simulate --verify"
 class EffectsDiffer(TidemarkError):
     """Some reader missed, doubled or disordered facts."""
 
-    def __init__(self, counts: Sequence[Count]) -> None:
+    def __init__(self, counts: Sequence[ReadCount]) -> None:
         wrong = "; ".join(str(count) for count in counts if not count.right)
         super().__init__(f"what was read is not what was written: {wrong}")
         self.counts = counts
 
 
-class Verification:
-    """A context manager. `facts` and `effects` are the DSNs of the services' database and of the readers'.
+class LossUntold(TidemarkError):
+    """A database went back, readers had read facts that are no more, and nothing tells of it."""
 
-    Any thread may call it. Methods raise `Unavailable` where a database does not answer.
-    """
+    def __init__(self, stream: str) -> None:
+        super().__init__(
+            f"facts of {stream} were read and then lost with their database, and their IDs were given out again:"
+            " there is neither a late completion nor a new timeline"
+        )
+        self.stream = stream
 
-    def __init__(self, facts: str, effects: str, streams: Sequence[PlayedStream]) -> None:
+
+class StreamsVerification(Verification):
+    """`facts` and `effects` are the DSNs of the services' database and of the readers'. `timelines` asks Tidemark for
+    the number of each stream's timeline."""
+
+    columns = ("LATE", "AGAIN", "LOST")
+
+    def __init__(
+        self,
+        facts: str,
+        effects: str,
+        streams: Sequence[PlayedStream],
+        timelines: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self._timelines = timelines
+        self._first_timelines = timelines()
         self._facts = session_of(facts, APPLICATION)
         self._effects = session_of(effects, APPLICATION)
         self._streams = streams
@@ -228,9 +217,6 @@ class Verification:
         """Streams whose database may give IDs out again that readers have read."""
         self.late: set[str] = set()
         """Streams of which readers were handed late completions after their database went back."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._facts.close()
@@ -258,6 +244,23 @@ class Verification:
         with closing(session_of(tables.own_database(server), APPLICATION)) as session, session.use() as connection:
             for marks in self._compared.values():
                 _delete(connection, _EFFECTS, [*marks])
+
+    def final_counts(self) -> list[Count]:
+        return self.counts(final=True)
+
+    def is_complete(self, counts: Sequence[ReadCount]) -> bool:
+        return bool(counts) and all(count.complete for count in counts)
+
+    def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
+        return EffectsDiffer(counts)
+
+    def require_reported(self) -> None:
+        """Raise `LossUntold` for the first stream whose database gave out again what readers had read, and nobody was
+        informed."""
+        now = self._timelines()
+        for stream in sorted(self.lost - self.late):
+            if now.get(stream, 1) == self._first_timelines.get(stream, 1):
+                raise LossUntold(stream)
 
     def counts(self, *, final: bool = False) -> list[Count]:
         """How each reader does, over all streams, since the database was made; nothing before the first has begun.
@@ -369,3 +372,37 @@ def _handed(connection: Connection, reader: Mode, stream: str) -> list[HandedRow
 def _committed(connection: Connection, stream: str) -> list[FactRow]:
     rows = connection.execute(sql.SQL("select abs(stream_id), writer, mark from {}").format(_facts_of(stream)))
     return [FactRow(*row) for row in rows]
+
+
+class StreamsWorkload(Workload):
+    """Services that write rows with `tidemark.append`, and readers of the reader's library."""
+
+    database = "demo"
+    readers = READERS
+
+    @property
+    def streams(self) -> Sequence[PlayedStream]:
+        return self.play.cast.stream_list()
+
+    def make_tables(self, facts: str, effects: str) -> None:
+        tables.make_facts(facts, self.streams)
+        tables.make_effects(effects)
+
+    def service(self, stage: Stage, name: str, incarnation: int) -> Part:
+        cast, seed = self.play.cast, f"{self.play.seed} {name} {incarnation}"
+        role = ServiceRole(name, self.streams, self.play.faults, cast.rate / cast.writers, seed)
+        return Part(stage.facts, stage.effects, service=role)
+
+    def reader(self, stage: Stage, name: str, incarnation: int) -> Part:
+        role = ReaderRole("linear" if name == "linear" else "vector", self.play.cast.stream_names())
+        return Part(stage.facts, stage.effects, reader=role)
+
+    def verification(self, stage: Stage, tidemark: str) -> StreamsVerification:
+        timelines = partial(_timelines, tidemark) if self.play.faults & OF_DATABASES else dict
+        return StreamsVerification(stage.facts, stage.effects, self.streams, timelines)
+
+
+def _timelines(dsn: str) -> dict[str, int]:
+    """The number of each stream's timeline, as Tidemark's Postgres has it."""
+    with Postgres(PostgresConfig(lambda: dsn)) as postgres:
+        return {stream: decode(data).timeline for stream, data in postgres.states().items()}
