@@ -19,6 +19,6 @@ def test_nothing_is_missed_doubled_or_disordered_for_as_long_as_it_lasts(termina
 def test_rooms_are_right_for_as_long_as_it_lasts(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again: `make rooms-torture`."""
     with terminal.up():
-        told = require_rooms_right(terminal, SECONDS, set(Fault))
-        require_befell(told, set(Fault))
-        click.echo(told)
+        output = require_rooms_right(terminal, SECONDS, set(Fault))
+        require_befell(output, set(Fault))
+        click.echo(output)

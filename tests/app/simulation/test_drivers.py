@@ -6,11 +6,11 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from tidemark.app.simulation.script import PlayedStream
+from tidemark.app.simulation.script import SimulatedStream
 from tidemark.app.simulation.services import (
-    BrokenOff,
+    ConnectionLost,
     Driver,
-    Undone,
+    RolledBack,
     by_asyncpg,
     by_psycopg,
     by_sqlalchemy,
@@ -24,7 +24,7 @@ DRIVERS = [by_psycopg, by_sqlalchemy, by_asyncpg]
 @pytest.fixture
 def sql(database: str) -> Iterator[psycopg.Connection]:
     prepare_writing(database)
-    make_facts(database, [PlayedStream("events", "forward")])
+    make_facts(database, [SimulatedStream("events", "forward")])
     with psycopg.connect(database, autocommit=True) as connection:
         yield connection
 
@@ -39,9 +39,9 @@ def test_transactions_and_savepoints_are_the_caller_s(sql: psycopg.Connection, d
     """What is undone leaves nothing, what is around it stands; each way of writing gives facts."""
     with driver(database, "web") as connection:
         with connection.transaction():
-            with suppress(Undone), connection.transaction():
+            with suppress(RolledBack), connection.transaction():
                 connection.insert("events", connection.append("events", {"part": 1}), 1)
-                raise Undone
+                raise RolledBack
             with connection.transaction():
                 for id in connection.append_many("events", [{"part": 1}, {"part": 1}]):
                     connection.insert("events", id, 1)
@@ -66,17 +66,17 @@ def test_a_connection_that_is_cut_breaks_off(
     def work() -> None:
         with driver(database, "web") as connection:
             for _ in range(2):  # where it was to be undone the next statement says so
-                with suppress(Undone), connection.transaction():
+                with suppress(RolledBack), connection.transaction():
                     connection.insert("events", connection.append("events", {"part": 1}), 1)
                     sql.execute(
                         "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
                         " where datname = current_database() and pid <> pg_backend_pid()"
                     )
                     if undone:
-                        raise Undone
+                        raise RolledBack
 
-    with pytest.raises(BrokenOff):
+    with pytest.raises(ConnectionLost):
         work()
     assert sql.execute("select from demo.events").fetchall() == []
-    with pytest.raises(BrokenOff), driver("host=127.0.0.1 port=1 dbname=none user=none", "web"):
+    with pytest.raises(ConnectionLost), driver("host=127.0.0.1 port=1 dbname=none user=none", "web"):
         pass

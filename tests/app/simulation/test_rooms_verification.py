@@ -10,7 +10,7 @@ import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.room_services import ANSWERS, REMOTE, played, room_streams
+from tidemark.app.simulation.room_services import ANSWERS, REMOTE, room_streams, simulated_streams
 from tidemark.app.simulation.rooms import RoomCount, RoomsVerification
 from tidemark.app.simulation.script import Successor
 from tidemark.common.postgres_session import Connection
@@ -45,11 +45,15 @@ class World:
             [client, kind, about, *texts, incarnation(self.connection)],
         )
 
-    def synced(self, since: int, upto: int, *events: int, member: str = "@ada", left: Sequence[int] = ()) -> None:
+    def compare_synced(
+        self, since: int, upto: int, *events: int, member: str = "@ada", left: Sequence[int] = ()
+    ) -> None:
         self.answer("line", "sync", member, since, upto, {"events": events, "sent": [], "left": left})
 
     def verification(self) -> RoomsVerification:
-        return RoomsVerification(self.dsn, self.dsn, lambda: {stream.name: 0 for stream in played(room_streams(""))})
+        return RoomsVerification(
+            self.dsn, self.dsn, lambda: {stream.name: 0 for stream in simulated_streams(room_streams(""))}
+        )
 
     def counts(self) -> dict[str, RoomCount]:
         with self.verification() as verification:
@@ -60,7 +64,7 @@ class World:
 def world(database: str) -> Iterator[World]:
     dsn = tables.make_database(database, "rooms")
     tables.prepare_writing(dsn)
-    tables.make_streams(dsn, played(room_streams("")))
+    tables.make_streams(dsn, simulated_streams(room_streams("")))
     with session_of(dsn, "tests") as session:
         SCHEMA.migrate(session)
     tables.make_tables(dsn, REMOTE)
@@ -73,13 +77,13 @@ def test_a_sync_is_right_only_with_each_event_once_and_in_order(world: World) ->
     """What is still to come is neither read nor missed; a client's answers join."""
     for id in ("three", "four", "five"):
         world.say(id)
-    world.synced(0, 2, 1, 2)
+    world.compare_synced(0, 2, 1, 2)
     assert world.counts()["line"] == RoomCount("line", 5, 2)
-    world.synced(2, 4, 4)
+    world.compare_synced(2, 4, 4)
     assert world.counts()["line"] == RoomCount("line", 5, 3, missed=1)
-    world.synced(4, 4, 3)
+    world.compare_synced(4, 4, 3)
     assert world.counts()["line"] == RoomCount("line", 5, 4)
-    world.synced(3, 5, 5, 4)
+    world.compare_synced(3, 5, 5, 4)
     assert world.counts()["line"] == RoomCount("line", 5, 5, doubled=1, disordered=1)
 
 
@@ -101,9 +105,9 @@ def test_the_end_of_a_stay_is_told_once_behind_all_of_it(
     prevs, depth = following(world.connection, ROOM)
     STORE.persist(world.connection, replace(a_member("no", "@bob", membership="leave"), prevs=prevs, depth=depth))
     world.say("five")
-    world.synced(0, 2, 2, member="@bob")
+    world.compare_synced(0, 2, 2, member="@bob")
     for since, upto, events, left in answers:
-        world.synced(since, upto, *events, member="@bob", left=left)
+        world.compare_synced(since, upto, *events, member="@bob", left=left)
     assert world.counts()["line"] == found
 
 
@@ -176,9 +180,9 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
     so, and nothing that is lost is owed to anybody."""
     world.say("lost")
     with world.verification() as verification:
-        world.synced(0, 2, 1, 2)
+        world.compare_synced(0, 2, 1, 2)
         world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
-        with verification.held():  # this is when it is looked at
+        with verification.paused():  # this is when it is looked at
             verification.services_go_back(world.dsn, how)
         world.connection.execute("delete from rooms.timeline where event = 'lost'")
         assert incarnation(world.connection) > 0
@@ -186,22 +190,22 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
         assert before["own"] == RoomCount("own", 0, 0, missed=1)
         assert before["line"] == RoomCount("line", 2, 2)
         assert ("line", "@ada") in verification.awaited
-        world.synced(0, 2, 1, 2)
+        world.compare_synced(0, 2, 1, 2)
         assert verification.counts()[0] == RoomCount("line", 4, 4)
         assert ("line", "@ada") not in verification.awaited
         world.say("new")
         assert verification.counts()[0] == RoomCount("line", 5, 4)
-        world.synced(2, 2, 2)
+        world.compare_synced(2, 2, 2)
         assert verification.counts()[0] == RoomCount("line", 5, 4, doubled=1)
 
 
 def test_a_standby_in_step_begins_nothing_anew(world: World) -> None:
     """What clients were told is all there: their answers go on."""
     with world.verification() as verification:
-        world.synced(0, 1, 1)
-        with verification.held():
+        world.compare_synced(0, 1, 1)
+        with verification.paused():
             verification.services_go_back(world.dsn, Successor.IN_STEP)
-        world.synced(1, 2, 2)
+        world.compare_synced(1, 2, 2)
         assert verification.counts() == [RoomCount("line", 2, 2)]
 
 
@@ -213,7 +217,7 @@ def test_answers_behind_those_that_a_readers_database_has_kept_are_looked_at_ane
         assert verification.counts() == [RoomCount("own", 2, 2)]
         world.connection.execute("delete from play.answers where number = 2")
         world.connection.execute("alter sequence play.answers_number_seq restart with 2")
-        with verification.held():
+        with verification.paused():
             verification.readers_go_back(world.dsn)
         world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
         assert verification.counts() == [RoomCount("own", 3, 2, missed=1)]

@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from tidemark.app.simulation.script import ALL, OF_PROCESSES, Act, Fault, Players, faults, script
+from tidemark.app.simulation.script import ALL, OF_PROCESSES, Fault, PlannedFault, WriterPlan, fault_schedule, faults
 from tidemark.common.errors import BadSetting
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}
 
 
-def acts(seed: int, seconds: float) -> list[Act]:
-    return list(itertools.takewhile(lambda act: act.at < seconds, script(seed, ALL, seconds)))
+def acts(seed: int, seconds: float) -> list[PlannedFault]:
+    return list(itertools.takewhile(lambda act: act.at < seconds, fault_schedule(seed, ALL, seconds)))
 
 
 def test_the_same_seed_gives_the_same_script() -> None:
@@ -30,8 +30,8 @@ def test_every_fault_comes_in_the_first_half(seed: int) -> None:
 
 def test_only_what_was_asked_for_happens() -> None:
     """One kind alone, for ever; and nothing at all."""
-    assert {act.fault for act in itertools.islice(script(1, {Fault.CRASH}, math.inf), 50)} == {Fault.CRASH}
-    assert next(script(1, INSIDE, 10.0), None) is None
+    assert {act.fault for act in itertools.islice(fault_schedule(1, {Fault.CRASH}, math.inf), 50)} == {Fault.CRASH}
+    assert next(fault_schedule(1, INSIDE, 10.0), None) is None
 
 
 def test_faults_are_asked_for_by_name() -> None:
@@ -44,6 +44,6 @@ def test_faults_are_asked_for_by_name() -> None:
 
 def test_a_prefix_must_be_fit_for_names_in_sql() -> None:
     """It begins the names of tables and sequences."""
-    assert Players(streams=1, prefix="mine_").stream_names() == ["mine_events"]
+    assert WriterPlan(streams=1, prefix="mine_").stream_names() == ["mine_events"]
     with pytest.raises(BadSetting, match="--prefix"):
-        Players(prefix="Mine-")
+        WriterPlan(prefix="Mine-")

@@ -49,34 +49,34 @@ def require_rooms_right(terminal: Terminal, seconds: int, faults: Set[Fault]) ->
     """Play rooms with `faults` in a stack that is up; in the end every client was answered rightly. What it said."""
     words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--prefix", "rooms_"]
     done = terminal.run("simulate", "--workload", "rooms", *words, "--verify", patience=seconds + CATCH_UP_SECONDS)
-    told = done.stdout.decode()
-    assert done.returncode == 0, told + done.stderr.decode()
+    output = done.stdout.decode()
+    assert done.returncode == 0, output + done.stderr.decode()
     for client in ("line", "vector", "history", "caches", "own", "tables"):
-        found = re.search(rf"^{client} +(\d+) +(\d+)( +0){{5}}$", told, re.MULTILINE)
-        assert found, told
+        found = re.search(rf"^{client} +(\d+) +(\d+)( +0){{5}}$", output, re.MULTILINE)
+        assert found, output
         assert int(found[1]) == int(found[2]) > 0
-    return told
+    return output
 
 
-def require_befell(told: str, faults: Set[Fault]) -> None:
+def require_befell(output: str, faults: Set[Fault]) -> None:
     """Each of them, but for those that happen inside transactions."""
-    befell = next(line for line in told.splitlines() if line.startswith("the play is over"))
-    assert {fault for fault in faults - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in befell} == set()
+    counted = next(line for line in output.splitlines() if line.startswith("the simulation is over"))
+    assert {fault for fault in faults - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in counted} == set()
 
 
 def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
     """Play with `faults` in a stack that is up; each comes, and in the end everything was read. What it said."""
     words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--verify"]
     done = terminal.run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
-    told = done.stdout.decode()
-    assert done.returncode == 0, told + done.stderr.decode()
-    require_befell(told, faults)
+    output = done.stdout.decode()
+    assert done.returncode == 0, output + done.stderr.decode()
+    require_befell(output, faults)
     for reader in ("vector", "linear"):
-        found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", told, re.MULTILINE)
-        assert found, told
+        found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", output, re.MULTILINE)
+        assert found, output
         assert int(found[1]) == int(found[2]) > 100
     assert all(terminal.said(f"{server} ended") for server in ("pipeline", "redis", "kafka", "postgres"))
-    return told
+    return output
 
 
 def test_streams_that_tidemark_knows_are_not_begun_anew(

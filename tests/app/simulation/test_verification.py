@@ -8,10 +8,10 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.script import Players
-from tidemark.app.simulation.streams import Count, StreamsVerification
+from tidemark.app.simulation.script import WriterPlan
+from tidemark.app.simulation.streams import StreamsCount, StreamsVerification
 
-STREAM = Players(streams=1).stream_list()[0]
+STREAM = WriterPlan(streams=1).stream_list()[0]
 
 
 class World:
@@ -51,7 +51,7 @@ class World:
             [reader, reader, linear, Jsonb(positions)],
         )
 
-    def counts(self) -> dict[str, Count]:
+    def counts(self) -> dict[str, StreamsCount]:
         return {count.reader: count for count in self._verification.counts()}
 
 
@@ -72,9 +72,9 @@ def test_what_was_read_once_and_in_order_is_right(world: World) -> None:
     world.read(1, 2, reader="linear")
     world.stand("linear", 3)
     found = world.counts()["linear"]
-    assert found == Count("linear", 3, 2, 0, 0, 0)
-    assert found.right
-    assert not found.complete
+    assert found == StreamsCount("linear", 3, 2, 0, 0, 0)
+    assert found.is_right
+    assert not found.is_complete
 
 
 def test_a_fact_that_was_passed_and_not_read_is_missed(world: World) -> None:
@@ -88,8 +88,8 @@ def test_a_fact_that_was_passed_and_not_read_is_missed(world: World) -> None:
     world.read(3, reader="vector")
     world.stand("vector", 0, first=3)
     found = world.counts()
-    assert found["linear"] == Count("linear", 3, 2, 1, 0, 0)
-    assert found["vector"] == Count("vector", 3, 1, 1, 0, 0)
+    assert found["linear"] == StreamsCount("linear", 3, 2, 1, 0, 0)
+    assert found["vector"] == StreamsCount("vector", 3, 1, 1, 0, 0)
 
 
 def test_what_was_handed_over_twice_or_never_written_is_doubled(world: World) -> None:
@@ -119,7 +119,7 @@ def test_what_all_have_read_is_forgotten_and_still_counted(world: World) -> None
         world.stand(reader, 2)
     before = world.counts()
     assert world.counts() == before
-    assert before["linear"] == Count("linear", 3, 3, 0, 0, 0)
+    assert before["linear"] == StreamsCount("linear", 3, 3, 0, 0, 0)
     world.read(2, reader="vector")
     world.write(1)
     after = world.counts()

@@ -1,1 +1,1 @@
-"""A play on real servers: processes that write, processes that read, and who directs them."""
+"""A simulation on real servers: processes that write, processes that read, injected faults, and a verification."""

@@ -1,7 +1,7 @@
-"""One process of a play: `python -m tidemark.app.simulation`, which is told its part by the first line of its input.
+"""One process of a play: `python -m tidemark.app.simulation`, which is told its role by the first line of its input.
 
-It ends in peace at SIGTERM, and when its standard input ends: then its director is dead. Ctrl-C of a terminal is for
-the director alone.
+It ends at SIGTERM, and when its standard input ends: then its parent is dead. Ctrl-C of a terminal is for the parent
+alone.
 """
 
 import os
@@ -15,32 +15,32 @@ from tidemark.app import logs, relay
 from tidemark.app.settings import load
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation import room_services, services
-from tidemark.app.simulation.processes import Part
+from tidemark.app.simulation.processes import ProcessRole
 from tidemark.common.errors import TidemarkError
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = told_to_end(numbers=[signal.SIGTERM])
-    part = msgspec.json.decode(sys.stdin.buffer.readline(), type=Part)
-    threading.Thread(target=_await_orphanage, daemon=True).start()
+    stopping = told_to_end(numbers=[signal.SIGTERM])
+    role = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessRole)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = load()
     logs.configure(settings)
-    if part.service:
-        services.serve(part.service, part.facts, told)
-    elif part.reader:
-        servers = services.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
-        services.read(part.reader, servers, told)
-    elif part.room_service:
-        room_services.serve_rooms(part.room_service, part.facts, told)
-    elif part.room_client:
-        servers = services.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
-        room_services.read_rooms(part.room_client, servers, told)
+    if role.service:
+        services.serve(role.service, role.facts, stopping)
+    elif role.reader:
+        servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
+        services.read(role.reader, servers, stopping)
+    elif role.room_service:
+        room_services.serve_rooms(role.room_service, role.facts, stopping)
+    elif role.room_client:
+        servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
+        room_services.read_rooms(role.room_client, servers, stopping)
     else:
-        relay.run(settings, relay.RelayPlan(part.facts, writer=None, metrics=None))
+        relay.run(settings, relay.RelayPlan(role.facts, writer=None, metrics=None))
 
 
-def _await_orphanage() -> None:
+def _end_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)  # a buffered read would hold a lock that the interpreter wants as it ends
     os.kill(os.getpid(), signal.SIGTERM)
 

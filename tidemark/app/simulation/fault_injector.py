@@ -1,6 +1,6 @@
-"""Directs the processes of a play: starts them, lets the script's acts befall them, and ends them.
+"""Starts the processes of a simulation, injects the faults of its schedule, and ends the processes.
 
-One thread: `tick` is to be called often, and what it does takes at most about a second.
+One thread calls it. `tick` must be called often, and takes at most about a second.
 """
 
 import sched
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from tidemark.app.simulation.postgres_failover import Replacing
-from tidemark.app.simulation.processes import Actor, Member, Part, Stage
-from tidemark.app.simulation.script import OF_SERVERS, Act, Fault
+from tidemark.app.simulation.postgres_failover import PostgresFailover
+from tidemark.app.simulation.processes import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases
+from tidemark.app.simulation.script import OF_SERVERS, Fault, PlannedFault
 from tidemark.app.simulation.workload import Workload
 from tidemark.common.log import get_logger
 
@@ -28,175 +28,182 @@ END_SECONDS = 40.0
 MORE_SERVICES = 2  # than there were at the beginning, at most
 
 
-class Director:
-    """`open`, then acts and ticks, then `silence`; `abandon` in any case, so that no process is left.
+class FaultInjector:
+    """Call `start`, then `inject` and `tick`, then `stop_services`; `kill_all` in any case, so that no process is left.
 
     `servers` are for the faults of Postgres servers.
     """
 
-    def __init__(self, stage: Stage, workload: Workload, servers: "Servers | None" = None) -> None:
-        self._stage = stage
+    def __init__(self, databases: SimulationDatabases, workload: Workload, servers: "Servers | None" = None) -> None:
+        self._databases = databases
         self._workload = workload
-        self._cast = workload.play.cast
+        self._writer_plan = workload.plan.writer_plan
         self._servers = servers
         self.done: Counter[Fault] = Counter()
-        """How often each act was carried out."""
-        self._plan = sched.scheduler(time.monotonic)
-        self._replacing = None if servers is None else Replacing(servers, self._plan, self._befell, self._writing)
-        self._relay = Member("relay", stage.home, lambda _: Part(stage.facts, stage.effects))
-        self._readers = [Member(name, stage.home, partial(workload.reader, stage, name)) for name in workload.readers]
-        self._services: list[Member] = []
-        self._leaving: list[Actor] = []
+        """How often each fault was injected."""
+        self._scheduler = sched.scheduler(time.monotonic)
+        self._failover = (
+            None
+            if servers is None
+            else PostgresFailover(servers, self._scheduler, self._count_fault, self._database_users)
+        )
+        self._relay = SimulatedProcess(
+            "relay", databases.home, lambda _: ProcessRole(databases.facts, databases.effects)
+        )
+        self._readers = [
+            SimulatedProcess(name, databases.home, partial(workload.reader, databases, name))
+            for name in workload.readers
+        ]
+        self._services: list[SimulatedProcess] = []
+        self._leaving: list[ChildProcess] = []
 
-    # -- the play
-
-    def open(self) -> None:
-        cast = self._cast
-        self._services = [self._service(cast.writer_name(number)) for number in range(1, cast.writers + 1)]
+    def start(self) -> None:
+        writer_plan = self._writer_plan
+        self._services = [
+            self._service(writer_plan.writer_name(number)) for number in range(1, writer_plan.writers + 1)
+        ]
         for member in self._members():
-            member.begin()
+            member.start()
 
-    def befall(self, act: Act) -> None:
-        """Carry out an act; nothing happens where there is nobody whom it can befall."""
-        match act.fault:
+    def inject(self, planned: PlannedFault) -> None:
+        """Inject a fault; nothing happens if no process can have it now."""
+        match planned.fault:
             case Fault.CRASH:
-                who = self._crash(self._running(), act)
+                target = self._crash(self._running(), planned)
             case Fault.READER:
-                who = self._crash([reader for reader in self._readers if reader.actor], act)
+                target = self._crash([reader for reader in self._readers if reader.process], planned)
             case Fault.RELAY:
-                who = self._crash([self._relay] if self._relay.actor else [], act)
+                target = self._crash([self._relay] if self._relay.process else [], planned)
             case Fault.PAUSE:
-                who = self._pause(act)
+                target = self._pause(planned)
             case Fault.LATE:
-                who = self._join(act)
+                target = self._join(planned)
             case Fault.LEAVE:
-                who = self._leave(act)
+                target = self._leave(planned)
             case Fault.PIPELINE | Fault.REDIS | Fault.KAFKA:
-                who = self._kill_server(act.fault.value)
+                target = self._kill_server(planned.fault.value)
             case Fault.POSTGRES_CRASH:
-                who = self._servers.crash() if self._servers else ""
+                target = self._servers.crash() if self._servers else ""
             case Fault.FAILOVER | Fault.RESTORE:
-                if self._replacing:
-                    self._replacing.begin(act)
+                if self._failover:
+                    self._failover.begin(planned)
                 return
             case _:
-                raise ValueError(f"{act.fault} happens inside transactions")
-        if who:
-            self._befell(act.fault, who)
-        elif act.fault is Fault.RELAY or self._comes_back(act.fault):
-            self._plan.enter(AGAIN_AFTER, 0, partial(self.befall, act))
+                raise ValueError(f"{planned.fault} happens inside transactions")
+        if target:
+            self._count_fault(planned.fault, target)
+        elif planned.fault is Fault.RELAY or self._comes_back(planned.fault):
+            self._scheduler.enter(AGAIN_AFTER, 0, partial(self.inject, planned))
 
     @property
-    def owes(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a server is still to be replaced."""
-        return self._replacing is not None and self._replacing.owed > 0
+        return self._failover is not None and self._failover.pending > 0
 
     def _comes_back(self, fault: Fault) -> bool:
-        return fault in OF_SERVERS and self._stage.home.stack_env.exists()
+        return fault in OF_SERVERS and self._databases.home.stack_env.exists()
 
-    def _befell(self, fault: Fault, who: str) -> None:
-        log.info("It befell", fault=fault.value, who=who)
+    def _count_fault(self, fault: Fault, target: str) -> None:
+        log.info("Injected a fault", fault=fault.value, target=target)
         self.done[fault] += 1
 
     def tick(self) -> None:
-        """What is due; who ended by itself is started again."""
-        if self._replacing:
-            self._replacing.tick()
-        self._plan.run(blocking=False)
+        """Do what is due, and start processes again that ended by themselves."""
+        if self._failover:
+            self._failover.tick()
+        self._scheduler.run(blocking=False)
         for member in self._members():
-            if member.actor and (code := member.actor.ended) is not None:
+            if member.process and (code := member.process.exit_code) is not None:
                 log.warning("A process ended by itself; starting it again", name=member.name, code=code)
-                member.leave()
-                self._plan.enter(AGAIN_AFTER, 0, member.begin)
+                member.detach()
+                self._scheduler.enter(AGAIN_AFTER, 0, member.start)
 
-    def silence(self) -> None:
-        """The end of the services: what is open ends. Relay and readers go on."""
-        for event in self._plan.queue:
-            self._plan.cancel(event)
-        if self._replacing:
-            self._replacing.end()
-        self._end([*self._leaving, *(member.leave() for member in self._running())], END_SECONDS)
+    def stop_services(self) -> None:
+        """Stop the services: their open transactions end. Relay and readers go on."""
+        for event in self._scheduler.queue:
+            self._scheduler.cancel(event)
+        if self._failover:
+            self._failover.end()
+        self._end([*self._leaving, *(member.detach() for member in self._running())], END_SECONDS)
         self._services = []
         for member in self._members():
-            if member.actor is None:
-                member.begin()
+            if member.process is None:
+                member.start()
 
-    def abandon(self) -> None:
-        """End every process, whatever it does."""
-        self._end([*self._leaving, *(member.actor for member in self._members() if member.actor)], 5.0)
+    def kill_all(self) -> None:
+        """End every process."""
+        self._end([*self._leaving, *(member.process for member in self._members() if member.process)], 5.0)
 
-    # -- acts
+    def _service(self, name: str) -> SimulatedProcess:
+        return SimulatedProcess(name, self._databases.home, partial(self._workload.service, self._databases, name))
 
-    def _service(self, name: str) -> Member:
-        return Member(name, self._stage.home, partial(self._workload.service, self._stage, name))
-
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[SimulatedProcess]:
         return [self._relay, *self._readers, *self._services]
 
-    def _writing(self) -> list[Member]:
-        """Who uses the services' database: services, and their relay."""
-        return [member for member in (self._relay, *self._services) if member.actor]
+    def _database_users(self) -> list[SimulatedProcess]:
+        """The processes that use the services' database: services, and their relay."""
+        return [member for member in (self._relay, *self._services) if member.process]
 
-    def _running(self) -> list[Member]:
-        return [service for service in self._services if service.actor]
+    def _running(self) -> list[SimulatedProcess]:
+        return [service for service in self._services if service.process]
 
-    def _crash(self, among: Sequence[Member], act: Act) -> str:
+    def _crash(self, among: Sequence[SimulatedProcess], planned: PlannedFault) -> str:
         if not among:
             return ""
-        member = _chosen(among, act.lot)
-        member.leave().kill()
-        self._plan.enter(act.spell, 0, member.begin)
+        member = _chosen(among, planned.choice)
+        member.detach().kill()
+        self._scheduler.enter(planned.duration, 0, member.start)
         return member.name
 
-    def _pause(self, act: Act) -> str:
+    def _pause(self, planned: PlannedFault) -> str:
         running = self._running()
         if not running:
             return ""
-        member = _chosen(running, act.lot)
-        assert member.actor is not None
-        member.actor.freeze()
-        self._plan.enter(act.spell, 1, member.actor.thaw)
+        member = _chosen(running, planned.choice)
+        assert member.process is not None
+        member.process.freeze()
+        self._scheduler.enter(planned.duration, 1, member.process.thaw)
         return member.name
 
-    def _join(self, act: Act) -> str:
-        cast = self._cast
-        numbers = range(1, cast.writers + MORE_SERVICES + 1)
-        free = {cast.writer_name(number) for number in numbers} - {service.name for service in self._services}
+    def _join(self, planned: PlannedFault) -> str:
+        writer_plan = self._writer_plan
+        numbers = range(1, writer_plan.writers + MORE_SERVICES + 1)
+        free = {writer_plan.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""
-        member = self._service(_chosen(sorted(free), act.lot))
+        member = self._service(_chosen(sorted(free), planned.choice))
         self._services.append(member)
-        member.begin()
+        member.start()
         return member.name
 
-    def _leave(self, act: Act) -> str:
+    def _leave(self, planned: PlannedFault) -> str:
         running = self._running()
         if len(running) < 2:
             return ""
-        member = _chosen(running, act.lot)
+        member = _chosen(running, planned.choice)
         self._services.remove(member)
-        self._leaving.append(member.leave())
+        self._leaving.append(member.detach())
         self._leaving[-1].stop()
         return member.name
 
     def _kill_server(self, name: str) -> str:
         from tidemark.app.stack.processes import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
-        process = process_of(self._stage.home, name)
+        process = process_of(self._databases.home, name)
         if process is None:
             return ""
         process.kill()
         return name
 
-    def _end(self, actors: Sequence[Actor], seconds: float) -> None:
-        for actor in actors:
-            actor.thaw()
-            actor.stop()
+    def _end(self, processes: Sequence[ChildProcess], seconds: float) -> None:
+        for process in processes:
+            process.thaw()
+            process.stop()
         deadline = time.monotonic() + seconds
-        for actor in actors:
-            if not actor.ends_within(deadline - time.monotonic()):
-                actor.kill()
+        for process in processes:
+            if not process.ends_within(deadline - time.monotonic()):
+                process.kill()
 
 
-def _chosen(among: Sequence[T], lot: float) -> T:
-    return among[int(lot * len(among))]
+def _chosen(among: Sequence[T], choice: float) -> T:
+    return among[int(choice * len(among))]

@@ -1,4 +1,4 @@
-"""One Postgres after the other is replaced: prepared, a while later switched to, and tried again where that fails."""
+"""Replaces one Postgres after the other: prepares a replica, switches to it later, and tries again after a failure."""
 
 import sched
 import time
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidemark.app.simulation.processes import Member
-from tidemark.app.simulation.script import Act, Fault
+from tidemark.app.simulation.processes import SimulatedProcess
+from tidemark.app.simulation.script import Fault, PlannedFault
 from tidemark.common.log import get_logger
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
@@ -15,90 +15,95 @@ if TYPE_CHECKING:  # it needs what comes with the local stack
 
 log = get_logger(__name__)
 
-AGAIN_AFTER = 2.0  # seconds until a fault is tried again whose server is away, or another one in hand
+AGAIN_AFTER = 2.0  # seconds until a fault is tried again if its server is away, or another one is being replaced
 
 
-class Replacing:
-    """For the director's thread; what takes long is done aside.
+class PostgresFailover:
+    """For the thread of the fault injector; work that takes long is done on another thread.
 
-    `plan` is the director's, `befell` counts what was done, and `writing` gives the services and the relay that run.
+    `scheduler` belongs to the fault injector, `count_fault` counts an injected fault, and `database_users` gives the
+    services and the relay that run.
     """
 
     def __init__(
         self,
         servers: "Servers",
-        plan: sched.scheduler,
-        befell: Callable[[Fault, str], None],
-        writing: Callable[[], list[Member]],
+        scheduler: sched.scheduler,
+        count_fault: Callable[[Fault, str], None],
+        database_users: Callable[[], list[SimulatedProcess]],
     ) -> None:
         self._servers = servers
-        self._plan = plan
-        self._befell = befell
-        self._writing = writing
-        self.owed = 0
-        """Acts that have begun, or wait for another to end."""
+        self._scheduler = scheduler
+        self._count_fault = count_fault
+        self._database_users = database_users
+        self.pending = 0
+        """Faults that have begun, or wait for another to end."""
         self._restores = 0
-        self._stopped: Sequence[Member] = ()
-        self._in_hand: Replacement | None = None
+        self._stopped: Sequence[SimulatedProcess] = ()
+        self._replacement: Replacement | None = None
 
     def tick(self) -> None:
         self._servers.tick()
 
-    def begin(self, act: Act) -> None:
-        """Another server is prepared, and takes the place of the first one `act.spell` seconds later."""
-        self.owed += 1
-        self._prepare(act)
+    def begin(self, planned: PlannedFault) -> None:
+        """Another server is prepared, and takes the place of the first one `planned.duration` seconds later."""
+        self.pending += 1
+        self._prepare(planned)
 
-    def _prepare(self, act: Act) -> None:
-        if self._in_hand is not None:
-            self._plan.enter(AGAIN_AFTER, 0, partial(self._prepare, act))
+    def _prepare(self, planned: PlannedFault) -> None:
+        if self._replacement is not None:
+            self._scheduler.enter(AGAIN_AFTER, 0, partial(self._prepare, planned))
             return
-        self._in_hand = self._servers.restore() if act.fault is Fault.RESTORE else self._servers.failover()
-        self._work(self._in_hand.prepare, lambda: self._plan.enter(act.spell, 0, partial(self._switch, act)), act)
+        self._replacement = self._servers.restore() if planned.fault is Fault.RESTORE else self._servers.failover()
+        self._work(
+            self._replacement.prepare,
+            lambda: self._scheduler.enter(planned.duration, 0, partial(self._switch, planned)),
+            planned,
+        )
 
     def end(self) -> None:
-        """Let what is at work come to its end; nobody takes anybody's place any more."""
+        """Wait for the work that runs; no server is replaced from now on."""
         while self._servers.busy:
             time.sleep(0.1)
             self._servers.tick()
-        for event in self._plan.queue:  # what was to follow
-            self._plan.cancel(event)
-        if self._in_hand is not None:
-            self._in_hand.give_up()
+        for event in self._scheduler.queue:
+            self._scheduler.cancel(event)
+        if self._replacement is not None:
+            self._replacement.give_up()
 
-    def _switch(self, act: Act) -> None:
+    def _switch(self, planned: PlannedFault) -> None:
         """At every other restore the services are stopped first, and their relay."""
-        assert self._in_hand is not None
-        if act.fault is Fault.RESTORE:
+        assert self._replacement is not None
+        if planned.fault is Fault.RESTORE:
             self._restores += 1
-            self._stopped = () if self._restores % 2 else self._writing()
+            self._stopped = () if self._restores % 2 else self._database_users()
         for member in self._stopped:
-            member.leave().kill()
-        self._work(self._in_hand.switch, partial(self._switched, act), act)
+            member.detach().kill()
+        self._work(self._replacement.switch, partial(self._switched, planned), planned)
 
-    def _switched(self, act: Act) -> None:
-        self.owed -= 1
-        self._befell(act.fault, f"{self._in_hand}{', with the services down' if self._stopped else ''}")
-        self._let_go()
+    def _switched(self, planned: PlannedFault) -> None:
+        self.pending -= 1
+        self._count_fault(planned.fault, f"{self._replacement}{', with the services down' if self._stopped else ''}")
+        self._finish()
 
-    def _work(self, work: Callable[[], None], then: Callable[[], object], act: Act) -> None:
-        assert self._in_hand is not None
-        given_up = self._in_hand
+    def _work(self, work: Callable[[], None], then: Callable[[], object], planned: PlannedFault) -> None:
+        assert self._replacement is not None
+        given_up = self._replacement
 
         def done(error: Exception | None) -> None:
             if error is None:
                 then()
             else:
-                log.warning("It is tried again", fault=act.fault.value, who=str(given_up), problem=str(error))
+                log.warning("Trying a fault again", fault=planned.fault.value, target=str(given_up), problem=str(error))
                 self._servers.work(given_up.give_up, again)
 
         def again(_: Exception | None) -> None:
-            self._let_go()
-            self._plan.enter(AGAIN_AFTER, 0, partial(self._prepare, act))
+            self._finish()
+            self._scheduler.enter(AGAIN_AFTER, 0, partial(self._prepare, planned))
 
         self._servers.work(work, done)
 
-    def _let_go(self) -> None:
-        stopped, self._stopped, self._in_hand = self._stopped, (), None
+    def _finish(self) -> None:
+        stopped, self._stopped, self._replacement = self._stopped, (), None
         for member in stopped:
-            member.begin()
+            member.start()

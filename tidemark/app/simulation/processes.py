@@ -1,4 +1,4 @@
-"""The processes of a play: how each is started, killed and stopped. When, is the director's to decide."""
+"""The processes of a simulation: how each is started, killed and stopped."""
 
 import signal
 import subprocess
@@ -16,9 +16,11 @@ from tidemark.app.stack.home import Home
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a process is told, on its standard input: passwords are not for everybody to see. Without a role it is the
-    relay of the services' database."""
+class ProcessRole:
+    """What a process reads from its standard input, because others could see passwords in its arguments.
+
+    Without a role it is the relay of the services' database.
+    """
 
     facts: str
     effects: str
@@ -28,10 +30,10 @@ class Part:
     room_client: RoomClientRole | None = None
 
 
-class Actor:
-    """Started at once. Its output goes to the end of `log`. It ends by itself when the director dies."""
+class ChildProcess:
+    """Started at once. Its output goes to the end of `log`. It ends by itself when its parent dies."""
 
-    def __init__(self, part: Part, log: Path) -> None:
+    def __init__(self, role: ProcessRole, log: Path) -> None:
         with log.open("ab") as output:
             # A user's own servers may need what is in the environment (PGSSLROOTCERT): this process inherits it.
             self._process = subprocess.Popen(
@@ -42,11 +44,11 @@ class Actor:
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(part) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(role) + b"\n")
             self._process.stdin.flush()
 
     @property
-    def ended(self) -> int | None:
+    def exit_code(self) -> int | None:
         """The exit code; None while it runs."""
         return self._process.poll()
 
@@ -74,8 +76,8 @@ class Actor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the play takes place; `facts` and `effects` are the DSNs of the services' database and of the readers'."""
+class SimulationDatabases:
+    """`facts` and `effects` are the DSNs of the services' and the readers' databases; `home` has logs and servers."""
 
     home: Home
     facts: str
@@ -83,22 +85,22 @@ class Stage:
 
 
 @dataclass
-class Member:
-    """A service, a reader, or the relay, whose output goes to a log in `home`. `actor` is None while it is down (or has
-    yet to come); `part` gives the part of the process that is started as the `incarnation`-th one."""
+class SimulatedProcess:
+    """A service, a reader, or the relay, whose output goes to a log in `home`. `process` is None while it is down.
+    `role` gives the role of the process that is started as the `incarnation`-th one."""
 
     name: str
     home: Home
-    part: Callable[[int], Part]
-    actor: Actor | None = None
+    role: Callable[[int], ProcessRole]
+    process: ChildProcess | None = None
     incarnation: int = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self.incarnation += 1
-        self.actor = Actor(self.part(self.incarnation), self.home.log(f"simulate-{self.name}"))
+        self.process = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
-    def leave(self) -> Actor:
-        """It is down from now on; its process is the caller's."""
-        assert self.actor is not None
-        actor, self.actor = self.actor, None
-        return actor
+    def detach(self) -> ChildProcess:
+        """Hand its process to the caller; it is down from now on."""
+        assert self.process is not None
+        process, self.process = self.process, None
+        return process

@@ -1,7 +1,9 @@
-"""A server of rooms in a play: events of its own and of other servers, forks, outliers, invites, and history.
+"""The services and clients of the rooms workload.
+
+The services write events of their own and of other servers, forks, outliers, invites, and history.
 
 What other servers have is in `play.remote`: events that ours learns of later, when backfill comes to them, and for each
-the state before it. That table and the rooms' own are what everything is held against in the end.
+the state before it. The verification compares everything with that table and the tables of the rooms.
 """
 
 import threading
@@ -18,8 +20,16 @@ from uuid import uuid4
 import msgspec
 import psycopg
 
-from tidemark.app.simulation.script import Fault, PlayedStream
-from tidemark.app.simulation.services import ROLLBACKS, BrokenOff, ReaderServers, Undone, dwell, lost, together
+from tidemark.app.simulation.script import Fault, SimulatedStream
+from tidemark.app.simulation.services import (
+    ROLLBACKS,
+    ConnectionLost,
+    ReaderServers,
+    RolledBack,
+    connection_errors,
+    hold_open,
+    run_threads,
+)
 from tidemark.common.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
 from tidemark.common.postgres_session import Connection
 from tidemark.common.session_settings import SessionConnection
@@ -50,7 +60,7 @@ SPEAKERS = 20
 """Others, @m0 and so forth, who come and go, or are banned."""
 COMER = "@m0"
 """The one who does so most often."""
-LIVE_HANDS = 2
+LIVE_THREADS = 2
 BACKFILL_SECONDS = 0.3  # between two looks
 COMPACTIONS = 0.05
 _BAD = [*[HeldAs.REGULAR] * 7, HeldAs.SOFT_FAILED, HeldAs.REJECTED]
@@ -82,40 +92,46 @@ def room_streams(prefix: str) -> RoomStreams:
     return RoomStreams(f"{prefix}events", f"{prefix}backfill", f"{prefix}caches")
 
 
-def played(streams: RoomStreams) -> list[PlayedStream]:
-    return [PlayedStream(streams.events), PlayedStream(streams.backfill, "backward"), PlayedStream(streams.caches)]
+def simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
+    return [
+        SimulatedStream(streams.events),
+        SimulatedStream(streams.backfill, "backward"),
+        SimulatedStream(streams.caches),
+    ]
 
 
-def serve_rooms(role: RoomServiceRole, dsn: str, told: threading.Event) -> None:
-    """Live events, and the history that they lack, until `told` is set. Raises what the database refuses."""
-    hands = [_LiveHand(role, number, dsn, told) for number in range(LIVE_HANDS)]
-    together([*(hand.work for hand in hands), _HistoryHand(role, LIVE_HANDS, dsn, told).work], told)
+def serve_rooms(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> None:
+    """Live events, and the history that they lack, until `stopping` is set. Raises what the database refuses."""
+    threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREADS)]
+    run_threads(
+        [*(thread.work for thread in threads), _BackfillThread(role, LIVE_THREADS, dsn, stopping).work], stopping
+    )
 
 
-class _RoomHand:
+class _RoomThread:
     """One connection at work, on a thread of its own."""
 
-    def __init__(self, role: RoomServiceRole, number: int, dsn: str, told: threading.Event) -> None:
+    def __init__(self, role: RoomServiceRole, number: int, dsn: str, stopping: threading.Event) -> None:
         self._role = role
         self._random = Random(f"{role.seed} {number}")
         self._dsn = dsn
-        self._told = told
+        self._stopping = stopping
 
     def _work(self, pause: float, act: Callable[[Connection, str], None]) -> None:
         """Act in rooms, each time in a transaction of which some are undone."""
         with (
-            lost(psycopg.OperationalError, psycopg.InterfaceError),
+            connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
         ):
             name = self._role.writer
             self._appender: Appender = WriterAppender(name) if name else SqlAppender(connection.info.dbname)
             self._store = RoomStore(self._appender, self._role.streams)
-            while not self._told.wait(self._random.expovariate(1 / pause)):
-                with suppress(Undone), connection.transaction():
+            while not self._stopping.wait(self._random.expovariate(1 / pause)):
+                with suppress(RolledBack), connection.transaction():
                     act(connection, f"!{self._random.randrange(ROOMS)}")
-                    dwell(self._role.faults, self._random, self._told)
+                    hold_open(self._role.faults, self._random, self._stopping)
                     if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACKS:
-                        raise Undone
+                        raise RolledBack
 
     def _fetch(self, connection: Connection, events: Iterable[str]) -> None:
         """Hold these at least as outliers."""
@@ -125,17 +141,17 @@ class _RoomHand:
             self._store.persist(connection, replace(event, held_as=HeldAs.OUTLIER))
 
 
-class _LiveHand(_RoomHand):
+class _LiveThread(_RoomThread):
     """Events as they arrive."""
 
     def work(self) -> None:
-        self._work(LIVE_HANDS / self._role.rate, self._arrive)
+        self._work(LIVE_THREADS / self._role.rate, self._arrive)
 
     def _arrive(self, connection: Connection, room: str) -> None:
         reserved = None
         if self._random.random() < 0.3:  # before the room is locked: its events complete in any order
             reserved = self._appender.reserve(connection, self._role.streams.events)
-            dwell(self._role.faults, self._random, self._told)
+            hold_open(self._role.faults, self._random, self._stopping)
         prevs, depth = following(connection, room)
         if not prevs:
             self._begin(connection, room)
@@ -218,7 +234,7 @@ class _LiveHand(_RoomHand):
                 self._store.persist(connection, event, given=before, reserved=reserved)
 
 
-class _HistoryHand(_RoomHand):
+class _BackfillThread(_RoomThread):
     """Fetches what rooms lack, as history, and compacts their states."""
 
     def work(self) -> None:
@@ -293,11 +309,11 @@ class RoomClientRole:
 def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
     """Ask until `stopping` is set. Raises what the library or psycopg does, unless it mends by itself."""
     with Positions(servers.redis, servers.tidemark) as positions:
-        clients = [_Client(kind, role, servers, positions, stopping) for kind in role.kinds]
-        together([work for client in clients for work in client.work()], stopping)
+        clients = [_ClientThread(kind, role, servers, positions, stopping) for kind in role.kinds]
+        run_threads([work for client in clients for work in client.work()], stopping)
 
 
-class _Client:
+class _ClientThread:
     """Its methods run on threads of their own, until they are stopped or something breaks off."""
 
     def __init__(
@@ -337,8 +353,8 @@ class _Client:
                 if now is None or now == since:
                     continue
                 found = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
-                told = {"events": found.events, "sent": found.sent, "left": found.left}
-                answer = {kind: [it.stream_ordering for it in rows] for kind, rows in told.items()}
+                sections = {"events": found.events, "sent": found.sent, "left": found.left}
+                answer = {kind: [it.stream_ordering for it in rows] for kind, rows in sections.items()}
                 answers.add("sync", member, since, found.until, answer)
                 since = found.until
 
@@ -410,12 +426,12 @@ class _Client:
                 if id is None:
                     continue
                 try:
-                    stands = self._positions.wait(stream, id, self._role.writer, timeout=PATIENCE, grace=PATIENCE)
+                    snapshot = self._positions.wait(stream, id, self._role.writer, timeout=PATIENCE, grace=PATIENCE)
                 except (NotReached, StreamNotKnown, TokenFromTheFuture):
                     if self._stopping.is_set():
                         return
                     raise
-                now = _upto(stands)
+                now = _upto(snapshot)
                 found = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
                 since = found.until
                 answer = {"id": id, "found": id in {it.stream_ordering for it in found.events}}
@@ -423,7 +439,7 @@ class _Client:
 
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
         """To the services' database, and where its answers are kept."""
-        stack.enter_context(lost(psycopg.OperationalError, psycopg.InterfaceError))
+        stack.enter_context(connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
         facts = stack.enter_context(SessionConnection.open(self._servers.facts))
         effects = stack.enter_context(SessionConnection.open(self._servers.effects))
         return facts, _Answers(effects, self._kind, self._role.kept, incarnation(facts))
@@ -431,13 +447,13 @@ class _Client:
     def _now(self, stream: str) -> Upto | None:
         """The published position; None while it is not known."""
         try:
-            stands = self._positions.get(stream)
+            snapshot = self._positions.get(stream)
         except Retry as problem:
-            raise BrokenOff(str(problem)) from problem
-        if not isinstance(stands, Standing):
+            raise ConnectionLost(str(problem)) from problem
+        if not isinstance(snapshot, Standing):
             time.sleep(PAUSE_SECONDS)
             return None
-        return Upto(stands.linear) if self._kind is ClientKind.LINE else _upto(stands)
+        return Upto(snapshot.linear) if self._kind is ClientKind.LINE else _upto(snapshot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,6 +491,8 @@ class _Answers:
             )
 
 
-def _upto(stands: Standing) -> Upto:
+def _upto(snapshot: Standing) -> Upto:
     """The published vector, without writers that are no further than the line."""
-    return Upto(stands.linear, {writer: id for writer, id in stands.vector.items() if abs(id) > abs(stands.linear)})
+    return Upto(
+        snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}
+    )

@@ -1,5 +1,5 @@
-"""The workload of rooms. Its verification holds what clients were answered against the tables, and the tables against
-the definitions of a room.
+"""The workload of rooms. Its verification compares the answers of clients with the tables, and the tables with the
+definitions of a room.
 
 It knows nothing of positions but what each answer says of them.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.app.simulation import tables as databases
-from tidemark.app.simulation.processes import Part, Stage
+from tidemark.app.simulation import tables as simulation_tables
+from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
 from tidemark.app.simulation.room_services import (
     ANSWERS,
     REMOTE,
@@ -25,11 +25,11 @@ from tidemark.app.simulation.room_services import (
     ClientKind,
     RoomClientRole,
     RoomServiceRole,
-    played,
     room_streams,
+    simulated_streams,
 )
 from tidemark.app.simulation.room_truth import Truth
-from tidemark.app.simulation.script import PlayedStream, Successor
+from tidemark.app.simulation.script import SimulatedStream, Successor
 from tidemark.app.simulation.workload import ReadCount, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
@@ -50,7 +50,7 @@ class RoomCount(ReadCount):
     different: int = 0
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return not any(self.figures[2:])
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class RoomCount(ReadCount):
 
 
 @dataclass
-class HeldRooms:
+class StoredRooms:
     """What the services' database holds."""
 
     timeline: dict[int, TimelineRow]
@@ -77,8 +77,8 @@ class HeldRooms:
         """The version that a cached value must have come to."""
         if cache == caches.ROOMS_OF:
             return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
-        told = reversed(self.stale_from.get((cache, key), ()))
-        return next((version for row, version in told if upto.passed(row)), 0)
+        reported = reversed(self.stale_from.get((cache, key), ()))
+        return next((version for row, version in reported if upto.passed(row)), 0)
 
     def wanted(self, member: str) -> set[int]:
         """What is to come for a member, the ends of its stays aside."""
@@ -94,7 +94,7 @@ class HeldRooms:
         }
 
     def stay(self, member: str, id: int) -> Stay | None:
-        """The stay in which the member is told an event."""
+        """The stay in which the member is reported an event."""
         stays = self.stays.get((member, self.timeline[id].room), ())
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
@@ -102,52 +102,52 @@ class HeldRooms:
         return {stay.left_by for (of, _), stays in self.stays.items() if of == member for stay in stays if stay.left_by}
 
 
-def synced(answers: Iterable[Sequence[Any]], held: HeldRooms) -> Iterable[RoomCount]:
+def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
     """The answers of each syncing client in a row: client, member, since, upto, answer."""
     rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
     for client, about, *answer in answers:
         rows[client, about].append(answer)
     found: dict[str, RoomCount] = {}
     for (client, member), of in rows.items():
-        count = _of_member(client, member, of, held)
+        count = _of_member(client, member, of, stored)
         found[client] = found.get(client, RoomCount(client)) + count
     return found.values()
 
 
-def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], held: HeldRooms) -> RoomCount:
+def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
     disordered = 0
     got: list[int] = []
     over: set[int] = set()
     for (_, before, _), (since, _, answer) in pairwise([(None, answers[0][0], None), *answers]):
-        told = [answer[kind] for kind in ("events", "sent", "left")]
-        disordered += since != before or told != [sorted(ids) for ids in told]
-        stays = (held.stay(member, id) for id in answer["events"] if id in held.timeline)
+        reported = [answer[kind] for kind in ("events", "sent", "left")]
+        disordered += since != before or reported != [sorted(ids) for ids in reported]
+        stays = (stored.stay(member, id) for id in answer["events"] if id in stored.timeline)
         disordered += sum(stay is not None and stay.left_by in over for stay in stays)
         over.update(answer["left"])
-        got += [id for ids in told for id in ids]
-    until, ends = msgspec.convert(answers[-1][1], Upto), held.ends(member)
-    wanted = held.wanted(member)
-    passed = {id for id in wanted if until.passed(held.timeline[id])} | {id for id in ends if id <= until.linear}
+        got += [id for ids in reported for id in ids]
+    until, ends = msgspec.convert(answers[-1][1], Upto), stored.ends(member)
+    wanted = stored.wanted(member)
+    passed = {id for id in wanted if until.passed(stored.timeline[id])} | {id for id in ends if id <= until.linear}
     missed, doubled = _compared(passed, got)
     return RoomCount(client, len(wanted | ends), len(passed & {*got}), missed, doubled, disordered)
 
 
-def judged(client: str, about: str, upto: Upto, answer: Mapping[str, Any], held: HeldRooms) -> RoomCount:
+def compare_answer(client: str, about: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     match client:
         case ClientKind.HISTORY:
-            return _paged(about, upto, answer, held)
+            return _paged(about, upto, answer, stored)
         case ClientKind.CACHES:
             served = answer["served"]
-            stale = sum(version < held.least(cache, key, upto) for cache, key, version in served)
+            stale = sum(version < stored.least(cache, key, upto) for cache, key, version in served)
             return RoomCount(client, len(served), len(served), stale=stale)
         case _:
             return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
 
 
-def _paged(room: str, upto: Upto, answer: Mapping[str, Any], held: HeldRooms) -> RoomCount:
+def _paged(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     """All live events up to the position, and all history of the time; some history may have come meanwhile."""
     got = [id for _, id in answer["events"]]
-    of_room = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
+    of_room = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     wanted = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
     extra = {id for id in got if id < 0 and id in of_room}
     missed, doubled = _compared(wanted, [id for id in got if id in wanted or id not in extra])
@@ -172,7 +172,7 @@ class RoomsDiffer(TidemarkError):
     """A client was answered wrongly, or the tables are not what the definitions say."""
 
     def __init__(self, counts: Sequence[ReadCount], awaited: Collection[tuple[str, str]] = ()) -> None:
-        wrong = [str(it) for it in counts if not it.complete]
+        wrong = [str(it) for it in counts if not it.is_complete]
         wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.reader for it in counts}]
         wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
         super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
@@ -180,7 +180,7 @@ class RoomsDiffer(TidemarkError):
 
 
 class RoomsVerification(Verification):
-    """Answers are held against the tables of the incarnation that gave them, as long as that is there: what it had
+    """Answers are compared with the tables of the incarnation that gave them, as long as that is there: what it had
     answered when it was last looked at is counted on.
     """
 
@@ -209,7 +209,7 @@ class RoomsVerification(Verification):
         self._effects.close()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Nothing is compared meanwhile; before it once more, if possible."""
         with self._lock:
             with suppress(Unavailable):
@@ -218,7 +218,7 @@ class RoomsVerification(Verification):
 
     def services_go_back(self, server: str, how: Successor) -> None:
         """At the DSN `server` is what the services' server is going to be; nobody else uses it yet. Where it may lack
-        what clients were told, it is opened as another incarnation."""
+        what clients were reported, it is opened as another incarnation."""
         if how is Successor.IN_STEP:
             return
         with _reached(server, self._names[0]) as connection:
@@ -244,7 +244,7 @@ class RoomsVerification(Verification):
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
         """Every kind of client was answered, and rightly."""
         kinds = {count.reader for count in counts}
-        return kinds >= {*ClientKind} and all(count.complete for count in counts) and not self.awaited
+        return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.awaited
 
     def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
         return RoomsDiffer(counts, self.awaited)
@@ -259,8 +259,8 @@ class RoomsVerification(Verification):
             for began, of in self._synced.items():
                 for count in [*of, *self._found[began].values()]:
                     # What another one had yet to answer is no more.
-                    told = count if began == now else replace(count, written=count.read)
-                    found[count.reader] = found.get(count.reader, RoomCount(count.reader)) + told
+                    reported = count if began == now else replace(count, written=count.read)
+                    found[count.reader] = found.get(count.reader, RoomCount(count.reader)) + reported
         return [*found.values()]
 
     @property
@@ -284,24 +284,24 @@ class RoomsVerification(Verification):
                 [now, max(self._judged, default=0) - BEHIND],
             ).fetchall()
         with self._facts.use() as connection:  # later than the answers: it holds whatever they were made of
-            held = _tables(connection)
-            self._synced[now] = [*synced(answers, held)]
+            stored = _tables(connection)
+            self._synced[now] = [*compare_synced(answers, stored)]
             self._answered = {(client, member) for client, member, *_ in answers}
             found = self._found[now]
             truths: dict[str, Truth] = {}
             for number, client, about, upto, answer in (it for it in others if it[0] not in self._judged):
-                count = judged(client, about, msgspec.convert(upto, Upto), answer, held)
+                count = compare_answer(client, about, msgspec.convert(upto, Upto), answer, stored)
                 if client == ClientKind.HISTORY:
                     if about not in truths:
                         truths[about] = Truth(*_everything(connection, about))
                     state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
-                    count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, held)
+                    count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, stored)
                 found[client] = found.get(client, RoomCount(client)) + count
                 self._judged.add(number)
         return now
 
     def rooms(self) -> RoomCount:
-        """Extremities, states, members and timelines of all rooms, held against the definitions."""
+        """Extremities, states, members and timelines of all rooms, compared with the definitions."""
         with self._lock, self._facts.use() as connection:
             rows = connection.execute("select room from rooms.rooms order by room").fetchall()
             wrong = []
@@ -320,7 +320,7 @@ def _reached(server: str, name: str) -> Iterator[Connection]:
         yield connection
 
 
-def _tables(connection: Connection) -> HeldRooms:
+def _tables(connection: Connection) -> StoredRooms:
     timeline, turns, recipients = {}, {}, {}
     for *row, turn, recipient in connection.execute(
         "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
@@ -336,18 +336,18 @@ def _tables(connection: Connection) -> HeldRooms:
     for id, cache, keys, writer, version in connection.execute(
         "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
     ).fetchall():
-        told = TimelineRow(id, "", "", 0, writer)
+        reported = TimelineRow(id, "", "", 0, writer)
         if cache == caches.ROOMS_OF:
-            rooms_of[None if keys is None else keys[0]].append(told)
+            rooms_of[None if keys is None else keys[0]].append(reported)
             continue
         for name in (caches.STATE, caches.MEMBERS) if cache == caches.ALL_OF_ROOM else (cache,):
-            stale[name, keys[0]].append((told, version))
-    return HeldRooms(timeline, turns, recipients, stays, stale, rooms_of)
+            stale[name, keys[0]].append((reported, version))
+    return StoredRooms(timeline, turns, recipients, stays, stale, rooms_of)
 
 
-def _opened(truth: Truth, room: str, upto: Upto, state: State, held: HeldRooms) -> RoomCount:
+def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRooms) -> RoomCount:
     """The state of a first sync: what the live events up to its position make, with no history or with all of it."""
-    placed = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
+    placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
     history = {row.event for id, row in placed.items() if id < 0}
     least, most = (truth.part(those).current for those in (live, live | history))
@@ -360,22 +360,22 @@ def _opened(truth: Truth, room: str, upto: Upto, state: State, held: HeldRooms) 
 def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
     """Every event of a room that any server has, as what it is; and as what ours holds it."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
-    held = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
+    stored = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
     others = {event.id: event for event in (msgspec.convert(body, RoomEvent) for (body,) in remote)}
-    return {**held, **others}.values(), {id: event.held_as for id, event in held.items()}
+    return {**stored, **others}.values(), {id: event.held_as for id, event in stored.items()}
 
 
 def _is_right(connection: Connection, room: str) -> bool:
-    everything, held = _everything(connection, room)
-    truth = Truth(everything, held)
-    groups = {id: group for id, (_, group) in tables.events_of(connection, [*held]).items() if group is not None}
+    everything, stored = _everything(connection, room)
+    truth = Truth(everything, stored)
+    groups = {id: group for id, (_, group) in tables.events_of(connection, [*stored]).items() if group is not None}
     states = {group: tables.state_of(connection, group) for group in {*groups.values()}}
     rows = connection.execute(
         "select event, turn, recipient from rooms.timeline where room = %s order by turn", [room]
     ).fetchall()
     placed = [(event, turn) for event, turn, recipient in rows if recipient is None]
-    told = Counter(event for event, _ in placed)
+    reported = Counter(event for event, _ in placed)
     sent = {event for event, _, recipient in rows if recipient is not None}
     members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
     current = current_state(connection, room)[1]
@@ -387,15 +387,15 @@ def _is_right(connection: Connection, room: str) -> bool:
         and all(states[group] == truth.state_at(id) for id, group in groups.items())
         and current == truth.current
         and dict(members) == {key: holder.id for (kind, key), holder in current.items() if kind == MEMBER}
-        and told == Counter(truth.placed)
-        and sent >= {id for id, as_ in held.items() if as_ is HeldAs.OUT_OF_BAND}
+        and reported == Counter(truth.placed)
+        and sent >= {id for id, as_ in stored.items() if as_ is HeldAs.OUT_OF_BAND}
         and _stays(connection, room) == {*truth.stays(placed)}
         and all(len(chains.chain(group)) <= LONGEST_CHAIN for group in states)
     )
 
 
 def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
-    """Of each member: the turns of the first event and of the last one, and the event that it is told ended it."""
+    """Of each member: the turns of the first event and of the last one, and the event that it is reported ended it."""
     rows = connection.execute(
         "select stays.member, began, ended, told.event from rooms.stays left join rooms.timeline as told"
         " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
@@ -415,45 +415,45 @@ class RoomsWorkload(Workload):
     """A chat server of several processes, and its clients.
 
     One of the processes writes as the database itself, with `tidemark.append`, the others with `tidemark.Writer`; each
-    also fetches history. What clients were answered is held against the tables, and these against the definitions.
+    also fetches history. The answers of clients are compared with the tables, and the tables with the definitions.
     """
 
     readers = (*CLIENTS,)
 
     @property
     def database(self) -> str:
-        return "_".join(filter(None, ["rooms", self.play.cast.prefix.strip("_")]))
+        return "_".join(filter(None, ["rooms", self.plan.writer_plan.prefix.strip("_")]))
 
     @property
-    def streams(self) -> Sequence[PlayedStream]:
-        return played(room_streams(self.play.cast.prefix))
+    def streams(self) -> Sequence[SimulatedStream]:
+        return simulated_streams(room_streams(self.plan.writer_plan.prefix))
 
     def make_tables(self, facts: str, effects: str) -> None:
-        databases.make_streams(facts, self.streams)
-        with session_of(facts, databases.APPLICATION) as session:
+        simulation_tables.make_streams(facts, self.streams)
+        with session_of(facts, simulation_tables.APPLICATION) as session:
             tables.SCHEMA.migrate(session)
-        databases.make_tables(facts, REMOTE)
-        databases.make_tables(effects, ANSWERS)
+        simulation_tables.make_tables(facts, REMOTE)
+        simulation_tables.make_tables(effects, ANSWERS)
 
-    def service(self, stage: Stage, name: str, incarnation: int) -> Part:
-        cast, seed = self.play.cast, f"{self.play.seed} {name} {incarnation}"
-        writer = None if name == cast.writer_name(1) else name
-        streams = room_streams(cast.prefix)
-        role = RoomServiceRole(writer, streams, self.play.faults, cast.rate / cast.writers, seed)
-        return Part(stage.facts, stage.effects, room_service=role)
+    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
+        writer = None if name == writer_plan.writer_name(1) else name
+        streams = room_streams(writer_plan.prefix)
+        role = RoomServiceRole(writer, streams, self.plan.faults, writer_plan.rate / writer_plan.writers, seed)
+        return ProcessRole(databases.facts, databases.effects, room_service=role)
 
-    def reader(self, stage: Stage, name: str, incarnation: int) -> Part:
-        prefix, seed = self.play.cast.prefix, f"{self.play.seed} {name} {incarnation}"
+    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {incarnation}"
         role = RoomClientRole(CLIENTS[name], room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
-        return Part(stage.facts, stage.effects, room_client=role)
+        return ProcessRole(databases.facts, databases.effects, room_client=role)
 
-    def verification(self, stage: Stage, tidemark: str) -> RoomsVerification:
+    def verification(self, databases: SimulationDatabases, tidemark: str) -> RoomsVerification:
         heads = partial(_heads, tidemark, self.streams)
-        return RoomsVerification(stage.facts, stage.effects, heads, is_kept=self.verify)
+        return RoomsVerification(databases.facts, databases.effects, heads, is_kept=self.verify)
 
 
-def _heads(dsn: str, streams: Sequence[PlayedStream]) -> dict[str, int]:
+def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
     """Up to which ID Tidemark, whose Postgres is at `dsn`, knows each stream."""
-    with closing(session_of(dsn, databases.APPLICATION)) as session, session.use() as connection:
+    with closing(session_of(dsn, simulation_tables.APPLICATION)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

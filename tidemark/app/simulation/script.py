@@ -1,6 +1,6 @@
-"""The script of a play: the cast, and what befalls whom and when. Pure, values only.
+"""The plan of a simulation: its writers and streams, its faults, and when each is injected. Pure, values only.
 
-The same for the same seed; how the players' steps interleave is not.
+The same seed gives the same faults; how the steps of the processes interleave differs.
 """
 
 import re
@@ -18,7 +18,7 @@ BACKWARD = "backfill"
 
 
 class Fault(StrEnum):
-    """The faults of a play. The value is the name on the command line."""
+    """The faults of a simulation. The value is the name on the command line."""
 
     ROLLBACK = "rollback"
     """Some transactions, and some savepoints, roll back."""
@@ -27,7 +27,7 @@ class Fault(StrEnum):
     CRASH = "crash"
     """A service's process is killed, and comes back."""
     PAUSE = "pause"
-    """A service's process stands still for a while, with whatever it has open, and goes on."""
+    """A service's process is stopped for a while, with whatever it has open, and goes on."""
     LATE = "late"
     """A service with another writer's name joins in the middle."""
     LEAVE = "leave"
@@ -51,10 +51,10 @@ class Fault(StrEnum):
 
 
 class Successor(StrEnum):
-    """What takes the place of a Postgres."""
+    """What takes the place of a Postgres server."""
 
     IMAGE = "image"
-    """A backup, which cannot be told from the server before."""
+    """A backup, which looks the same as the server before."""
     IN_STEP = "synchronous standby"
     LAGGING = "lagging standby"
 
@@ -64,7 +64,7 @@ OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE})
 """What takes a server of the services' own."""
 OF_SERVERS = OF_DATABASES | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
 OF_PROCESSES = ALL - OF_SERVERS
-"""Everything that the play does to its own processes."""
+"""Faults of the processes that the simulation starts itself."""
 
 
 def faults(named: str | None) -> Set[Fault]:
@@ -83,7 +83,7 @@ def faults(named: str | None) -> Set[Fault]:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedStream:
+class SimulatedStream:
     """A stream, whose facts are in the table of its name."""
 
     name: str
@@ -91,7 +91,7 @@ class PlayedStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Players:
+class WriterPlan:
     """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
 
     `prefix` begins each stream's and writer's name, so it must be fit for names in SQL; writers are `called` that, with
@@ -102,16 +102,16 @@ class Players:
     writers: int = 3
     rate: float = 40.0
     prefix: str = ""
-    called: str = "writer"
+    base_name: str = "writer"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
             raise BadSetting("--prefix", f"{self.prefix!r} is not at most 40 lower-case letters, digits and _")
 
-    def stream_list(self) -> list[PlayedStream]:
+    def stream_list(self) -> list[SimulatedStream]:
         unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
         return [
-            PlayedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD else "forward")
+            SimulatedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD else "forward")
             for name in (*NAMES[: self.streams], *unnamed)
         ]
 
@@ -119,21 +119,21 @@ class Players:
         return [stream.name for stream in self.stream_list()]
 
     def writer_name(self, number: int) -> str:
-        return f"{self.prefix}{self.called}-{number}"
+        return f"{self.prefix}{self.base_name}-{number}"
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """At `at` seconds `fault` befalls one of those whom it can, chosen by `lot` in [0, 1); it lasts `spell` seconds."""
+class PlannedFault:
+    """`fault` is injected at `at` seconds, for `duration` seconds; `choice` in [0, 1) chooses among the processes."""
 
     at: float
     fault: Fault
-    lot: float
-    spell: float
+    choice: float
+    duration: float
 
 
 # Mean seconds between two, and how long one lasts. What is not here happens inside transactions: `service`.
-_HABITS: dict[Fault, tuple[float, tuple[float, float]]] = {
+_INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CRASH: (20.0, (0.2, 4.0)),
     Fault.PAUSE: (45.0, (3.0, 8.0)),
     Fault.LATE: (30.0, (0.0, 0.0)),
@@ -149,17 +149,17 @@ _HABITS: dict[Fault, tuple[float, tuple[float, float]]] = {
 }
 
 
-def script(seed: int, faults: Set[Fault], seconds: float) -> Iterator[Act]:
+def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:
     """Acts in order of time, without end. Each kind comes for the first time within half of `seconds` (may be inf)."""
     random = Random(f"script {seed}")
     due: list[tuple[float, Fault]] = []
-    for fault, (every, _) in _HABITS.items():
+    for fault, (every, _) in _INTERVALS.items():
         first = random.uniform(0.1, 1.0) * min(every, seconds / 2)
         if fault in faults:
             due.append((first, fault))
     heapify(due)
     while due:
         at, fault = due[0]
-        every, spell = _HABITS[fault]
-        yield Act(at, fault, random.random(), random.uniform(*spell))
+        every, duration = _INTERVALS[fault]
+        yield PlannedFault(at, fault, random.random(), random.uniform(*duration))
         heapreplace(due, (at + every * random.uniform(0.5, 1.5), fault))

@@ -1,4 +1,4 @@
-"""What befalls the servers of a play: those of the local stack, and a Postgres that is the services' own.
+"""The faults of the servers of a simulation: those of the local stack, and a Postgres that is the services' own.
 
 The stack's servers run in `tidemark up`, which starts again what dies. The services' Postgres runs here, because what a
 restore takes back must be theirs alone: Tidemark's own would go back with it.
@@ -27,7 +27,7 @@ from tidemark.app.stack.processes import free_port, process_of
 from tidemark.common.errors import TidemarkError
 
 
-class Whose(StrEnum):
+class PostgresOwner(StrEnum):
     """Which Postgres."""
 
     SERVICES = "services"
@@ -59,13 +59,13 @@ class ServicesPostgres:
         self._watch.join()
         self._open.close()
 
-    def with_stack(self, settings: Settings, judge: Verification) -> "Servers":
+    def with_stack(self, settings: Settings, verification: Verification) -> "Servers":
         """It, and Tidemark's where `tidemark up` runs that."""
-        postgres = {Whose.SERVICES: self.server}
+        postgres = {PostgresOwner.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
         if process_of(home, PostgresServer.name) is not None:
-            postgres[Whose.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
-        return Servers(postgres, judge)
+            postgres[PostgresOwner.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
+        return Servers(postgres, verification)
 
     def _start_again(self) -> None:
         while not self._ending.wait(0.2):
@@ -79,10 +79,10 @@ class Replacement:
     Each takes seconds and raises what `Replica` does.
     """
 
-    whose: Whose
+    whose: PostgresOwner
     origin: PostgresServer
     how: Successor
-    judge: Verification
+    verification: Verification
 
     def __post_init__(self) -> None:
         self._replica = Replica(self.origin)
@@ -102,17 +102,17 @@ class Replacement:
         """The clients of the origin find the replica at its address."""
         if self.how is Successor.IMAGE:
             self._replica.start()
-        with self.judge.held():  # it would wait for a server that stands still
+        with self.verification.paused():  # it would wait for a server that stands still
             if self.how is Successor.IN_STEP:  # the origin may have been started again since
                 self._replica.stream(synchronous=True)
             if self.how is Successor.IMAGE:
                 self._replica.freeze_origin()
             else:
                 self._replica.promote()
-            if self.whose is Whose.SERVICES:
-                self.judge.services_go_back(self._replica.dsn(), self.how)
+            if self.whose is PostgresOwner.SERVICES:
+                self.verification.services_go_back(self._replica.dsn(), self.how)
             else:
-                self.judge.readers_go_back(self._replica.dsn())
+                self.verification.readers_go_back(self._replica.dsn())
             self._replica.succeed()
 
     def give_up(self) -> None:
@@ -120,11 +120,11 @@ class Replacement:
 
 
 class Servers:
-    """The Postgres servers that are within reach, and what befalls them in turn. For one thread, but for its own."""
+    """The Postgres servers within reach, and their faults in turn. For one thread; it has another of its own."""
 
-    def __init__(self, postgres: dict[Whose, PostgresServer], judge: Verification) -> None:
+    def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
-        self._judge = judge
+        self._judge = verification
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")
         self._running: Future[None] | None = None
         self._then: Callable[[Exception | None], None] = lambda _: None
@@ -132,7 +132,7 @@ class Servers:
             [(whose, how) for how in (Successor.LAGGING, Successor.IN_STEP) for whose in self._postgres]
         )
         signals = (signal.SIGKILL, signal.SIGQUIT, signal.SIGQUIT, signal.SIGKILL)
-        self._crashes = cycle(zip(cycle((Whose.TIDEMARK, Whose.SERVICES)), signals, strict=False))
+        self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
         """Kill the next one, or stop it at once (an immediate shutdown)."""
@@ -148,7 +148,7 @@ class Servers:
         return Replacement(whose, self._postgres[whose], how, self._judge)
 
     def restore(self) -> Replacement:
-        return Replacement(Whose.SERVICES, self._postgres[Whose.SERVICES], Successor.IMAGE, self._judge)
+        return Replacement(PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.IMAGE, self._judge)
 
     @property
     def busy(self) -> bool:

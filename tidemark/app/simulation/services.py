@@ -1,6 +1,8 @@
-"""The drivers by which a play's services reach their database: psycopg, SQLAlchemy on it, and asyncpg.
+"""The services of the streams workload: those that write, by several drivers, and those that read.
 
-The last two only where they are installed; they are no part of `tidemark-streams[local]`.
+The drivers are psycopg, SQLAlchemy on psycopg, and asyncpg.
+
+The last two are used if they are installed; they are no part of `tidemark-streams[local]`.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ import psycopg
 from msgspec import json
 from psycopg.conninfo import conninfo_to_dict
 
-from tidemark.app.simulation.script import Fault, PlayedStream
+from tidemark.app.simulation.script import Fault, SimulatedStream
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader import Mode, Positions, Reader, Table
 from tidemark.sinks.redis.client import RedisAddress
@@ -29,11 +31,11 @@ T = TypeVar("T")
 Row = dict[str, int]
 
 
-class BrokenOff(Exception):
+class ConnectionLost(Exception):
     """The transaction is lost, with its connection or without: begin again with another."""
 
 
-class Undone(Exception):
+class RolledBack(Exception):
     """Raised inside a transaction that is to be rolled back."""
 
 
@@ -67,7 +69,7 @@ def installed() -> list[Driver]:
 _INSERT = 'insert into demo."{}" (stream_id, part, writer, written_at) values (%s, %s, %s, now())'
 
 
-class _OfWriter:
+class _WriterConnection:
     """By `tidemark.Writer`, which knows both kinds of connection."""
 
     def __init__(
@@ -96,20 +98,20 @@ class _OfWriter:
 
 
 @contextmanager
-def lost(*errors: type[Exception]) -> Iterator[None]:
+def connection_errors(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as problem:
-        raise BrokenOff(str(problem)) from problem
+        raise ConnectionLost(str(problem)) from problem
 
 
 @contextmanager
 def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     with (
-        lost(psycopg.OperationalError, psycopg.InterfaceError),
+        connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
         psycopg.connect(dsn, autocommit=True) as connection,
     ):
-        yield _OfWriter(connection, name, connection.execute, connection.transaction)
+        yield _WriterConnection(connection, name, connection.execute, connection.transaction)
 
 
 @contextmanager
@@ -121,14 +123,14 @@ def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
     # What follows a lost connection inside a transaction is an InvalidRequestError.
     with (
-        lost(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
+        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
         engine.connect() as connection,
     ):
 
         def begin() -> Any:
             return connection.begin_nested() if connection.in_transaction() else connection.begin()
 
-        yield _OfWriter(connection, name, connection.exec_driver_sql, begin)
+        yield _WriterConnection(connection, name, connection.exec_driver_sql, begin)
 
 
 @contextmanager
@@ -138,15 +140,15 @@ def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     kinds = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
     at = conninfo_to_dict(dsn)
     names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
-    with lost(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
+    with connection_errors(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
         connection = runner.run(asyncpg.connect(**{to: at[name] for name, to in names.items() if name in at}))
         try:
-            yield _OfAsyncpg(connection, runner, name)
+            yield _AsyncpgConnection(connection, runner, name)
         finally:
             connection.terminate()
 
 
-class _OfAsyncpg:
+class _AsyncpgConnection:
     """By the SQL functions, without `tidemark.Writer`."""
 
     def __init__(self, connection: Any, runner: asyncio.Runner, name: str) -> None:
@@ -205,63 +207,64 @@ class ServiceRole:
     """The part of one process, which writes as `writer`. `rate`: transactions per second; `seed` makes them."""
 
     writer: str
-    streams: Sequence[PlayedStream]
+    streams: Sequence[SimulatedStream]
     faults: Set[Fault]
     rate: float
     seed: str
 
 
-def serve(role: ServiceRole, dsn: str, told: threading.Event) -> None:
-    """Write until `told` is set. Raises what the database refuses."""
+def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
+    """Write until `stopping` is set. Raises what the database refuses."""
     drivers = installed()
-    hands = [_Hand(role, number, dsn, told, drivers[number % len(drivers)]) for number in range(CONNECTIONS)]
-    together([hand.work for hand in hands], told)
+    threads = [
+        _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)]) for number in range(CONNECTIONS)
+    ]
+    run_threads([thread.work for thread in threads], stopping)
 
 
-def together(hands: Sequence[Callable[[], None]], told: threading.Event) -> None:
-    """Each on a thread of its own until `told` is set, which it is when one of them ends. Raises what they raise.
+def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
+    """Each on a thread of its own until `stopping` is set, which it is when one of them ends. Raises what they raise.
 
-    A hand outlives its database: it raises `BrokenOff` when what was open is lost, and begins again with another
-    connection.
+    A thread outlives its database: its function raises `ConnectionLost`, and is called again with another connection.
     """
 
-    def outliving(hand: Callable[[], None]) -> None:
-        while not told.is_set():
+    def outliving(thread: Callable[[], None]) -> None:
+        while not stopping.is_set():
             try:
-                hand()
-            except BrokenOff as problem:
+                thread()
+            except ConnectionLost as problem:
                 log.warning("A transaction broke off", problem=str(problem))
-                told.wait(RECONNECT_SECONDS)
+                stopping.wait(RECONNECT_SECONDS)
 
-    with ThreadPoolExecutor(len(hands)) as pool:
-        work = [pool.submit(outliving, hand) for hand in hands]
+    with ThreadPoolExecutor(len(threads)) as pool:
+        work = [pool.submit(outliving, thread) for thread in threads]
         wait(work, return_when=FIRST_EXCEPTION)
-        told.set()
+        stopping.set()
     for each in work:
         each.result()
 
 
-def dwell(faults: Set[Fault], random: Random, told: threading.Event) -> None:
+def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
     """A transaction takes its time; a hanging one is cut short when the process is to end."""
     if Fault.HANG in faults and random.random() < HANGS:
-        told.wait(random.uniform(*HANG_SECONDS))
+        stopping.wait(random.uniform(*HANG_SECONDS))
     else:
         time.sleep(random.expovariate(1 / TRANSACTION_SECONDS))
 
 
-class _Hand:
+class _ServiceThread:
     """One connection at work, on a thread of its own."""
 
-    def __init__(self, role: ServiceRole, number: int, dsn: str, told: threading.Event, driver: Driver) -> None:
+    def __init__(self, role: ServiceRole, number: int, dsn: str, stopping: threading.Event, driver: Driver) -> None:
         self._role = role
         self._random = Random(f"{role.seed} {number}")
         self._dsn = dsn
-        self._told = told
+        self._stopping = stopping
         self._driver = driver
 
     def work(self) -> None:
         with self._driver(self._dsn, self._role.writer) as connection:
-            while not self._told.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
+            while not self._stopping.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
@@ -270,11 +273,11 @@ class _Hand:
         undone = Fault.ROLLBACK in self._role.faults and chance < ROLLBACKS
         savepoints = undone and chance < ROLLBACKS / 4
         with connection.transaction() if savepoints else nullcontext():
-            with suppress(Undone), connection.transaction():
+            with suppress(RolledBack), connection.transaction():
                 self._write(connection)
-                dwell(self._role.faults, self._random, self._told)
+                hold_open(self._role.faults, self._random, self._stopping)
                 if undone:
-                    raise Undone
+                    raise RolledBack
             if savepoints:
                 with connection.transaction():
                     self._write(connection)

@@ -1,4 +1,4 @@
-"""`tidemark simulate`: processes that write and read on real servers, whatever befalls them, held against the truth.
+"""`tidemark simulate`: processes that write and read on real servers while faults are injected, and a verification.
 
 The truth is what the writers have committed in their tables.
 """
@@ -15,12 +15,12 @@ import click
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.fault_injector import Director
-from tidemark.app.simulation.processes import Stage
+from tidemark.app.simulation.fault_injector import FaultInjector
+from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.rooms import RoomsWorkload
-from tidemark.app.simulation.script import OF_DATABASES, PlayedStream, script
+from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, fault_schedule
 from tidemark.app.simulation.streams import StreamsWorkload
-from tidemark.app.simulation.workload import Play, ReadCount, Verification, Workload, table
+from tidemark.app.simulation.workload import ReadCount, SimulationPlan, Verification, Workload, table
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader import Positions, Standing
@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # it needs what comes with the local stack
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-ENDING_SECONDS = 60.0  # for what has begun
+ENDING_SECONDS = 60.0  # for faults that have begun
 CATCH_UP_SECONDS = 120.0  # a pipeline that was killed takes half a minute to come back on a busy machine
 
 
 class StreamTaken(Stop):
-    """Tidemark knows the stream, and the play's database does not know which IDs were given out."""
+    """Tidemark knows the stream, and the services' database does not know which IDs were given out."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class StreamTaken(Stop):
         self.stream = stream
 
 
-def run(settings: Settings, play: Play, workload_name: str, *, verify: bool) -> None:
+def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:
     """Run to the end, or until SIGTERM or Ctrl-C; a second signal ends the process at once.
 
     Raises:
@@ -58,20 +58,20 @@ def run(settings: Settings, play: Play, workload_name: str, *, verify: bool) -> 
         Unavailable: a server is away.
     """
     with ExitStack() as stack:
-        own = _services_server(settings, play, stack)
-        workload = WORKLOADS[workload_name](play, verify=verify)
-        stage = _stage(settings, workload, own.server.dsn() if own else settings.postgres())
+        own = _services_server(settings, plan, stack)
+        workload = WORKLOADS[workload_name](plan, verify=verify)
+        databases = _prepare_databases(settings, workload, own.server.dsn() if own else settings.postgres())
         stopping = told_to_end(again=signal.SIG_DFL)
-        verification = stack.enter_context(workload.verification(stage, settings.postgres()))
+        verification = stack.enter_context(workload.verification(databases, settings.postgres()))
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
-        director = stack.enter_context(_directed(stage, workload, servers))
-        _await_begin(director, verification, stopping)
-        _play_through(director, play, stopping, verification, verify=verify)
+        injector = stack.enter_context(_running(databases, workload, servers))
+        _await_begin(injector, verification, stopping)
+        _run_faults(injector, plan, stopping, verification, verify=verify)
         if verify:
-            _conclude(director, verification)
+            _conclude(injector, verification)
 
 
-def _stage(settings: Settings, workload: Workload, services: str) -> Stage:
+def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
     """Make the databases, streams and tables that are missing; `services` is the DSN of the services' server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
     facts = tables.make_database(services, workload.database)
@@ -79,10 +79,10 @@ def _stage(settings: Settings, workload: Workload, services: str) -> Stage:
     tables.prepare_writing(facts)
     _require_own(settings, facts, workload.streams)
     workload.make_tables(facts, effects)
-    return Stage(Home(settings.home), facts, effects)
+    return SimulationDatabases(Home(settings.home), facts, effects)
 
 
-def _require_own(settings: Settings, facts: str, streams: Sequence[PlayedStream]) -> None:
+def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
     """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
@@ -92,37 +92,39 @@ def _require_own(settings: Settings, facts: str, streams: Sequence[PlayedStream]
 
 
 @contextmanager
-def _directed(stage: Stage, workload: Workload, servers: "Servers | None") -> Iterator[Director]:
+def _running(databases: SimulationDatabases, workload: Workload, servers: "Servers | None") -> Iterator[FaultInjector]:
     """The processes at work, and in the end none of them."""
-    director = Director(stage, workload, servers)
+    injector = FaultInjector(databases, workload, servers)
     try:
-        director.open()
-        yield director
+        injector.start()
+        yield injector
     finally:
-        director.abandon()
+        injector.kill_all()
 
 
-def _services_server(settings: Settings, play: Play, stack: ExitStack) -> "ServicesPostgres | None":
+def _services_server(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
     """A Postgres for the services alone, if faults are injected into their database."""
-    if not play.faults & OF_DATABASES:
+    if not plan.faults & OF_DATABASES:
         return None
     from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
 
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
 
 
-def _await_begin(director: Director, verification: Verification, stopping: Event) -> None:
+def _await_begin(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
     """Wait until every reader works: processes need their time on a busy machine."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
     while not verification.has_begun() and time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
-        director.tick()
+        injector.tick()
 
 
-def _play_through(director: Director, play: Play, stopping: Event, verification: Verification, *, verify: bool) -> None:
+def _run_faults(
+    injector: FaultInjector, plan: SimulationPlan, stopping: Event, verification: Verification, *, verify: bool
+) -> None:
     """Inject the faults of the script, and print how each reader does meanwhile. Then end the services, and print which
     faults there were. Raises the verification's error as soon as `verify` and a count is not right.
     """
-    for now in _until_over(director, play, stopping):
+    for now in _until_over(injector, plan, stopping):
         try:
             counts = verification.counts()
         except Unavailable as problem:
@@ -130,37 +132,37 @@ def _play_through(director: Director, play: Play, stopping: Event, verification:
             continue
         if counts:
             click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
-        if verify and not all(count.right for count in counts):
+        if verify and not all(count.is_right for count in counts):
             raise verification.difference(counts)
-    befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))
-    click.echo(f"the play is over; it had {befell or 'no incidents'}")
-    director.silence()
+    counted = ", ".join(f"{count} x {fault}" for fault, count in sorted(injector.done.items()))
+    click.echo(f"the simulation is over; faults: {counted or 'none'}")
+    injector.stop_services()
 
 
-def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
-    """Let everything happen, to its end; gives the play's time (s) whenever a report is due."""
+def _until_over(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
+    """Inject the faults to the end; gives the seconds since the start whenever a report is due."""
     began, reported = time.monotonic(), 0.0
-    acts = script(play.seed, play.faults, play.seconds)
-    act = next(acts, None)
+    planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
+    planned = next(planned_faults, None)
     while not stopping.wait(TICK_SECONDS):
         now = time.monotonic() - began
-        if now >= play.seconds + (ENDING_SECONDS if director.owes else 0.0):
+        if now >= plan.seconds + (ENDING_SECONDS if injector.has_pending else 0.0):
             return
-        while act is not None and act.at <= min(now, play.seconds):
-            director.befall(act)
-            act = next(acts, None)
-        director.tick()
+        while planned is not None and planned.at <= min(now, plan.seconds):
+            injector.inject(planned)
+            planned = next(planned_faults, None)
+        injector.tick()
         if now // REPORT_SECONDS > reported // REPORT_SECONDS:
             yield now
         reported = now
 
 
-def _conclude(director: Director, verification: Verification) -> None:
+def _conclude(injector: FaultInjector, verification: Verification) -> None:
     """Wait until the readers have read everything; print how each did. Raises the verification's error."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
     counts: Sequence[ReadCount] = []
     while not verification.is_complete(counts) and time.monotonic() < deadline:
-        director.tick()
+        injector.tick()
         time.sleep(verification.seconds_between)
         with suppress(Unavailable):
             counts = verification.counts()

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from psycopg import sql
 
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.processes import Part, Stage
-from tidemark.app.simulation.script import OF_DATABASES, PlayedStream, Successor
+from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
+from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, Successor
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
 from tidemark.app.simulation.workload import ReadCount, Verification, Workload
 from tidemark.common.errors import TidemarkError
@@ -36,7 +36,7 @@ class FactRow(NamedTuple):
     mark: Hashable
 
 
-class HandedRow(NamedTuple):
+class DeliveredRow(NamedTuple):
     """A row as a reader was handed it; `late`: for a late completion."""
 
     id: int
@@ -45,8 +45,8 @@ class HandedRow(NamedTuple):
     late: bool = False
 
 
-class Stand(NamedTuple):
-    """Where a reader says that it stands."""
+class ReaderPosition(NamedTuple):
+    """The position that a reader reports."""
 
     linear: int
     positions: Mapping[str, int]
@@ -56,7 +56,7 @@ class Stand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Count(ReadCount):
+class StreamsCount(ReadCount):
     """Facts of all streams.
 
     `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
@@ -70,12 +70,12 @@ class Count(ReadCount):
     lost: int = 0
 
     def __str__(self) -> str:
-        told = (
+        stopping = (
             f"{self.reader}: {self.written} facts written, {self.read} read, {self.missed} missed,"
             f" {self.doubled} doubled, {self.disordered} out of order"
         )
         explained = {"late": self.late, "again": self.again, "lost": self.lost}
-        return ", ".join([told, *(f"{count} {what}" for what, count in explained.items() if count)])
+        return ", ".join([stopping, *(f"{count} {what}" for what, count in explained.items() if count)])
 
 
 @dataclass(frozen=True)
@@ -88,44 +88,44 @@ class Comparison:
 
     reader: Mode
     facts: Sequence[FactRow]
-    handed: Sequence[HandedRow]
-    stand: Stand
+    delivered: Sequence[DeliveredRow]
+    stand: ReaderPosition
     back: int | None
     final: bool = False
     times: int = 1
 
-    def count(self) -> Count:
-        return Count(
+    def count(self) -> StreamsCount:
+        return StreamsCount(
             self.reader,
             len({row.id for row in self.facts}),
             len({row.id for row in self.facts} - self._unread),
             len({row.id for row in self.facts if row.id in self._unread and self._missed(row)}),
             len(self._doubled - self._again) + (0 if self.back is not None else len(self.strangers)),
             self._disordered(),
-            len({row.id for row in self.handed if row.late}),
+            len({row.id for row in self.delivered if row.late}),
             len(self._again),
             0 if self.back is None else len(self.strangers),
         )
 
     def up_to(self, id: int) -> "Comparison":
         facts = [row for row in self.facts if row.id <= id]
-        return replace(self, facts=facts, handed=[row for row in self.handed if row.id <= id])
+        return replace(self, facts=facts, delivered=[row for row in self.delivered if row.id <= id])
 
     @property
     def marks(self) -> set[Hashable]:
         """Those of the rows that were handed over."""
-        return {row.mark for row in self.handed}
+        return {row.mark for row in self.delivered}
 
     @cached_property
     def strangers(self) -> set[int]:
         """IDs that were handed over with rows that are not there."""
         marks = {row.mark for row in self.facts}
-        return {row.id for row in self.handed if row.mark not in marks}
+        return {row.id for row in self.delivered if row.mark not in marks}
 
     @cached_property
     def _unread(self) -> set[int]:
-        handed = self.marks
-        return {row.id for row in self.facts if row.mark not in handed}
+        delivered = self.marks
+        return {row.id for row in self.facts if row.mark not in delivered}
 
     def _missed(self, row: FactRow) -> bool:
         excused = self.back is not None and row.id > self.back and not self.final
@@ -133,21 +133,21 @@ class Comparison:
 
     @cached_property
     def _doubled(self) -> set[int]:
-        return _more_often(1, self.handed)
+        return _more_often(1, self.delivered)
 
     @cached_property
     def _again(self) -> set[int]:
         """Read in its order, and then for its late completions, one for each time that the database went back."""
         if self.back is None:
             return set()
-        wrong = _more_often(1, (row for row in self.handed if not row.late))
-        wrong |= _more_often(self.times, (row for row in self.handed if row.late))
+        wrong = _more_often(1, (row for row in self.delivered if not row.late))
+        wrong |= _more_often(self.times, (row for row in self.delivered if row.late))
         return {id for id in self._doubled - wrong if id > self.back}
 
     def _disordered(self) -> int:
         reached: dict[str, int] = {}
         below = 0
-        for row in self.handed:
+        for row in self.delivered:
             if not row.late:
                 line = row.writer if self.reader == "vector" else ""
                 below += row.id < reached.get(line, 0)
@@ -155,7 +155,7 @@ class Comparison:
         return below
 
 
-def _more_often(times: int, rows: Iterable[HandedRow]) -> set[int]:
+def _more_often(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
     counted = Counter((row.id, row.mark) for row in rows)
     return {id for (id, _), count in counted.items() if count > times}
 
@@ -168,12 +168,12 @@ class EffectsDiffer(TidemarkError):
     """Some reader missed, doubled or disordered facts."""
 
     def __init__(self, counts: Sequence[ReadCount]) -> None:
-        wrong = "; ".join(str(count) for count in counts if not count.right)
+        wrong = "; ".join(str(count) for count in counts if not count.is_right)
         super().__init__(f"what was read is not what was written: {wrong}")
         self.counts = counts
 
 
-class LossUntold(TidemarkError):
+class LossUnreported(TidemarkError):
     """A database went back, readers had read facts that are no more, and nothing tells of it."""
 
     def __init__(self, stream: str) -> None:
@@ -194,7 +194,7 @@ class StreamsVerification(Verification):
         self,
         facts: str,
         effects: str,
-        streams: Sequence[PlayedStream],
+        streams: Sequence[SimulatedStream],
         timelines: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._timelines = timelines
@@ -207,9 +207,9 @@ class StreamsVerification(Verification):
         """Marks of rows that were found to be right, and deleted; or are to be."""
         self._deleted: dict[str, list[Hashable]] = {}
         """Those of them that the services' database may still hold."""
-        self._forgotten: dict[tuple[Mode, str], Count] = {}
+        self._forgotten: dict[tuple[Mode, str], StreamsCount] = {}
         self._back: dict[str, int] = {}
-        """Behind which the facts of a database that went back are told again."""
+        """By stream, the ID behind which the facts of a database that went back are sent again."""
         self._times = 0
         self._heads: dict[str, int] = {}
         """Behind which its IDs are given out again."""
@@ -223,7 +223,7 @@ class StreamsVerification(Verification):
         self._effects.close()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Nothing is compared meanwhile; for the thread that calls the next two."""
         with self._lock:
             yield
@@ -245,11 +245,11 @@ class StreamsVerification(Verification):
             for marks in self._compared.values():
                 _delete(connection, _EFFECTS, [*marks])
 
-    def final_counts(self) -> list[Count]:
+    def final_counts(self) -> list[StreamsCount]:
         return self.counts(final=True)
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        return bool(counts) and all(count.complete for count in counts)
+        return bool(counts) and all(count.is_complete for count in counts)
 
     def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
         return EffectsDiffer(counts)
@@ -260,9 +260,9 @@ class StreamsVerification(Verification):
         now = self._timelines()
         for stream in sorted(self.lost - self.late):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
-                raise LossUntold(stream)
+                raise LossUnreported(stream)
 
-    def counts(self, *, final: bool = False) -> list[Count]:
+    def counts(self, *, final: bool = False) -> list[StreamsCount]:
         """How each reader does, over all streams, since the database was made; nothing before the first has begun.
 
         With `final` nothing is late any more. Forgets what all readers have read and the linear one has passed:
@@ -272,21 +272,21 @@ class StreamsVerification(Verification):
             with self._effects.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
                 if not _begun(connection):
-                    return [Count(reader, 0, 0) for reader in READERS]
+                    return [StreamsCount(reader, 0, 0) for reader in READERS]
                 self._load(connection)
-                stands = {key: _stand(connection, *key) for key in self._forgotten}
-                handed = {key: _handed(connection, *key) for key in self._forgotten}
+                snapshot = {key: _reader_position(connection, *key) for key in self._forgotten}
+                delivered = {key: _delivered(connection, *key) for key in self._forgotten}
             # Later than the effects: whatever a reader has passed by then was committed before.
             with self._facts.use() as connection:
                 for stream, marks in [*self._deleted.items()]:
                     _delete(connection, _facts_of(stream), marks)
                     del self._deleted[stream]
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
-            counts = {reader: Count(reader, 0, 0) for reader in READERS}
+            counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
                 of = [
                     Comparison(
-                        *(reader, rows, handed[reader, stream], stands[reader, stream]),
+                        *(reader, rows, delivered[reader, stream], snapshot[reader, stream]),
                         *(self._back.get(stream), final, self._times),
                     )
                     for reader in READERS
@@ -295,7 +295,7 @@ class StreamsVerification(Verification):
                 found = [comparison.count() for comparison in of]
                 for comparison, count in zip(of, found, strict=True):
                     counts[comparison.reader] += count + self._forgotten[comparison.reader, stream]
-                if all(count.right for count in found):
+                if all(count.is_right for count in found):
                     self._forget(stream, of)
         return [*counts.values()]
 
@@ -304,14 +304,14 @@ class StreamsVerification(Verification):
         if head is not None:
             if any(id > head for comparison in of for id in comparison.strangers):
                 self.lost.add(stream)
-            if any(row.late for comparison in of for row in comparison.handed):
+            if any(row.late for comparison in of for row in comparison.delivered):
                 self.late.add(stream)
 
     def _forget(self, stream: str, of: Sequence[Comparison]) -> None:
         reached = min(comparison.stand.linear for comparison in of if comparison.reader == "linear")
         done = [comparison.up_to(reached) for comparison in of]
         counts = {it.reader: self._forgotten[it.reader, stream] + it.count() for it in done}
-        if not done[0].facts or not all(count.complete for count in counts.values()):
+        if not done[0].facts or not all(count.is_complete for count in counts.values()):
             return
         rows = {row.mark for row in done[0].facts}
         marks = [*rows.union(*(it.marks for it in done))]
@@ -328,12 +328,12 @@ class StreamsVerification(Verification):
         self._deleted[stream] = marks
 
     def _load(self, connection: Connection) -> None:
-        """What earlier plays compared; from then on we know better than a database that went back."""
+        """What earlier simulations compared; from then on we know better than a database that went back."""
         if not self._forgotten:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             found = {(reader, stream): facts for reader, stream, facts in rows}
             for key in [(reader, stream.name) for reader in READERS for stream in self._streams]:
-                self._forgotten[key] = Count(key[0], found.get(key, 0), found.get(key, 0))
+                self._forgotten[key] = StreamsCount(key[0], found.get(key, 0), found.get(key, 0))
 
 
 _EFFECTS = sql.Identifier("demo", "effects")
@@ -353,20 +353,24 @@ def _begun(connection: Connection) -> bool:
     return row is not None and bool(row[0])
 
 
-def _stand(connection: Connection, reader: Mode, stream: str) -> Stand:
+def _reader_position(connection: Connection, reader: Mode, stream: str) -> ReaderPosition:
     row: tuple[int, Mapping[str, Any]] | None = connection.execute(
         "select linear, positions from tidemark_reader.places where reader = %s and stream = %s", [reader, stream]
     ).fetchone()
-    return Stand(abs(row[0]), {writer: abs(id) for writer, id in row[1].items()}) if row else Stand(0, {})
+    return (
+        ReaderPosition(abs(row[0]), {writer: abs(id) for writer, id in row[1].items()})
+        if row
+        else ReaderPosition(0, {})
+    )
 
 
-def _handed(connection: Connection, reader: Mode, stream: str) -> list[HandedRow]:
+def _delivered(connection: Connection, reader: Mode, stream: str) -> list[DeliveredRow]:
     rows = connection.execute(
         "select abs(stream_id), writer, mark, late is not null from demo.effects"
         " where reader = %s and stream = %s order by number",
         [reader, stream],
     )
-    return [HandedRow(*row) for row in rows]
+    return [DeliveredRow(*row) for row in rows]
 
 
 def _committed(connection: Connection, stream: str) -> list[FactRow]:
@@ -381,25 +385,25 @@ class StreamsWorkload(Workload):
     readers = READERS
 
     @property
-    def streams(self) -> Sequence[PlayedStream]:
-        return self.play.cast.stream_list()
+    def streams(self) -> Sequence[SimulatedStream]:
+        return self.plan.writer_plan.stream_list()
 
     def make_tables(self, facts: str, effects: str) -> None:
         tables.make_facts(facts, self.streams)
         tables.make_effects(effects)
 
-    def service(self, stage: Stage, name: str, incarnation: int) -> Part:
-        cast, seed = self.play.cast, f"{self.play.seed} {name} {incarnation}"
-        role = ServiceRole(name, self.streams, self.play.faults, cast.rate / cast.writers, seed)
-        return Part(stage.facts, stage.effects, service=role)
+    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
+        role = ServiceRole(name, self.streams, self.plan.faults, writer_plan.rate / writer_plan.writers, seed)
+        return ProcessRole(databases.facts, databases.effects, service=role)
 
-    def reader(self, stage: Stage, name: str, incarnation: int) -> Part:
-        role = ReaderRole("linear" if name == "linear" else "vector", self.play.cast.stream_names())
-        return Part(stage.facts, stage.effects, reader=role)
+    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        role = ReaderRole("linear" if name == "linear" else "vector", self.plan.writer_plan.stream_names())
+        return ProcessRole(databases.facts, databases.effects, reader=role)
 
-    def verification(self, stage: Stage, tidemark: str) -> StreamsVerification:
-        timelines = partial(_timelines, tidemark) if self.play.faults & OF_DATABASES else dict
-        return StreamsVerification(stage.facts, stage.effects, self.streams, timelines)
+    def verification(self, databases: SimulationDatabases, tidemark: str) -> StreamsVerification:
+        timelines = partial(_timelines, tidemark) if self.plan.faults & OF_DATABASES else dict
+        return StreamsVerification(databases.facts, databases.effects, self.streams, timelines)
 
 
 def _timelines(dsn: str) -> dict[str, int]:

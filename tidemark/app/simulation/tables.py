@@ -1,4 +1,4 @@
-"""The tables of a play: the services' with the facts (the truth), the readers' with effects, each in its database."""
+"""The tables of a simulation: those of the services with the facts, and those of the readers with the effects."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.app.simulation.script import PlayedStream
+from tidemark.app.simulation.script import SimulatedStream
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import SCHEMA, session_of
 
@@ -49,14 +49,14 @@ comment on column {table}.mark is 'Tells a row from one that had its ID before t
 """
 
 
-def own_database(dsn: str, play: str = "demo") -> str:
-    """The DSN of a play's database, which is called after the one of `dsn`."""
-    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{play}")
+def own_database(dsn: str, plan: str = "demo") -> str:
+    """The DSN of a simulation's database, which is called after the one of `dsn`."""
+    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{plan}")
 
 
-def make_database(dsn: str, play: str = "demo") -> str:
+def make_database(dsn: str, plan: str = "demo") -> str:
     """Make it where it is missing; its DSN. Raises `Unavailable` and `Refused`."""
-    own = own_database(dsn, play)
+    own = own_database(dsn, plan)
     name = str(conninfo_to_dict(own)["dbname"])
     with _using(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
@@ -70,14 +70,14 @@ def prepare_writing(dsn: str) -> None:
         SCHEMA.migrate(session)
 
 
-def missing(dsn: str, streams: Iterable[PlayedStream]) -> list[PlayedStream]:
+def missing(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
     """The streams that are not made yet."""
     with _using(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]
 
 
-def make_facts(dsn: str, streams: Iterable[PlayedStream]) -> None:
+def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Make the streams, and the services' tables."""
     with _using(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
@@ -100,7 +100,7 @@ def make_tables(dsn: str, script: str) -> None:
         connection.execute(script.encode())
 
 
-def make_streams(dsn: str, streams: Iterable[PlayedStream]) -> None:
+def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Make streams whose tables somebody else makes."""
     with _using(dsn) as connection, connection.transaction():
         for stream in streams:

@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import ClassVar, Self
 
-from tidemark.app.simulation.processes import Part, Stage
-from tidemark.app.simulation.script import Fault, PlayedStream, Players, Successor
+from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
+from tidemark.app.simulation.script import Fault, SimulatedStream, Successor, WriterPlan
 from tidemark.common.errors import TidemarkError
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class SimulationPlan:
     """What is simulated, and for how long; `math.inf` seconds: until somebody stops it."""
 
-    cast: Players
+    writer_plan: WriterPlan
     faults: Set[Fault]
     seed: int
     seconds: float
@@ -33,12 +33,12 @@ class ReadCount:
     disordered: int = 0
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return not (self.missed or self.doubled or self.disordered)
 
     @property
-    def complete(self) -> bool:
-        return self.right and self.read == self.written
+    def is_complete(self) -> bool:
+        return self.is_right and self.read == self.written
 
     @property
     def figures(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Verification(ABC):
         """Raise if facts were lost, and readers were not informed."""
 
     @abstractmethod
-    def held(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Nothing is compared meanwhile; for the thread that calls the next two."""
 
     @abstractmethod
@@ -112,8 +112,8 @@ class Verification(ABC):
 class Workload(ABC):
     """The services that write and the readers that read in a simulation."""
 
-    def __init__(self, play: Play, *, verify: bool) -> None:
-        self.play = play
+    def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
+        self.plan = plan
         self.verify = verify
 
     @property
@@ -123,7 +123,7 @@ class Workload(ABC):
 
     @property
     @abstractmethod
-    def streams(self) -> Sequence[PlayedStream]:
+    def streams(self) -> Sequence[SimulatedStream]:
         """The streams that its services write."""
 
     @property
@@ -136,13 +136,13 @@ class Workload(ABC):
         """Make the streams and tables that are missing in the services' database and in that of the readers."""
 
     @abstractmethod
-    def service(self, stage: Stage, name: str, incarnation: int) -> Part:
-        """The part of a service that writes under this name, at its `incarnation`-th start."""
+    def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        """The role of a service that writes under this name, at its `incarnation`-th start."""
 
     @abstractmethod
-    def reader(self, stage: Stage, name: str, incarnation: int) -> Part:
-        """The part of a reader, at its `incarnation`-th start."""
+    def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        """The role of a reader, at its `incarnation`-th start."""
 
     @abstractmethod
-    def verification(self, stage: Stage, tidemark: str) -> Verification:
+    def verification(self, databases: SimulationDatabases, tidemark: str) -> Verification:
         """The verification; `tidemark` is the DSN of Tidemark's own database."""

@@ -106,11 +106,11 @@ def simulate(
     """
     settings = loaded()
     from tidemark.app.simulation import simulate
-    from tidemark.app.simulation.script import Players, faults
-    from tidemark.app.simulation.workload import Play
+    from tidemark.app.simulation.script import WriterPlan, faults
+    from tidemark.app.simulation.workload import SimulationPlan
 
     seed = time.time_ns() % 2**32 if seed is None else seed
-    click.echo(f"playing with --seed {seed}")
-    cast = Players(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
-    play = Play(cast, faults(named), seed, seconds)
-    simulate.run(settings, play, workload, verify=verify)
+    click.echo(f"running with --seed {seed}")
+    writer_plan = WriterPlan(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
+    plan = SimulationPlan(writer_plan, faults(named), seed, seconds)
+    simulate.run(settings, plan, workload, verify=verify)
