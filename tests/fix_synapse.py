@@ -28,11 +28,11 @@ class BridgeProcess(ServerProcess):
 
     name: ClassVar[str] = "bridge"
 
-    def __init__(self, home: Home, name: str, variables: Mapping[str, str], words: Sequence[str]) -> None:
+    def __init__(self, home: Home, name: str, variables: Mapping[str, str], reported_positions: Sequence[str]) -> None:
         super().__init__(home, free_port())
         self.name = name  # type: ignore[misc]
         self._variables = variables
-        self._words = words
+        self._words = reported_positions
 
     def command(self) -> Sequence[str]:
         metrics = f"{LOOPBACK}:{self.port}"
@@ -51,7 +51,7 @@ def begun_by_a_bridge(database: str, stream: str, *writers: str) -> None:
         state.SCHEMA.migrate(session)
         with session.use() as connection:
             server = state.SynapseServer("one", "0/100", "one.test")
-            state.found(connection, STREAMS["events"], stream, server, writers, 7)
+            state.create_stream(connection, STREAMS["events"], stream, server, writers, 7)
 
 
 @pytest.fixture(scope="session")

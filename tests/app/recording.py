@@ -8,7 +8,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.verbs.replay import packed
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import Recorded
+from tidemark.sources.kafka_lookup import RecordReader
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.core.batch import advance
@@ -43,7 +43,7 @@ class Recording:
         self._roles = {self.facts: Topic.FACTS, self.control: Topic.CONTROL}
         self._next = dict.fromkeys(self._roles, 0)
         self._number = 0
-        self._kafka = Recorded(self.connection)
+        self._kafka = RecordReader(self.connection)
         self._producers: dict[str, RecordProducer] = {}
         Topics(self.connection).create_missing(plans(self.facts, self.control, self.dead, 1))
 

@@ -50,9 +50,9 @@ def test_streams_are_told_once_by_their_prefix() -> None:
         (["--server-name", "hs"], "TIDEMARK_SYNAPSE_DSN: is not set"),
     ],
 )
-def test_what_is_missing_is_told(words: list[str], why: str) -> None:
+def test_what_is_missing_is_told(reported_positions: list[str], why: str) -> None:
     """With exit code 2."""
-    done = CliRunner().invoke(main, ["synapse", *words])
+    done = CliRunner().invoke(main, ["synapse", *reported_positions])
     assert (done.exit_code, why in done.output) == (2, True), done.output
 
 

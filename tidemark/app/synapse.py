@@ -145,8 +145,8 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
     with state_session(settings.postgres) as session:
         with session.use() as connection:
             SCHEMA.check(connection)
-            streams = state.order(connection, gone.writer, gone.stream)
-            known = state.active(connection, gone.stream)
+            streams = state.order_retirement(connection, gone.writer, gone.stream)
+            known = state.active_writers(connection, gone.stream)
         for stream in streams:
             id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
             say(f"{gone.writer} ends at {id} of {stream}")

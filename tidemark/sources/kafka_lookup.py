@@ -27,7 +27,7 @@ class RecordedMessage:
     value: bytes | None
 
 
-class Recorded:
+class RecordReader:
     """For one thread; a context manager. Methods raise `Unavailable` after `patience` seconds without an answer, and
     `Refused`."""
 

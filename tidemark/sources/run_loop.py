@@ -20,7 +20,7 @@ from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.oversized import OversizedRecords
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.transactions import OldestOpen, OpenTransaction, Reports
+from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, TransactionReports
 from tidemark.streaming.wire import records
 
 log = get_logger(__name__)
@@ -51,7 +51,7 @@ class LoopMetrics(ABC):
     standby: Gauge
     heartbeat: Gauge
     oversized: Gauge
-    open: OldestOpen
+    open: OldestOpenGauge
 
     @abstractmethod
     def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class RunLoop(ABC):
         self._halt = halt
         self._standby = Standby(lock_space)
         self._oversized = OversizedRecords(metrics.oversized)
-        self._reports = Reports({})
+        self._reports = TransactionReports({})
         self._producer: RecordProducer
         self._has_producer = False
         """Whether there is a producer, and nothing has failed since it was made."""

@@ -25,7 +25,7 @@ class ServerHistory:
     server: str
 
 
-def history(connection: Connection, where: str, table: str) -> ServerHistory:
+def server_history(connection: Connection, where: str, table: str) -> ServerHistory:
     """`table` is one that a restore makes anew. Raises `Unavailable` on a standby.
 
     The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after the
@@ -47,7 +47,7 @@ def history(connection: Connection, where: str, table: str) -> ServerHistory:
     return ServerHistory(*row)
 
 
-def end_one(connection: Connection) -> None:
+def end_own_transaction(connection: Connection) -> None:
     """A snapshot lists only what runs below the last transaction that has ended; what is above may run or not exist.
 
     So one of our own ends: whoever had an ID before this call is listed from now on.
@@ -55,7 +55,7 @@ def end_one(connection: Connection) -> None:
     connection.execute("select pg_current_xact_id()")
 
 
-def running(connection: Connection) -> frozenset[int]:
+def running_transactions(connection: Connection) -> frozenset[int]:
     """The transactions that have an ID and have not ended, prepared ones too; none that began after `end_one`."""
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
@@ -63,7 +63,7 @@ def running(connection: Connection) -> frozenset[int]:
     return frozenset(map(int, listed.split(","))) if listed else frozenset()
 
 
-def durable(connection: Connection) -> str:
+def flush_wal(connection: Connection) -> str:
     """All that the server has done so far survives a crash: this writes to its log and waits for the disk; where in it.
 
     `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
@@ -129,22 +129,23 @@ class OpenTransaction:
         return f"select pg_terminate_backend({self.pid})"
 
 
-WORTH_TELLING = timedelta(seconds=2)
+REPORTED_AFTER = timedelta(seconds=2)
 """How long a transaction is open before it is told: what they usually take is nobody's business."""
 
 
-class Reports:
-    """Of one epoch. `tellers`: by stream the writer in whose name, and in which epoch, it is told. Who is named is told
-    again where that has changed, and once at the start: another process may have named others before.
+class TransactionReports:
+    """The OPEN records of one epoch. `reporters`: by stream, the writer and the epoch in whose name they are sent.
+
+    A record is sent when the transactions have changed, and once at the start: another process may have named others.
     """
 
-    def __init__(self, tellers: Mapping[str, tuple[str, int]]) -> None:
-        self.tellers = tellers
+    def __init__(self, reporters: Mapping[str, tuple[str, int]]) -> None:
+        self.reporters = reporters
         self._named: dict[str, list[str]] = {}
 
     def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
         """What is to be told of the transactions that hold streams now, the oldest first."""
-        for name, (writer, epoch) in self.tellers.items():
+        for name, (writer, epoch) in self.reporters.items():
             old = [it for it in found if it.stream == name and is_old(it, now)]
             known = [it.process for it in old]  # a query is named, but the next one is nothing new
             if self._named.get(name) != known:
@@ -152,7 +153,7 @@ class Reports:
                 yield Open(stream=name, writer=writer, epoch=epoch, transactions=_named(old))
 
 
-class OldestOpen:
+class OldestOpenGauge:
     """Shows by the labels of a gauge how long the oldest transaction has been open, and nothing where none is."""
 
     def __init__(self, gauge: Gauge) -> None:
@@ -171,7 +172,7 @@ class OldestOpen:
 
 def is_old(transaction: OpenTransaction, now: datetime) -> bool:
     """Whether it is worth telling; of one whose begin this user may not see nobody knows better."""
-    return transaction.since is None or now - transaction.since >= WORTH_TELLING
+    return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 
 def _named(old: Sequence[OpenTransaction]) -> list[str]:

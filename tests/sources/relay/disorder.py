@@ -17,12 +17,12 @@ from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 
-TABLES = ("append_streams", "append_outbox", "append_progress", "append_writers", "append_told", "relay_schema_version")
+TABLES = ("append_streams", "append_outbox", "append_progress", "append_writers", "append_sent", "relay_schema_version")
 SAVED = (
     "tidemark.append_outbox",
     "tidemark.append_progress",
     "tidemark.append_writers",
-    "tidemark.append_told",
+    "tidemark.append_sent",
     "truth",
 )
 RELAY = "relay_of_world"

@@ -23,7 +23,7 @@ from tidemark.sources.relay import epochs, sequences
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.queries import SCHEMA, session_of
-from tidemark.sources.transactions import history
+from tidemark.sources.transactions import server_history
 from tidemark.streaming.wire.records import Join
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
     """Also if the first ones have something new each time: nobody is passed over for ever."""
     monkeypatch.setattr(deciding, "PAGES_AT_ONCE", 3)
     with session_of(ready, "test") as session, session.use() as connection:
-        told = epochs.begin(connection, history(connection, session.where, "tidemark.append_outbox"), "shop")
+        told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
         epochs.acknowledged(connection, told)
         decider = Decider(connection, told)
         reached = Counter[str]()
@@ -57,7 +57,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
             decided = _taken(decider.round(1_000_000))
             assert 1 <= len(decided) <= 3
             for each in decided:
-                reached[each.told.stream.name] += 1
+                reached[each.stream_epoch.stream.name] += 1
                 decider.acknowledged(each)
         assert reached.keys() == {*STREAMS}
         for most in (3, 3, 1, 0):

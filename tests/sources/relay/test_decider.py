@@ -129,7 +129,7 @@ class Appending(RuleBasedStateMachine):
     def tell(self, relay: int) -> None:
         """Rounds, of which Kafka takes everything: who is new is met, joins, and is told."""
 
-        def told(it: SteppedRelay) -> None:
+        def send_all(it: SteppedRelay) -> None:
             for _ in range(3):
                 it.round()
                 while it.unacknowledged:
@@ -138,7 +138,7 @@ class Appending(RuleBasedStateMachine):
                 if it.begun:
                     return
 
-        self.relay(relay, told)
+        self.relay(relay, send_all)
 
     @rule(relay=relays)
     def acknowledge(self, relay: int) -> None:

@@ -15,7 +15,7 @@ from tests.sources.relay.test_decider import Appending, relays
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.queries import AppendStream
-from tidemark.sources.relay.sequences import StreamLook
+from tidemark.sources.relay.sequences import StreamSnapshot
 from tidemark.streaming.values.intervals import Intervals
 
 pytestmark = pytest.mark.slow
@@ -134,12 +134,12 @@ def blind(_: object) -> dict[int, sequences.StrayRows]:
     return {}
 
 
-def trusting(connection: Connection) -> dict[AppendStream, StreamLook]:
+def trusting(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """Whoever wrote the floor."""
     return {stream: replace(look, foreign=0) for stream, look in real_heads(connection).items()}
 
 
-def careless(connection: Connection) -> dict[AppendStream, StreamLook]:
+def careless(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """Whatever options a sequence has."""
     found = real_heads(connection)
     return {stream: replace(it, sequence=replace(it.sequence, unfit="")) for stream, it in found.items()}

@@ -8,28 +8,28 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tidemark.sources.kafka_lookup import singles
-from tidemark.sources.relay.decider import Decided
-from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, told
-from tidemark.sources.relay.epochs import Told, ToldWriter
+from tidemark.sources.relay.decider import Decision
+from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, encode_decision
+from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
-from tidemark.sources.relay.writer_chains import Announced
+from tidemark.sources.relay.writer_chains import EmptyRange
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
 
 
-def of(direction: Direction = Direction.FORWARD) -> Told:
-    writers = {name: ToldWriter(name, 7, 0, "joined", frozenset()) for name in ("shop", "till")}
-    return Told(AppendStream(1, "orders", direction), 1, 0, 0, Timeline("d", "s"), "shop", writers)
+def of(direction: Direction = Direction.FORWARD) -> StreamEpoch:
+    writers = {name: WriterEpoch(name, 7, 0, "joined", frozenset()) for name in ("shop", "till")}
+    return StreamEpoch(AppendStream(1, "orders", direction), 1, 0, 0, Timeline("d", "s"), "shop", writers)
 
 
 def fact(id: int, *rows: str, writer: str = "") -> AppendedFact:
     return AppendedFact(id, [body.encode() for body in rows], sum(200 + len(body) for body in rows), writer)
 
 
-def sent(decided: Decided, most: int) -> list[Record]:
+def sent(decided: Decision, most: int) -> list[Record]:
     """As whoever reads Kafka reads it."""
-    return [read(value, b"orders", Topic.FACTS) for value in told(decided, most)]
+    return [read(value, b"orders", Topic.FACTS) for value in encode_decision(decided, most)]
 
 
 def said(records: Iterable[Record]) -> list[bytes]:
@@ -42,7 +42,7 @@ def said(records: Iterable[Record]) -> list[bytes]:
 
 
 @st.composite
-def decisions(draw: st.DrawFn) -> Decided:
+def decisions(draw: st.DrawFn) -> Decision:
     ids = draw(st.lists(st.integers(1, 60), unique=True, max_size=40).map(sorted))
     rows = st.lists(st.sampled_from(['{"a": 1}', "null", '"\u00fc"']), max_size=3)
     writers = st.sampled_from(["", "", "till", BEAT])
@@ -52,13 +52,13 @@ def decisions(draw: st.DrawFn) -> Decided:
             facts.append(fact(id, *draw(rows), writer=draw(writers)))
         else:
             voids.append(id)
-    announced = draw(st.lists(st.sampled_from([Announced("shop", 60, 64), Announced("till", 61, 63)]), unique=True))
+    announced = draw(st.lists(st.sampled_from([EmptyRange("shop", 60, 64), EmptyRange("till", 61, 63)]), unique=True))
     direction = draw(st.sampled_from([Direction.FORWARD, Direction.BACKWARD]))
-    return Decided(of(direction), facts, Intervals.from_ids(np.array(voids, np.int64)), announced)
+    return Decision(of(direction), facts, Intervals.from_ids(np.array(voids, np.int64)), announced)
 
 
 @given(decisions(), st.integers(2, 7))
-def test_records_of_many_facts_say_what_records_of_one_do(decided: Decided, most: int) -> None:
+def test_records_of_many_facts_say_what_records_of_one_do(decided: Decision, most: int) -> None:
     """The same edges in the same order, and never more of them in one."""
     together, alone = sent(decided, most), sent(decided, 1)
     assert said(together) == said(alone)
@@ -68,7 +68,7 @@ def test_records_of_many_facts_say_what_records_of_one_do(decided: Decided, most
 
 def runs(facts: Sequence[AppendedFact]) -> list[int]:
     """How many facts each record has."""
-    return [len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decided(of(), facts, EMPTY), MOST_FACTS)]
+    return [len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decision(of(), facts, EMPTY), MOST_FACTS)]
 
 
 def test_a_backlog_shares_records_up_to_their_bounds() -> None:
@@ -82,5 +82,5 @@ def test_a_backlog_shares_records_up_to_their_bounds() -> None:
 def test_a_fact_alone_is_told_as_ever() -> None:
     """So that a log without backlog stays as readable as it was; neighbours of other writers share nothing."""
     facts = [fact(4, "{}"), fact(5, "{}", writer="till"), fact(7, "{}")]
-    records = sent(Decided(of(), facts, EMPTY, [Announced("till", 5, 8)]), MOST_FACTS)
+    records = sent(Decision(of(), facts, EMPTY, [EmptyRange("till", 5, 8)]), MOST_FACTS)
     assert [type(record) for record in records] == [Rdata, Rdata, Rdata, Position]

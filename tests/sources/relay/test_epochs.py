@@ -8,9 +8,9 @@ import pytest
 
 from tidemark.common.errors import BadSetting
 from tidemark.sources.relay import epochs, queries
-from tidemark.sources.relay.epochs import Told
+from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.relay import OUTBOX
-from tidemark.sources.transactions import ServerHistory, history
+from tidemark.sources.transactions import ServerHistory, server_history
 from tidemark.streaming.values.intervals import EMPTY
 
 XID = "pg_current_xact_id()::xid"
@@ -24,7 +24,7 @@ def sql(ready: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def begun(sql: psycopg.Connection, database: str = "one", server: str = "1") -> list[Told]:
+def begun(sql: psycopg.Connection, database: str = "one", server: str = "1") -> list[StreamEpoch]:
     return epochs.begin(sql, ServerHistory(database, server), "shop")
 
 
@@ -80,7 +80,7 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
     orders, history = (each.stream for each in before)
     sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
     for upto in (5, 4):
-        queries.note_told(sql, {orders: upto, history: 9})
+        queries.record_upto(sql, {orders: upto, history: 9})
     assert begun(sql) == [
         replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
     ]
@@ -93,10 +93,10 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
     """All but the last."""
     (orders, _) = begun(sql)
     for upto in (1, 3, 5, 8):
-        queries.note_told(sql, {orders.stream: upto})
+        queries.record_upto(sql, {orders.stream: upto})
     for old, new in ((0, 3), (3, 8)):
         assert queries.raise_floor(sql, orders.stream, orders.version, old, new, EMPTY)
-    rows = sql.execute("select upto from tidemark.append_told where number = %s", [orders.stream.number]).fetchall()
+    rows = sql.execute("select upto from tidemark.append_sent where number = %s", [orders.stream.number]).fetchall()
     assert rows == [(8,)]
 
 
@@ -133,13 +133,13 @@ def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:
 
 def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) -> None:
     """A restore into the same database shows by it; a server that was only restarted has the same."""
-    before = history(sql, "here", OUTBOX)
-    assert before == history(sql, "here", OUTBOX)
+    before = server_history(sql, "here", OUTBOX)
+    assert before == server_history(sql, "here", OUTBOX)
     sql.execute("create table copy (like tidemark.append_outbox including all)")
     sql.execute("drop table tidemark.append_outbox")
     sql.execute("alter table copy set schema tidemark")
     sql.execute("alter table tidemark.copy rename to append_outbox")
-    assert before != history(sql, "here", OUTBOX)
+    assert before != server_history(sql, "here", OUTBOX)
 
 
 def test_a_row_that_no_relay_wrote_begins_a_start(sql: psycopg.Connection) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidemark.sources.relay.evidence import Holder, StreamEvidence, ids_of
-from tidemark.sources.relay.writer_chains import Lines
+from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, ids_of
+from tidemark.sources.relay.writer_chains import WriterChains
 from tidemark.streaming.values.intervals import Intervals
 
 OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")
@@ -37,7 +37,7 @@ class Owned:
     def number(self, writer: str) -> int:
         return min(int(writer), self.hashes)
 
-    def holders(self) -> frozenset[Holder]:
+    def lock_holders(self) -> frozenset[LockHolder]:
         return frozenset((each, self.number(writer)) for each, writer in self.owner.values() if each in self.running)
 
 
@@ -48,15 +48,15 @@ class Looking:
         self._truth = truth
         self._locks = locks
         self.evidence = StreamEvidence(0, several=several)
-        self.lines = Lines(dict.fromkeys(NAMES, 0)) if several else None
+        self.lines = WriterChains(dict.fromkeys(NAMES, 0)) if several else None
         self.told: set[int] = set()
         self.voids: set[int] = set()
         self.edges: dict[str, set[tuple[int, int]]] = defaultdict(set)
 
     def look(self, size: int) -> None:
         truth, evidence = self._truth, self.evidence
-        holders = truth.holders() if self._locks and evidence.lingers else None
-        evidence.look(len(truth.owner), frozenset(truth.running), holders)
+        lock_holders = truth.lock_holders() if self._locks and evidence.needs_locks else None
+        evidence.observe(len(truth.owner), frozenset(truth.running), lock_holders)
         if asked := evidence.unread():
             facts = truth.facts()
             inside = sorted(id for id in facts if asked.within(id - 1, id))
@@ -157,10 +157,10 @@ def test_many_transactions_are_few_marks() -> None:
     """What is remembered is bounded, however many looks found somebody running; then it only waits for more of them."""
     evidence = StreamEvidence(0)
     for number in range(1, 200):
-        evidence.look(number, frozenset(range(number, 400)))
+        evidence.observe(number, frozenset(range(number, 400)))
         evidence.read(evidence.unread(), [])
     assert len(evidence._marks) <= 33
-    evidence.look(199, frozenset())
+    evidence.observe(199, frozenset())
     asked = evidence.unread()
     assert asked == Intervals.of([(0, 199)])
     assert [*ids_of(evidence.read(asked, [7]))] == [id for id in range(1, 200) if id != 7]

@@ -13,10 +13,10 @@ from tests.sources.relay.world import WRITER, MakeDecider, World
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import epochs, queries, sequences
-from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
-from tidemark.sources.relay.evidence import Holder, StreamEvidence
+from tidemark.sources.relay.decider import Decider, Decision, Steps, _Stream
+from tidemark.sources.relay.evidence import LockHolder, StreamEvidence
 from tidemark.sources.relay.queries import AppendStream, Page
-from tidemark.sources.relay.writer_chains import Lines
+from tidemark.sources.relay.writer_chains import WriterChains
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,13 @@ class HeadLast(Decider):
 
     def round(self, most_bytes: int) -> Steps:
         real = sequences.heads
-        transactions.end_one(self._connection)
-        running = transactions.running(self._connection)
+        transactions.end_own_transaction(self._connection)
+        running = transactions.running_transactions(self._connection)
         yield "heads"
-        with patch.object(transactions, "running", lambda _: running), patch.object(sequences, "heads", real):
+        with (
+            patch.object(transactions, "running_transactions", lambda _: running),
+            patch.object(sequences, "heads", real),
+        ):
             return (yield from super().round(most_bytes))
 
 
@@ -41,7 +44,9 @@ class OutboxFirst(Decider):
         pages: dict[int, Page] = {}
         for each in self._streams.values():
             asked = Intervals.of([(each.evidence.floor, 2**62)])
-            pages[each.told.stream.number] = queries.page(self._connection, each.told.stream, asked, most_bytes)
+            pages[each.stream_epoch.stream.number] = queries.page(
+                self._connection, each.stream_epoch.stream, asked, most_bytes
+            )
         yield "heads"
 
         def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
@@ -58,8 +63,8 @@ class Impatient(Decider):
 
     def round(self, most_bytes: int) -> Steps:
         for each in self._streams.values():
-            if each.evidence.lingers:
-                each.evidence.look(each.evidence.head, frozenset())
+            if each.evidence.needs_locks:
+                each.evidence.observe(each.evidence.head, frozenset())
         return (yield from super().round(most_bytes))
 
 
@@ -73,9 +78,9 @@ class Deaf(Decider):
 class Eager(Decider):
     """Deletes what Kafka has, also above the floor."""
 
-    def acknowledged(self, decided: Decided) -> None:
+    def acknowledged(self, decided: Decision) -> None:
         super().acknowledged(decided)
-        ids = [decided.told.stream.towards.signed(fact.id) for fact in decided.facts]
+        ids = [decided.stream_epoch.stream.towards.signed(fact.id) for fact in decided.facts]
         self._connection.execute("delete from tidemark.append_outbox where id = any(%s)", [ids])
 
 
@@ -84,7 +89,7 @@ class Unguarded(Decider):
 
     def round(self, most_bytes: int) -> Steps:
         def open_to(each: _Stream, writer: str) -> Intervals:
-            return each.evidence.open_to(each.told.writers[writer].numbers)
+            return each.evidence.open_to(each.stream_epoch.writers[writer].numbers)
 
         with patch.object(_Stream, "open_to", open_to):
             return (yield from super().round(most_bytes))
@@ -99,7 +104,7 @@ class Hasty(Decider):
             if each.lines is not None and not each.evidence.open:
                 each.lines.beat(each.evidence.head)
                 if announced := each.lines.announce(each.open_to):
-                    decided.append(Decided(each.told, [], EMPTY, announced))
+                    decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
         return decided
 
 
@@ -107,7 +112,7 @@ class Deleting(Decider):
     """Raises the floor over what was told of lines and is not in Kafka."""
 
     def settle(self, most=None):  # type: ignore[no-untyped-def]
-        with patch.object(Lines, "floor", lambda _, reached: reached):
+        with patch.object(WriterChains, "floor", lambda _, reached: reached):
             yield from super().settle(most)
 
 
@@ -122,18 +127,18 @@ class Remembering(Decider):
             each.evidence = self.remembered.setdefault(number, each.evidence)
 
 
-def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
+def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
     """Only locks of sessions, as if a prepared transaction held none."""
     row = connection.execute("select array_agg(transaction::text::bigint) from pg_prepared_xacts").fetchone()
     prepared = set(row[0] or []) if row else set()
     found = real_holders(connection, running)
     return {
-        number: frozenset(each for each in holders if each[0] & 0xFFFF_FFFF not in prepared)
-        for number, holders in found.items()
+        number: frozenset(each for each in lock_holders if each[0] & 0xFFFF_FFFF not in prepared)
+        for number, lock_holders in found.items()
     }
 
 
-real_holders = queries.holders
+real_holders = queries.lock_holders
 
 
 def unnoticed(connection: Connection, number: int, found: Mapping[str, int]) -> None:
@@ -491,9 +496,9 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (unacknowledged, Deleting),
 ]
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
-    (open_long, transactions, "end_one", lambda _: None),
-    (prepared_long, queries, "holders", sessions_only),
-    (crashed_after_telling, queries, "note_told", lambda *_: None),
+    (open_long, transactions, "end_own_transaction", lambda _: None),
+    (prepared_long, queries, "lock_holders", sessions_only),
+    (crashed_after_telling, queries, "record_upto", lambda *_: None),
 ]
 FUNCTIONS = [
     (open_long, "append_fact", "perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));", ""),

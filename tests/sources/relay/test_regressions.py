@@ -24,7 +24,7 @@ def published(world: DisorderedWorld, count: int, writer: str = "") -> None:
     world.relays[0].finish()
 
 
-def looked(world: DisorderedWorld) -> None:
+def observed(world: DisorderedWorld) -> None:
     """The relay goes on until a few looks in a row find nothing. Other databases have transactions too."""
     relay, idle = world.relays[0], 0
     for _ in range(200):
@@ -48,7 +48,7 @@ def test_a_fact_below_the_floor_is_late(world: DisorderedWorld) -> None:
     published(world, 3)
     for back in (4, 0, 3):
         world.replicate(back)
-        looked(world)
+        observed(world)
         assert world.tokens == world.core.published | world.core.named
     assert len(world.core.named) >= 3
     world.finish()
@@ -59,7 +59,7 @@ def test_a_fact_below_the_floor_of_a_stream_of_several_writers(world: Disordered
         published(world, 1, writer)
     world.replicate(2)
     world.replicate(4)
-    looked(world)
+    observed(world)
     assert world.tokens == world.core.published | world.core.named
     world.finish()
 
@@ -72,7 +72,7 @@ def test_a_restore_in_place_is_a_new_timeline(world: DisorderedWorld) -> None:
     world.restore()
     for _ in range(5):
         world.services[0].append(world.stream, 1)
-    looked(world)
+    observed(world)
     assert len(world.core.named) == 5
     assert world.tokens <= world.core.published | world.core.named
     world.finish()
@@ -95,11 +95,11 @@ def test_a_sequence_that_is_set_back_is_a_new_timeline(world: DisorderedWorld) -
     """Also where nothing is appended then, and where it is restarted, which gives out no ID."""
     published(world, 9)
     world.move(-4)
-    looked(world)
+    observed(world)
     published(world, 2)
     assert len(world.core.named) == 2
     world.restart(3)
-    looked(world)
+    observed(world)
     published(world, 2)
     assert len(world.core.named) == 4
     world.finish()
@@ -114,7 +114,7 @@ def test_a_sequence_that_jumps_back_and_forth_between_two_looks(world: Disordere
     world.move(20)
     for _ in range(2):
         world.services[0].append(world.stream, 1)
-    looked(world)
+    observed(world)
     assert world.tokens == world.core.published | world.core.named
     world.finish()
 
@@ -123,7 +123,7 @@ def test_a_sequence_that_is_restarted_further_on(world: DisorderedWorld) -> None
     """Nobody is late: the IDs between were given to nobody."""
     published(world, 3)
     world.restart(30)
-    looked(world)
+    observed(world)
     published(world, 2)
     assert not world.core.named
     assert world.core.line == 31
@@ -138,12 +138,12 @@ def test_a_sequence_behind_its_table_holds_the_stream(world: DisorderedWorld) ->
         world.services[0].append(world.stream, 1)
     world.restart(1)
     world.services[0].append(world.stream, 1)
-    looked(world)
+    observed(world)
     id = 8 * world._sign
     assert f"{world.sequence} of stream {world.stream}: tidemark.append_outbox holds a row with ID {id}" in world.held
     assert f"run: SELECT setval('{world.sequence}', {id})" in world.held
     world._admin.execute(f"SELECT setval('{world.sequence}', {id})".encode())
-    looked(world)
+    observed(world)
     assert world.tokens == world.core.published | world.core.named
     assert len(world.core.named) >= 1
     world.finish()
@@ -156,17 +156,17 @@ def test_an_unfit_sequence_holds_its_stream(world: DisorderedWorld, options: str
     if options.startswith("increment"):
         options = f"increment by {int(options.rsplit(maxsplit=1)[-1]) * world._sign}"
     world.options(options)
-    looked(world)
+    observed(world)
     assert f"sequence {world.sequence} of stream {world.stream}: it has {options.upper()[:5]}" in world.held
     assert f"run: ALTER SEQUENCE {world.sequence} INCREMENT BY {world._sign} CACHE 1 NO CYCLE" in world.held
     for _ in range(3):
         for service in world.services[:2]:
             service.append(world.stream, 1)
-        looked(world)
+        observed(world)
     assert len(world.core.published) == 3
     assert not world.core.voids
     world.options(FIT)
-    looked(world)
+    observed(world)
     assert world.held == "None"
     assert world.tokens == world.core.published | world.core.named
     world.finish()
@@ -182,12 +182,12 @@ def test_a_cache_that_is_set_while_a_round_looks(world: DisorderedWorld) -> None
         world.options("cache 20")
         for service in world.services[:2]:
             service.append(world.stream, 1)
-        looked(world)
+        observed(world)
         for service in world.services[:2]:
             service.append(world.stream, 1)
-        looked(world)
+        observed(world)
         world.options(FIT)
-        looked(world)
+        observed(world)
         assert world.tokens == world.core.published | world.core.named
         assert not world.core.named
     world.finish()
@@ -197,10 +197,10 @@ def test_a_sequence_that_the_relay_may_not_read_holds_its_stream(world: Disorder
     published(world, 2)
     world._admin.execute(f"revoke select on sequence {world.sequence} from tidemark_relay".encode())
     world.services[0].append(world.stream, 1)
-    looked(world)
+    observed(world)
     assert f"run: GRANT SELECT ON SEQUENCE {world.sequence} TO tidemark_relay" in world.held
     world._admin.execute(f"grant select on sequence {world.sequence} to tidemark_relay".encode())
-    looked(world)
+    observed(world)
     assert len(world.core.published) == 3
     world.finish()
 
@@ -211,11 +211,11 @@ def test_rows_that_are_hidden_are_not_missing(world: DisorderedWorld) -> None:
     world.secure(on=True)
     for _ in range(3):
         world.services[0].append(world.stream, 1)
-    looked(world)
+    observed(world)
     assert len(world.core.published) == 2
     assert not world.core.voids
     world.secure(on=False)
-    looked(world)
+    observed(world)
     assert len(world.core.published) == 5
     world.finish()
 
@@ -224,7 +224,7 @@ def test_a_row_that_came_after_its_void_is_not_deleted(world: DisorderedWorld) -
     """Above the floor, at an ID that was declared void: the floor passes it, and it is late."""
     published(world, 1)
     world.hole()
-    looked(world)
+    observed(world)
     assert world.core.voids
     assert world.tokens == world.core.published | world.core.named
     world.finish()
@@ -235,6 +235,6 @@ def test_a_sequence_that_is_gone_holds_its_stream(ready: str) -> None:
     published(world, 2)
     with psycopg.connect(ready, autocommit=True) as admin:
         admin.execute(f"drop sequence {world.sequence}".encode())
-    looked(world)
+    observed(world)
     assert "it does not exist" in world.held
     world.close()

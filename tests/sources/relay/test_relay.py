@@ -175,7 +175,7 @@ def test_who_holds_a_stream_is_told(
     ready: str, sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipeline learns which transaction keeps the position where it is, and when it does no more."""
-    monkeypatch.setattr(transactions, "WORTH_TELLING", timedelta(0))
+    monkeypatch.setattr(transactions, "REPORTED_AFTER", timedelta(0))
     run()
 
     def open_transactions() -> list[str]:
@@ -211,7 +211,7 @@ def test_while_kafka_is_away_memory_is_bounded(
             assert row is not None
             facts |= {row[0]}
         eventually(lambda: first.relay._room() <= 0)
-        assert sum(each.size for each in first.relay._flying) < 2_000_000 + 900_000
+        assert sum(each.size for each in first.relay._in_flight) < 2_000_000 + 900_000
         first.stop()
     run()
     eventually(lambda: settled(sql), 60)

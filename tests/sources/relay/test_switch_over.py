@@ -16,7 +16,7 @@ from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres
 
-REPLICATED = "tidemark.append_outbox, tidemark.append_progress, tidemark.append_writers, tidemark.append_told, truth"
+REPLICATED = "tidemark.append_outbox, tidemark.append_progress, tidemark.append_writers, tidemark.append_sent, truth"
 
 
 class Logical(Unsynced):

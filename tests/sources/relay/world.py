@@ -17,12 +17,12 @@ from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay import epochs
-from tidemark.sources.relay.decider import Decided, Decider
-from tidemark.sources.relay.encode import told
-from tidemark.sources.relay.epochs import Told
+from tidemark.sources.relay.decider import Decider, Decision
+from tidemark.sources.relay.encode import encode_decision
+from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import OUTBOX
-from tidemark.sources.transactions import history
+from tidemark.sources.transactions import server_history
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.codec import decode
 from tidemark.streaming.core.effects import StreamEffects
@@ -32,7 +32,7 @@ from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, Rdata, Void
 
 WRITER = "shop"
-MakeDecider = Callable[[Connection, list[Told]], Decider]
+MakeDecider = Callable[[Connection, list[StreamEpoch]], Decider]
 _names = count(1)
 _tokens = count(1)
 """Of each fact, which is what its rows hold: an ID may be given out twice."""
@@ -139,11 +139,11 @@ class SteppedRelay:
         self._make = make
         self._sent = sent
         self._most_facts = most_facts
-        self._strangers: dict[int, dict[str, int]] = {}
+        self._unknown_writers: dict[int, dict[str, int]] = {}
         self._session: PostgresSession | None = None
         self._decider: Decider | None = None
         self._steps: Iterator[object] | None = None
-        self.unacknowledged: list[Decided] = []
+        self.unacknowledged: list[Decision] = []
         self.refused = False
         """Whether a person has to mend something first."""
 
@@ -164,7 +164,7 @@ class SteppedRelay:
             except StopIteration as over:
                 self._steps = None
                 for decided in over.value:
-                    self._sent([*told(decided, self._most_facts)])
+                    self._sent([*encode_decision(decided, self._most_facts)])
                     self.unacknowledged.append(decided)
                 self._give_way()
                 return True
@@ -190,7 +190,7 @@ class SteppedRelay:
         self.round()
         for decided in self.unacknowledged:
             if not decided.announced:
-                sent([*told(decided, self._most_facts)])
+                sent([*encode_decision(decided, self._most_facts)])
                 self.begin().acknowledged(decided)
         self.settle()
         self.die()
@@ -253,9 +253,9 @@ class SteppedRelay:
                 self._acted(connection)
         self.die()
 
-    def _acted(self, connection: Connection) -> list[Told]:
-        found = epochs.begin(connection, history(connection, "here", OUTBOX), WRITER, self._strangers)
-        self._strangers = {}
+    def _acted(self, connection: Connection) -> list[StreamEpoch]:
+        found = epochs.begin(connection, server_history(connection, "here", OUTBOX), WRITER, self._unknown_writers)
+        self._unknown_writers = {}
         self._sent([records.encode(record) for each in found for record in each.acts()])
         return found
 
@@ -265,8 +265,8 @@ class SteppedRelay:
 
     def _give_way(self) -> None:
         """Others were here, or somebody new: begin anew."""
-        if self._decider is not None and self._decider.outrun:
-            self._strangers = self._decider.strangers
+        if self._decider is not None and self._decider.is_outdated:
+            self._unknown_writers = self._decider.unknown_writers
             self._decider, self.unacknowledged = None, []
 
 
@@ -457,7 +457,7 @@ class Core:
             self.timelines += [(it.id, it.why) for it in stream.timelines]
         self.told = max([self.told, *map(abs, self.facts), *map(abs, self.voids)])
         state = decode(self._states[self._stream])
-        self.linear = state.linear.position
+        self.line = state.linear.position
         self.positions = {name: state.writers[name].position for name in state.writers}
         self.retired = {name for name in state.writers if state.writers[name].retired is not None}
         return [*done.streams]

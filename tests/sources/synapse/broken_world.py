@@ -89,8 +89,10 @@ class BrokenWriters(Writers):
             self._rows += 1
             self.contents[id] = self._rows
 
-    def running(self) -> frozenset[int]:
-        return super().running() | {each.number for process in self.twins.values() for each in process.open}
+    def running_transactions(self) -> frozenset[int]:
+        return super().running_transactions() | {
+            each.number for process in self.twins.values() for each in process.open
+        }
 
     def copy(self) -> None:
         """The standby is as far as that from now on."""
@@ -140,8 +142,8 @@ class Bridge:
     writers: BrokenWriters
     make: MakeDecider = StreamDecider
     keeps: bool = True
-    told: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, FLOOR))
-    owed: dict[str, int] = field(default_factory=dict)
+    sent_upto: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, FLOOR))
+    backlog: dict[str, int] = field(default_factory=dict)
     published: PublishedFacts = field(default_factory=lambda: PublishedFacts(FLOOR))
     regular: dict[int, list[int]] = field(default_factory=dict)
     late: set[tuple[int, int]] = field(default_factory=set)
@@ -165,10 +167,10 @@ class Bridge:
         try:
             if self.writers.database != self.database:
                 self._begin()
-            self._hear(count)
+            self._receive(count)
             self._see()
-            if self.decider.wants_look:
-                self.decider.look(self.head(), self.writers.running())
+            if self.decider.wants_observation:
+                self.decider.observe(self.head(), self.writers.running_transactions())
             self._read()
             self._audit()
         except FilteredError:
@@ -178,10 +180,10 @@ class Bridge:
     def check(self) -> None:
         """Every row that is there was published, or is beyond what its writer's position says."""
         below = {
-            id: row for id, row in self.writers.contents.items() if FLOOR < id <= self.told[self.writers.facts[id]]
+            id: row for id, row in self.writers.contents.items() if FLOOR < id <= self.sent_upto[self.writers.facts[id]]
         }
         over = {id for id, row in below.items() if row not in self.regular.get(id, []) and (id, row) not in self.late}
-        assert not over, f"stepped over: {over}, told {self.told}"
+        assert not over, f"stepped over: {over}, told {self.sent_upto}"
 
     def _table(self, low: int, top: int) -> list[StreamFact]:
         if self.writers.is_filtered:
@@ -202,28 +204,28 @@ class Bridge:
 
     def _begin(self) -> None:
         """A new connection."""
-        head, reach = self.head(), max(self.told.values())
+        head, reach = self.head(), max(self.sent_upto.values())
         table = self._table(self.published.since, reach)
         if self.writers.database != self.database or head < max(self.seen, reach) or self.published.replaced(table):
-            agreed = self.published.agreed(table, self.told)
+            agreed = self.published.agreed(table, self.sent_upto)
             at = min(FLOOR if agreed is None else max(agreed, FLOOR), head)
             self.published.go_back(at)
-            self.told = {name: min(told, at) for name, told in self.told.items()}
+            self.sent_upto = {name: min(sent_upto, at) for name, sent_upto in self.sent_upto.items()}
             self.timelines += 1
         self.database, self.seen = self.writers.database, head
         self._connect()
 
     def _connect(self) -> None:
-        self.decider = self.make(self.told)
+        self.decider = self.make(self.sent_upto)
         self.writers.lines.clear()
-        self._hear(0)
+        self._receive(0)
         self.writers.ask()
 
-    def _hear(self, count: int) -> None:
+    def _receive(self, count: int) -> None:
         lines = self.writers.lines
         for name, first, second in lines[:count]:
             if name == BEGINS:
-                self.decider.doubt()
+                self.decider.mark_uncertain()
             elif name == ASKED:
                 self.decider.asked_all()
             elif second is None:
@@ -244,8 +246,8 @@ class Bridge:
                 self._take(advance)
 
     def _take(self, advance: ProvenAdvance) -> None:
-        assert advance.prev == self.told[advance.writer] < advance.id
-        self.told[advance.writer] = advance.id
+        assert advance.prev == self.sent_upto[advance.writer] < advance.id
+        self.sent_upto[advance.writer] = advance.id
         for fact in advance.facts:
             row = min(fact.marks, default=0)
             if fact.id <= self.reached[advance.writer]:
@@ -257,11 +259,11 @@ class Bridge:
         self.reached[advance.writer] = max(self.reached[advance.writer], advance.id)
 
     def _audit(self) -> None:
-        table = self._table(self.published.since, max(self.told.values()))
+        table = self._table(self.published.since, max(self.sent_upto.values()))
         if self.published.replaced(table):
             self._begin()
             return
-        for fact in self.published.unpublished(table, self.told):
+        for fact in self.published.unpublished(table, self.sent_upto):
             assert fact.id <= self.reached[fact.writer]
             self.late.add((fact.id, min(fact.marks)))
             self.published.add([fact])
@@ -279,10 +281,12 @@ class Bridge:
             writers.waste()
         writers.waste()
         for name in NAMES:
-            writers.start(name, behind=False)
+            writers.start(name, lag_ids=False)
         for _ in range(10):
             for name in NAMES:
                 writers.follow(name)
             self.step()
             writers.ask()
-        assert {*self.told.values()} == {writers.head}, f"{self.told}, head {writers.head}, {self.decider.beyond}"
+        assert {*self.sent_upto.values()} == {writers.head}, (
+            f"{self.sent_upto}, head {writers.head}, {self.decider.beyond}"
+        )

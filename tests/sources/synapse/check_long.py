@@ -30,7 +30,7 @@ WRITERS = {
     **dict.fromkeys(("receipts", "device_lists"), MISC),
     **dict.fromkeys(("typing", "to_device", "account_data", "presence", "push_rules"), MISC[:1]),
 }
-WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
+WORDS = [reported for stream in STREAMS for reported in ("--stream", stream)]
 WORDS += ["--writers", "events=event1,event2", "--writers", "receipts=misc1,misc2"]
 
 
@@ -93,10 +93,10 @@ def test_all_streams_whatever_dies(site: SynapseSite, synapse_redis: Node, redis
         heads = queries.heads(site.sql, STREAMS.values())
         cores = site.follower.cores
 
-        def behind() -> dict[str, tuple[int, int]]:
+        def lag_ids() -> dict[str, tuple[int, int]]:
             return {name: (cores[name].line, head) for name, head in heads.items() if cores[name].line < head}
 
-        eventually(lambda: site.checked() and not behind(), 120, lambda: f"{behind()} {site.known()}")
+        eventually(lambda: site.checked() and not lag_ids(), 120, lambda: f"{lag_ids()} {site.known()}")
         site.await_read(read)
     for name, stream in STREAMS.items():
         core = cores[name]

@@ -77,8 +77,8 @@ class SynapseSite:
     sql: psycopg.Connection
     bridges: list[BridgeProcess] = field(default_factory=list)
 
-    def bridge(self, *words: str) -> BridgeProcess:
-        made = BridgeProcess(self.home, f"bridge-{len(self.bridges)}", self.variables, words)
+    def bridge(self, *reported_positions: str) -> BridgeProcess:
+        made = BridgeProcess(self.home, f"bridge-{len(self.bridges)}", self.variables, reported_positions)
         self.bridges.append(made)
         made.start()
         return made
@@ -119,11 +119,11 @@ class SynapseSite:
         may still write what was sent to it while it was dead, though nobody waits for that any more."""
         core = self.follower.core
 
-        def told() -> bool:
+        def sent_upto() -> bool:
             rows = {id: writer for id, writer in self.rows().items() if id > self.floor}
             return self.at_rest() and rows == {id: writer for id, writer in core.writers.items() if id > self.floor}
 
-        eventually(told, seconds, lambda: f"line {core.line} of {self.head()}, {self.known()}")
+        eventually(sent_upto, seconds, lambda: f"line {core.line} of {self.head()}, {self.known()}")
         eventually(
             lambda: self.checked() and self.server.token("alice") == f"s{core.line}",
             what=lambda: self.server.token("alice"),
@@ -223,13 +223,13 @@ def made_site(
 def overheard(url: str) -> Iterator[list[str]]:
     """The lines that Synapse's processes send each other meanwhile, as they come."""
     lines, ended = list[str](), threading.Event()
-    with redis.Redis.from_url(url) as client, client.pubsub() as heard:
-        heard.subscribe(NAME)
-        assert heard.get_message(timeout=60)  # confirmed
+    with redis.Redis.from_url(url) as client, client.pubsub() as received:
+        received.subscribe(NAME)
+        assert received.get_message(timeout=60)  # confirmed
 
         def run() -> None:
             while not ended.is_set():
-                if message := heard.get_message(timeout=0.1):
+                if message := received.get_message(timeout=0.1):
                     lines.append(message["data"].decode())
 
         thread = threading.Thread(target=run)

@@ -66,9 +66,9 @@ FAULTS = """
 
 
 @contextmanager
-def held(site: SynapseSite, when: str) -> Iterator[None]:
+def lagging(site: SynapseSite, when: str) -> Iterator[None]:
     with psycopg.connect(site.server.dsn, autocommit=True) as holder:
-        holder.execute(FAULTS.format(word="HOLD", number=77, when=when).encode())
+        holder.execute(FAULTS.format(reported="HOLD", number=77, when=when).encode())
         holder.execute("select pg_advisory_lock(77)")
         yield
         holder.execute("select pg_advisory_unlock(77)")
@@ -90,7 +90,7 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
     site.bridge()
     eventually(lambda: site.checked() and site.floor, 60, site.known)
     with ThreadPoolExecutor(1) as pool:
-        with held(site, "not deferrable"):
+        with lagging(site, "not deferrable"):
             sending = pool.submit(site.server.send, slow, "alice", "HOLD")
             eventually(lambda: waits(site))
             for number in range(3):
@@ -98,8 +98,8 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
             core = site.follower.core
             eventually(lambda: site.checked() and core.positions["event2"] == site.head(), 60, site.known)
             assert core.line < core.positions["event2"]
-            told = site.server.token("alice")
-            assert re.fullmatch(rf"m{core.line}~\d+\.{core.positions['event2']}", told), told
+            sent_upto = site.server.token("alice")
+            assert re.fullmatch(rf"m{core.line}~\d+\.{core.positions['event2']}", sent_upto), sent_upto
             eventually(lambda: site.checked() and any("writer event1, pid" in it for it in site.opened()))
             said = CliRunner().invoke(main, ["synapse", "blockers"], env=site.variables).output
             found = re.match(
@@ -125,7 +125,7 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
     # A worker's first word is how far IDs are given out, unless it wrote the highest row itself: then it is that row.
     site.server.send(quick, "alice", "above all that event1 has written")
     with ThreadPoolExecutor(1) as pool:
-        with held(site, "deferrable initially deferred"):
+        with lagging(site, "deferrable initially deferred"):
             site.server.patience = 2.0
             sending = pool.submit(site.server.send, slow, "alice", "HOLD")
             eventually(lambda: waits(site))

@@ -57,7 +57,7 @@ def play(script: Iterable[Act], bridge: Bridge) -> Bridge:
             case "kill" | "untwin":
                 getattr(writers, what)(name, committing=flag)
             case "start":
-                writers.start(name, behind=flag)
+                writers.start(name, lag_ids=flag)
             case "orphan":
                 writers.end_orphan(commits=flag)
             case "set_back":
@@ -93,20 +93,20 @@ COMES_BELOW: list[Act] = [("swap", 0, True), ("begin", 0, True), ("end", 0, True
 class _JoinsAtTheHead(PublishedFacts):
     """Takes the head of the moment for the end of what both histories have."""
 
-    def agreed(self, table: object, told: object) -> int | None:
+    def agreed(self, table: object, sent_upto: object) -> int | None:
         return 10_000
 
     def replaced(self, table: object) -> list[StreamFact]:
         return []
 
-    def unpublished(self, table: object, told: object) -> list[StreamFact]:
+    def unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
         return []
 
 
 class _NeverLooksBack(PublishedFacts):
     """Believes that nothing comes where everything was told."""
 
-    def unpublished(self, table: object, told: object) -> list[StreamFact]:
+    def unpublished(self, table: object, sent_upto: object) -> list[StreamFact]:
         return []
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sources.synapse.world import NAMES, Told, Writers
+from tests.sources.synapse.world import NAMES, WriterPositions, Writers
 from tidemark.sources.synapse.decider import StreamDecider
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 
@@ -39,9 +39,9 @@ def script_of(seed: int) -> list[Act]:
     return [(what, chance.randrange(6), chance.random() < 0.6) for what in whats]
 
 
-def play(script: list[Act], make: MakeDecider, *, forgets: bool = False) -> Told:
+def play(script: list[Act], make: MakeDecider, *, forgets: bool = False) -> WriterPositions:
     writers = Writers()
-    told = Told(writers, make(), forgets=forgets)
+    sent_upto = WriterPositions(writers, make(), forgets=forgets)
     for what, value, flag in script:
         name = NAMES[value % len(NAMES)]
         match what:
@@ -53,23 +53,23 @@ def play(script: list[Act], make: MakeDecider, *, forgets: bool = False) -> Told
                 writers.end(name, commits=flag, last=value == 0)
             case "kill":
                 writers.kill(name, committing=flag)
-            case "start" if name not in told.retiring:
-                writers.start(name, behind=flag)
+            case "start" if name not in sent_upto.retiring:
+                writers.start(name, lag_ids=flag)
             case "retire" if name not in writers.live:
-                told.retire(name)
+                sent_upto.retire(name)
             case "orphan":
                 writers.end_orphan(commits=flag)
             case "hear":
-                told.hear(value)
+                sent_upto.receive(value)
             case "lose":
-                told.lose(value)
+                sent_upto.lose(value)
             case "look":
-                told.look()
+                sent_upto.look()
             case "read":
-                told.look()
-                told.read()
-        told.check()
-    return told
+                sent_upto.look()
+                sent_upto.read()
+        sent_upto.check()
+    return sent_upto
 
 
 def _made() -> StreamDecider:
@@ -109,21 +109,21 @@ def test_of_overwritten_rows_nothing_is_unseen_where_nothing_was_lost() -> None:
     """What was heard needs no table, and the announcement of a writer is its word that nothing is there."""
     script: list[Act] = [*SPOKEN, ("answer", 1, True), ("answer", 2, True), *SPOKEN]
     script += [("take", 0, True), ("begin", 0, True), ("end", 0, True), ("follow", 1, True), ("follow", 2, True)]
-    told = play([*script, ("hear", 9, True), ("read", 0, True)], _of_overwritten, forgets=True)
-    assert (told.facts, told.unseen, told.at) == ({2: NAMES[0]}, set(), dict.fromkeys(NAMES, 2))
+    sent_upto = play([*script, ("hear", 9, True), ("read", 0, True)], _of_overwritten, forgets=True)
+    assert (sent_upto.facts, sent_upto.unseen, sent_upto.at) == ({2: NAMES[0]}, set(), dict.fromkeys(NAMES, 2))
 
 
 class _NoBarrier(StreamDecider):
     """Takes a successor's word for its predecessor's."""
 
-    def look(self, head: int, running: frozenset[int]) -> None:
-        super().look(head, frozenset())
+    def observe(self, head: int, running: frozenset[int]) -> None:
+        super().observe(head, frozenset())
 
 
 class _NoDoubt(StreamDecider):
     """Takes who begins for one who goes on."""
 
-    def doubt(self) -> None:
+    def mark_uncertain(self) -> None:
         pass
 
     def announced(self, writer: str, prev: int, id: int) -> None:
@@ -180,17 +180,17 @@ def test_who_is_asked_waits_for_nobody_elses_transaction() -> None:
     hung: list[Act] = [*SPOKEN, ("answer", 1, True), *SPOKEN[1:], ("take", 0, True), ("begin", 0, True)]
     goes_on: list[Act] = [("take", 1, True), ("begin", 1, True), ("end", 1, True), *SPOKEN[1:]]
     script = [*hung, ("ask", 0, True), *SPOKEN[1:], *goes_on, *goes_on]
-    told = play(script, lambda: StreamDecider(dict.fromkeys(NAMES[:2], 1)))
-    assert told.at == {NAMES[0]: 1, NAMES[1]: 4, NAMES[2]: 1}
-    told.finish()
+    sent_upto = play(script, lambda: StreamDecider(dict.fromkeys(NAMES[:2], 1)))
+    assert sent_upto.at == {NAMES[0]: 1, NAMES[1]: 4, NAMES[2]: 1}
+    sent_upto.finish()
 
 
 class _PaysAtOnce(StreamDecider):
     """Reads what a newcomer has below as it joins."""
 
     @property
-    def owed(self) -> list[str]:
-        return [name for name, writer in self._writers.items() if writer.owes]
+    def backlog(self) -> list[str]:
+        return [name for name, writer in self._writers.items() if writer.has_backlog]
 
 
 def test_what_a_newcomer_has_below_is_read_once_it_has_ended() -> None:
@@ -207,25 +207,25 @@ def test_what_a_writer_said_before_it_was_known_counts() -> None:
     decider = StreamDecider({"event1": 1})
     for name in ("event1", "event2"):
         decider.announced(name, 3, 3)
-    decider.look(3, frozenset())
-    assert (decider.strangers, decider.asked()) == ({"event2"}, (1, 3))
+    decider.observe(3, frozenset())
+    assert (decider.unknown_writers, decider.asked()) == ({"event2"}, (1, 3))
     assert decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
-    decider.introduce("event2", 1)
-    assert (decider.wants_look, decider.owed) == (True, [])
-    decider.look(3, frozenset())
-    assert decider.owed == ["event2"]
-    decider.paid("event2")
-    told = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
-    assert [(each.writer, each.id, len(each.facts)) for each in told] == [("event1", 3, 0), ("event2", 3, 1)]
+    decider.add_writer("event2", 1)
+    assert (decider.wants_observation, decider.backlog) == (True, [])
+    decider.observe(3, frozenset())
+    assert decider.backlog == ["event2"]
+    decider.backlog_sent("event2")
+    sent_upto = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
+    assert [(each.writer, each.id, len(each.facts)) for each in sent_upto] == [("event1", 3, 0), ("event2", 3, 1)]
 
 
 def test_row_that_names_nobody_is_of_the_only_writer() -> None:
     """Or of who announced it: some of Synapse's tables leave the name out."""
     decider = StreamDecider({"misc1": 1})
     decider.announced("misc1", 3, 3)
-    decider.look(3, frozenset())
-    (told,) = decider.read((1, 3), 3, [StreamFact(3, "", ["{}"])])
-    assert [(fact.id, fact.writer) for fact in told.facts] == [(3, "misc1")]
+    decider.observe(3, frozenset())
+    (sent_upto,) = decider.read((1, 3), 3, [StreamFact(3, "", ["{}"])])
+    assert [(fact.id, fact.writer) for fact in sent_upto.facts] == [(3, "misc1")]
 
 
 def test_missing_row_that_may_have_been_deleted_for_its_age_proves_nothing() -> None:
@@ -234,9 +234,9 @@ def test_missing_row_that_may_have_been_deleted_for_its_age_proves_nothing() -> 
         decider = StreamDecider({"master": 1})
         decider.kept_above = kept_above
         decider.announced("master", 4, 4)
-        decider.look(4, frozenset())
-        (told,) = decider.read((1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])])
-        assert ([fact.id for fact in told.facts], told.unseen) == ([3, 4], unseen)
+        decider.observe(4, frozenset())
+        (sent_upto,) = decider.read((1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])])
+        assert ([fact.id for fact in sent_upto.facts], sent_upto.unseen) == ([3, 4], unseen)
 
 
 def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
@@ -244,14 +244,14 @@ def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
     decider = StreamDecider({"event1": 0, "event2": 0})
     decider.announced("event1", 50, 50)
     decider.announced("event2", 40, 40)
-    decider.look(40, frozenset())
-    assert (decider.floor(), decider.beyond, decider.words["event1"]) == (None, {"event1": 50}, 0)
+    decider.observe(40, frozenset())
+    assert (decider.floor(), decider.beyond, decider.reported_positions["event1"]) == (None, {"event1": 50}, 0)
     decider.announced("event1", 39, 40)
-    decider.look(40, frozenset())
+    decider.observe(40, frozenset())
     assert (decider.floor(), decider.beyond) == (40, {})
     decider.begin(40)
     decider.announced("event1", 40, 60)
     decider.completed("event1", 60, "{}")
     assert decider.asked() == (40, 60)
     assert decider.read((40, 60), 45, []) == []
-    assert (decider.told, decider.beyond) == ({"event1": 40, "event2": 40}, {"event1": 60})
+    assert (decider.sent_upto, decider.beyond) == ({"event1": 40, "event2": 40}, {"event1": 60})

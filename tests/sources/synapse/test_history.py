@@ -21,15 +21,15 @@ COPY = """
 """
 
 
-def logged(site: SynapseSite, words: str) -> Callable[[], bool]:
+def logged(site: SynapseSite, reported_positions: str) -> Callable[[], bool]:
     def found() -> bool:
         site.follower.follow()
-        return any(words in site.home.log(bridge.name).read_text() for bridge in site.bridges)
+        return any(reported_positions in site.home.log(bridge.name).read_text() for bridge in site.bridges)
 
     return found
 
 
-def told(site: SynapseSite) -> bool:
+def sent_upto(site: SynapseSite) -> bool:
     """Everything that the table has beyond the floor was published, up to the head."""
     site.follower.follow()
     core = site.follower.core
@@ -44,7 +44,7 @@ def begun(site: SynapseSite) -> str:
     site.bridge(*WRITERS)
     eventually(lambda: site.checked() and site.floor, 60, site.known)
     site.server.send(room, "alice", "first")
-    eventually(lambda: told(site), 60, site.known)
+    eventually(lambda: sent_upto(site), 60, site.known)
     return room
 
 
@@ -55,11 +55,11 @@ def test_fact_that_completes_below_what_was_published_is_late(site: SynapseSite)
     row = site.sql.execute("select nextval('events_stream_seq')").fetchone()
     assert row is not None
     site.server.send(room, "alice", "goes on")
-    eventually(lambda: told(site) and core.line > row[0], 60, site.known)
+    eventually(lambda: sent_upto(site) and core.line > row[0], 60, site.known)
     site.sql.execute(COPY, [row[0]])
     try:
         eventually(logged(site, "facts where everything was told"), 30, site.known)
-        eventually(lambda: told(site) and core.late_ids == {row[0]}, 30, site.known)
+        eventually(lambda: sent_upto(site) and core.late_ids == {row[0]}, 30, site.known)
         assert core.timelines == []
     finally:
         site.sql.execute("delete from events where event_id = '$late'")
@@ -72,12 +72,12 @@ def test_sequence_that_is_set_back_under_a_connection_begins_a_timeline(site: Sy
     site.sql.execute("select setval('events_stream_seq', %s)", [head - 2])
     try:
         eventually(logged(site, "a new timeline of the stream begins"), 30, site.known)
-        eventually(lambda: told(site) or bool(core.timelines), 30, site.known)
+        eventually(lambda: sent_upto(site) or bool(core.timelines), 30, site.known)
         assert [id for id, _ in core.timelines] == [head - 2]
     finally:
         site.sql.execute("select setval('events_stream_seq', %s)", [head])
     site.server.send(room, "alice", "goes on")
-    eventually(lambda: told(site), 60, site.known)
+    eventually(lambda: sent_upto(site), 60, site.known)
     assert len(core.timelines) == 1
 
 
@@ -100,13 +100,13 @@ def test_record_that_is_too_large_holds_its_stream_alone(site: SynapseSite) -> N
     """It is named with its ID, other streams go on, and it goes out once the topic takes it."""
     large = Rdata(stream="receipts", writer="master", epoch=1, prev=1, id=7, row=Raw(b'"' + b"x" * 1_500_000 + b'"'))
     with psycopg.connect(site.variables["TIDEMARK_POSTGRES_DSN"], autocommit=True) as own:
-        state.leave(own, "receipts", [large])
+        state.append_outbox(own, "receipts", [large])
         site.bridge(*WRITERS, "--stream", "events", "--stream", "receipts")
         room = site.room_of("event1")
         eventually(logged(site, "too large for the Kafka topic"), 60, site.known)
         eventually(lambda: site.checked() and site.floor, 60, site.known)
         site.server.send(room, "alice", "goes on")
-        eventually(lambda: told(site), 60, site.known)
+        eventually(lambda: sent_upto(site), 60, site.known)
         (line,) = (it for it in site.home.log("bridge-0").read_text().splitlines() if "too large for the Kafka" in it)
         assert "stream=receipts" in line
         assert "id=7" in line
@@ -129,7 +129,7 @@ def test_outlier_that_becomes_regular_reaches_the_documented_reader(
     ).fetchone()
     assert row is not None
     site.server.send(room, "alice", "goes on")
-    eventually(lambda: told(site) and row[0] in core.facts, 60, site.known)
+    eventually(lambda: sent_upto(site) and row[0] in core.facts, 60, site.known)
     regular = Table("ex_outlier_stream", id="event_stream_ordering", writer="instance_name")
     source = site.variables["TIDEMARK_SYNAPSE_DSN"]
     with (

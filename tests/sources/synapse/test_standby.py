@@ -12,9 +12,9 @@ from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.sources.synapse import queries, state, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
-from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
+from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.sources.transactions import durable, history
+from tidemark.sources.transactions import flush_wal, server_history
 from tidemark.streaming.wire.line_protocol import PositionCommand
 
 pytestmark = pytest.mark.postgres
@@ -58,13 +58,13 @@ class Bridged:
 
     def connect(self) -> None:
         self.reconnect()
-        found = history(self.synapse, "here", self._stream.questions[0].name)
-        server = SynapseServer(found.database, durable(self.synapse), "one.test")
+        found = server_history(self.synapse, "here", self._stream.questions[0].name)
+        server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
         head = queries.head(self.synapse, self._stream)
         table = partial(queries.identities, self.synapse, self._stream)
         known = timelines.begin(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
-        self.telling = StreamTelling(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
+        self.publisher = StreamPublisher(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
 
     def write(self, count: int) -> list[int]:
         rows = self.synapse.execute(
@@ -78,11 +78,11 @@ class Bridged:
         """Both workers say that they are as far as the sequence."""
         head = queries.head(self.synapse, self._stream)
         for name in WRITERS:
-            self.telling.hear(PositionCommand(self._stream.name, name, head, head))
-        self.telling.decider.look(head, frozenset())
+            self.publisher.receive(PositionCommand(self._stream.name, name, head, head))
+        self.publisher.decider.observe(head, frozenset())
         for _ in range(3):
-            self.telling.round(self.synapse, self._own)
-        self.telling.audit(self.synapse, self._own)
+            self.publisher.round(self.synapse, self._own)
+        self.publisher.audit(self.synapse, self._own)
         unsent = state.unsent(self._own, {self._stream.name: self._sent})
         self.core.take([each.value for each in unsent])
         self._sent = max([self._sent, *(each.number for each in unsent)])

@@ -14,7 +14,7 @@ from tidemark.sources.synapse import evidence as published_facts
 from tidemark.sources.synapse.decider import UNBOUNDED
 from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.state import SynapseServer, ToldWriters
+from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import STREAMS
 
 EVENTS = STREAMS["events"]
@@ -31,7 +31,7 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def told(sql: psycopg.Connection) -> Core:
+def sent_upto(sql: psycopg.Connection) -> Core:
     """What Tidemark makes of all that was left, in its order."""
     core = Core("events")
     core.take([each.value for each in state.unsent(sql, {"events": 0})])
@@ -42,8 +42,8 @@ PUBLISHED = PublishedFacts(0)
 """Of tests in which no other history is looked for."""
 
 
-def founded(sql: psycopg.Connection, floor: int = 7) -> ToldWriters:
-    return state.found(sql, EVENTS, "events", SERVER, WRITERS, floor)[0]
+def has_begun(sql: psycopg.Connection, floor: int = 7) -> StreamProgress:
+    return state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, floor)[0]
 
 
 def fact(id: int, writer: str) -> StreamFact:
@@ -60,19 +60,21 @@ def advance(writer: str, prev: int, id: int, *ids: int, unseen: bool = False) ->
     return ProvenAdvance(writer, prev, id, [fact(at, writer) for at in ids], unseen)
 
 
-def tell(sql: psycopg.Connection, known: ToldWriters, advances: Sequence[ProvenAdvance], place: str) -> ToldWriters:
-    return state.tell(sql, known, PUBLISHED, advances, place, max(advance.id for advance in advances))
+def advance_stream(
+    sql: psycopg.Connection, known: StreamProgress, advances: Sequence[ProvenAdvance], place: str
+) -> StreamProgress:
+    return state.advance_stream(sql, known, PUBLISHED, advances, place, max(advance.id for advance in advances))
 
 
 def begun(
     sql: psycopg.Connection, server: SynapseServer = LATER, head: int = 100, table: Sequence[StreamFact] = ()
-) -> ToldWriters:
+) -> StreamProgress:
     return found_again(sql, server, head, table)[0]
 
 
 def found_again(
     sql: psycopg.Connection, server: SynapseServer, head: int, table: Sequence[StreamFact]
-) -> tuple[ToldWriters, PublishedFacts]:
+) -> tuple[StreamProgress, PublishedFacts]:
     found = timelines.begin(
         sql, EVENTS, "events", server, head, lambda low, top: [it for it in table if low < it.id <= top]
     )
@@ -83,18 +85,18 @@ def found_again(
 def test_a_stream_that_was_never_told_is_not_known(sql: psycopg.Connection) -> None:
     """Its writers join together, and what lies below was never announced."""
     assert timelines.begin(sql, EVENTS, "events", SERVER, 100, lambda low, top: []) is None
-    founded(sql)
-    core = told(sql)
+    has_begun(sql)
+    core = sent_upto(sql)
     assert (core.line, core.positions, core.unseen) == (7, {"event1": 7, "event2": 7}, {"event1": 7, "event2": 7})
 
 
 def test_who_comes_after_goes_on_where_the_dead_one_was(sql: psycopg.Connection) -> None:
     """By what is written down, whether it was sent or not; and Tidemark has each fact once, with its rows."""
-    known = tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9, 9)], "0/200")
+    known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9, 9)], "0/200")
     assert begun(sql) == known
-    again = tell(sql, begun(sql), [advance("event1", 9, 12, 10, 12), advance("event2", 9, 12)], "0/300")
-    assert again.told == {"event1": 12, "event2": 12}
-    core = told(sql)
+    again = advance_stream(sql, begun(sql), [advance("event1", 9, 12, 10, 12), advance("event2", 9, 12)], "0/300")
+    assert again.sent_upto == {"event1": 12, "event2": 12}
+    core = sent_upto(sql)
     assert core.line == 12
     assert core.writers == {8: "event1", 9: "event2", 10: "event1", 12: "event1"}
     assert {*core.facts.values()} == {2}
@@ -103,71 +105,73 @@ def test_who_comes_after_goes_on_where_the_dead_one_was(sql: psycopg.Connection)
 
 def test_of_two_that_speak_at_once_one_begins_anew(sql: psycopg.Connection) -> None:
     """Whoever lost its turn unaware finds that its place was moved, and writes nothing."""
-    known = founded(sql)
-    tell(sql, known, [advance("event1", 7, 9, 8)], "0/200")
+    known = has_begun(sql)
+    advance_stream(sql, known, [advance("event1", 7, 9, 8)], "0/200")
     with pytest.raises(OthersFirst):
-        tell(sql, known, [advance("event2", 7, 9), advance("event1", 7, 8, 8)], "0/200")
-    assert begun(sql).told == {"event1": 9, "event2": 7}
-    assert told(sql).writers == {8: "event1"}
+        advance_stream(sql, known, [advance("event2", 7, 9), advance("event1", 7, 8, 8)], "0/200")
+    assert begun(sql).sent_upto == {"event1": 9, "event2": 7}
+    assert sent_upto(sql).writers == {8: "event1"}
 
 
 def test_what_may_be_missing_is_unseen(sql: psycopg.Connection) -> None:
     """What is known is told, the rest of the range is settled by a JOIN of the next epoch, and the line goes on."""
-    known = tell(sql, founded(sql), [advance("event1", 7, 12, 9, 11, unseen=True), advance("event2", 7, 12)], "0/2")
-    known = tell(sql, known, [advance("event1", 12, 13, 13), advance("event2", 12, 13)], "0/3")
-    core = told(sql)
+    known = advance_stream(
+        sql, has_begun(sql), [advance("event1", 7, 12, 9, 11, unseen=True), advance("event2", 7, 12)], "0/2"
+    )
+    known = advance_stream(sql, known, [advance("event1", 12, 13, 13), advance("event2", 12, 13)], "0/3")
+    core = sent_upto(sql)
     assert (core.line, core.unseen["event1"], core.writers) == (13, 12, dict.fromkeys((9, 11, 13), "event1"))
     assert (core.rejected, core.late, core.timelines) == ({}, 0, [])
 
 
 def test_a_writer_that_is_found_later_joins_at_the_line(sql: psycopg.Connection) -> None:
-    known = tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9)], "0/200")
-    state.introduce(sql, known, "event3", 9)
-    assert told(sql).positions == {"event1": 9, "event2": 9, "event3": 9}
-    assert begun(sql).told["event3"] == 9
+    known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9)], "0/200")
+    state.add_writer(sql, known, "event3", 9)
+    assert sent_upto(sql).positions == {"event1": 9, "event2": 9, "event3": 9}
+    assert begun(sql).sent_upto["event3"] == 9
 
 
 def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
     """Facts of a writer that is found when the line has passed them reach readers all the same, as late ones."""
-    known = tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
-    known = state.introduce(sql, known, "event3", 12)
+    known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
+    known = state.add_writer(sql, known, "event3", 12)
     assert begun(sql) == known
-    assert known.owed == {"event3": 7}
-    known = state.pay(
+    assert known.backlog == {"event3": 7}
+    known = state.send_backlog(
         sql, known, PUBLISHED, "event3", [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])]
     )
     assert begun(sql) == known
-    core = told(sql)
-    assert (core.late_ids, core.line, core.rejected, known.owed) == ({9, 11}, 12, {}, {})
+    core = sent_upto(sql)
+    assert (core.late_ids, core.line, core.rejected, known.backlog) == ({9, 11}, 12, {}, {})
 
 
 def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
     """The line goes on without it; heard again it joins in a later epoch, not below where it ended."""
-    known = tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
-    assert state.order(sql, "event1", None) == ["events"]
-    assert state.order(sql, "event2", "events") == []
-    assert (state.ordered(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
+    known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
+    assert state.order_retirement(sql, "event1", None) == ["events"]
+    assert state.order_retirement(sql, "event2", "events") == []
+    assert (state.ordered_retirements(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
     known = state.retire(sql, known, "event1")
     assert begun(sql) == known
-    assert (known.told, known.retired) == ({"event2": 9}, {"event1": 12})
-    assert (state.retired_at(sql, "event1", "events"), state.order(sql, "event1", None)) == (12, [])
-    known = tell(sql, known, [advance("event2", 9, 15, 15)], "0/300")
-    core = told(sql)
+    assert (known.sent_upto, known.retired) == ({"event2": 9}, {"event1": 12})
+    assert (state.retired_at(sql, "event1", "events"), state.order_retirement(sql, "event1", None)) == (12, [])
+    known = advance_stream(sql, known, [advance("event2", 9, 15, 15)], "0/300")
+    core = sent_upto(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
-    known = state.introduce(sql, known, "event1", 15)
+    known = state.add_writer(sql, known, "event1", 15)
     assert begun(sql) == known
-    assert (known.owed, known.retired) == ({"event1": 12}, {})
-    known = state.pay(sql, known, PUBLISHED, "event1", [StreamFact(14, "event1", ["1"])])
-    tell(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
-    core = told(sql)
+    assert (known.backlog, known.retired) == ({"event1": 12}, {})
+    known = state.send_backlog(sql, known, PUBLISHED, "event1", [StreamFact(14, "event1", ["1"])])
+    advance_stream(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
+    core = sent_upto(sql)
     assert (core.line, core.retired, core.late_ids, core.rejected, core.timelines) == (17, set(), {14}, {}, [])
 
 
 def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> None:
     """Whoever waits for its end is told so."""
-    founded(sql)
-    state.order(sql, "event1", "events")
-    state.stays(sql, "events", "event1")
+    has_begun(sql)
+    state.order_retirement(sql, "event1", "events")
+    state.cancel_retirement(sql, "events", "event1")
     with pytest.raises(BadSetting, match=r"event1 lives: .* in events; stop it"):
         state.retired_at(sql, "event1", "events")
 
@@ -183,13 +187,13 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
 )
 def test_a_database_that_went_back_begins_a_timeline(sql: psycopg.Connection, server: SynapseServer, head: int) -> None:
     """At the last fact that it still has; and what it gives out again is told again."""
-    tell(sql, founded(sql), [advance("event1", 7, 9, 8, 9), advance("event2", 7, 9)], "0/200")
+    advance_stream(sql, has_begun(sql), [advance("event1", 7, 9, 8, 9), advance("event2", 7, 9)], "0/200")
     known = begun(sql, server, head, [fact(8, "event1")])
     at = 8
-    assert known.told == {"event1": at, "event2": at}
+    assert known.sent_upto == {"event1": at, "event2": at}
     assert begun(sql, server, 100) == known
-    tell(sql, known, [advance("event1", at, 12, 11), advance("event2", at, 12)], "0/400")
-    core = told(sql)
+    advance_stream(sql, known, [advance("event1", at, 12, 11), advance("event2", at, 12)], "0/400")
+    core = sent_upto(sql)
     assert {id for id, _ in core.timelines} == {at}
     assert (core.line, core.rejected) == (12, {})
 
@@ -200,84 +204,91 @@ PROMOTED = SynapseServer("one/2", "0/500", "one.test")
 def test_a_standby_that_lagged_is_joined_where_it_agrees(sql: psycopg.Connection) -> None:
     """Workers wrote there before the bridge was back, past all that was told: what they wrote in place of what was
     published is late, the rest is told as ever, and nothing that both have is told twice."""
-    known = tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    known = advance_stream(
+        sql, has_begun(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200"
+    )
     table = [*(fact(id, "event1") for id in range(8, 18)), *(other(id, "event2") for id in range(18, 34))]
     known, published = found_again(sql, PROMOTED, 33, table)
-    assert known.told == {"event1": 17, "event2": 17}
+    assert known.sent_upto == {"event1": 17, "event2": 17}
     again = ProvenAdvance("event2", 17, 33, [other(id, "event2") for id in range(18, 34)])
-    state.tell(sql, known, published, [again, advance("event1", 17, 33)], "0/600", 33)
-    core = told(sql)
+    state.advance_stream(sql, known, published, [again, advance("event1", 17, 33)], "0/600", 33)
+    core = sent_upto(sql)
     assert (core.line, core.late_ids, core.rejected) == (33, {*range(18, 26)}, {})
     assert {id: core.writers[id] for id in range(18, 34)} == dict.fromkeys(range(18, 34), "event2")
 
 
 def test_a_standby_that_has_everything_repeats_nothing(sql: psycopg.Connection) -> None:
-    known = tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    known = advance_stream(
+        sql, has_begun(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200"
+    )
     known, _ = found_again(sql, PROMOTED, 40, [fact(id, "event1") for id in range(8, 26)])
-    assert known.told == {"event1": 25, "event2": 25}
+    assert known.sent_upto == {"event1": 25, "event2": 25}
 
 
 def test_a_database_that_has_no_fact_of_before_is_told_from_the_floor(sql: psycopg.Connection) -> None:
     """Nothing shows which IDs are given out again."""
-    tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
-    assert begun(sql, PROMOTED, 40, [other(id, "event1") for id in range(8, 41)]).told == {"event1": 7, "event2": 7}
+    advance_stream(sql, has_begun(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    assert begun(sql, PROMOTED, 40, [other(id, "event1") for id in range(8, 41)]).sent_upto == {
+        "event1": 7,
+        "event2": 7,
+    }
 
 
 def test_what_older_bridges_told_is_remembered_from_the_table(sql: psycopg.Connection) -> None:
     """As long as nothing shows that its history is another one."""
-    tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
+    advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
     sql.execute("update tidemark.synapse_streams set facts_since = null")
     sql.execute("delete from tidemark.synapse_facts")
     table = [fact(8, "event1"), fact(9, "event2"), fact(11, "event2"), fact(12, "")]
     _, published = found_again(sql, LATER, 20, table)
     assert [published.knows(it) for it in table] == [True, True, False, False]
-    assert begun(sql, PROMOTED, 20, table[:2]).told == {"event1": 9, "event2": 9}
+    assert begun(sql, PROMOTED, 20, table[:2]).sent_upto == {"event1": 9, "event2": 9}
 
 
 def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """They show the history of a database that has none of the newest."""
     monkeypatch.setattr(published_facts, "MOST_FACTS", 10)
     monkeypatch.setattr(published_facts, "_SLACK", 0)
-    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
     facts = [fact(id, "event1") for id in range(8, 100)]
-    known = state.tell(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
+    known = state.advance_stream(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
     evidence.forget(sql, "events", published)
     assert (len(published), published.since) == (10, 89)
     assert sql.execute("select min(id), count(*) from tidemark.synapse_facts").fetchone() == (8, 10 + 82)
     anew, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
-    assert (anew.told["event1"], published.since) == (57, 57)
+    assert (anew.sent_upto["event1"], published.since) == (57, 57)
 
 
 def test_a_sequence_that_was_seen_higher_went_back(sql: psycopg.Connection) -> None:
     """Though it has given out more than was told."""
-    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
-    known = state.tell(sql, known, published, [advance("event1", 7, 12, 8)], "0/200", 50)
+    known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known = state.advance_stream(sql, known, published, [advance("event1", 7, 12, 8)], "0/200", 50)
     assert begun(sql, LATER, 50, [fact(8, "event1")]) == known
     assert begun(sql, LATER, 40, [fact(8, "event1")]).timeline != known.timeline
 
 
 def test_what_came_below_is_late(sql: psycopg.Connection) -> None:
     """Of a writer that lives, one that is behind others, and one that has retired."""
-    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
     advances = [advance("event1", 7, 15, 8, 15), advance("event2", 7, 12)]
-    known = state.tell(sql, known, published, advances, "0/200", 20)
+    known = state.advance_stream(sql, known, published, advances, "0/200", 20)
     known = state.retire(sql, known, "event1")
     table = [fact(8, "event1"), fact(9, "event2"), fact(10, "event1"), fact(14, "event2"), fact(15, "event1")]
-    late = published.unpublished(table, known.all_told)
+    late = published.unpublished(table, known.all_sent_upto)
     assert [it.id for it in late] == [9, 10]
     state.publish_late(sql, known, published, late)
-    assert published.unpublished(table, known.all_told) == []
-    assert (begun(sql), told(sql).rejected) == (known, {})
-    assert 9 in told(sql).late_ids
+    assert published.unpublished(table, known.all_sent_upto) == []
+    assert (begun(sql), sent_upto(sql).rejected) == (known, {})
+    assert 9 in sent_upto(sql).late_ids
 
 
 def test_rows_that_others_had_the_ids_of_begin_a_timeline(sql: psycopg.Connection) -> None:
     """Whatever head, server and log say: IDs were given out again."""
-    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
-    known = state.tell(sql, known, published, [advance("event1", 7, 15, 8, 15)], "0/200", 20)
+    known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known = state.advance_stream(sql, known, published, [advance("event1", 7, 15, 8, 15)], "0/200", 20)
     assert begun(sql, LATER, 30, [fact(8, "event1"), fact(15, "event1")]) == known
     anew = begun(sql, LATER, 30, [fact(8, "event1"), other(15, "event1")])
-    assert (anew.timeline.after, anew.told["event1"]) == (known.timeline.start, 8)
+    assert (anew.timeline.after, anew.sent_upto["event1"]) == (known.timeline.start, 8)
 
 
 DAY = 86_400_000
@@ -285,7 +296,7 @@ DAY = 86_400_000
 
 def test_rows_are_as_old_as_the_samples_allow(sql: psycopg.Connection) -> None:
     """What was given out beyond a head is younger than the moment before which it was read."""
-    founded(sql)
+    has_begun(sql)
     samples = evidence.HeadSamples.load(sql, "events")
     assert samples.kept_above(100 * DAY, 6 * 86_400) == UNBOUNDED
     for day, head in ((100, 10), (103, 40), (105, 60)):
@@ -300,8 +311,8 @@ def test_rows_are_as_old_as_the_samples_allow(sql: psycopg.Connection) -> None:
 
 def test_two_synapses_need_names_of_their_own(sql: psycopg.Connection) -> None:
     """The streams of one do not go on with those of the other, whose bridge came first."""
-    founded(sql)
-    with pytest.raises(BadSetting, match=r"stream events is told of one\.test: those of two\.test need"):
+    has_begun(sql)
+    with pytest.raises(BadSetting, match=r"stream events is published for one\.test: the streams of two\.test need"):
         begun(sql, SynapseServer("two", "0/300", "two.test"))
 
 

@@ -22,7 +22,7 @@ from tidemark.streaming.wire.records import Rdata
 
 pytestmark = pytest.mark.slow
 
-WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
+WORDS = [reported for stream in STREAMS for reported in ("--stream", stream)]
 Rows = dict[tuple[str, int], list[Any]]
 """By stream and ID (a magnitude)."""
 
@@ -44,7 +44,7 @@ def sent(lines: Iterable[str]) -> Rows:
     return rows((it.stream, it.writer, it.id, it.row) for it in commands if isinstance(it, RdataCommand))
 
 
-def told(site: SynapseSite) -> Rows:
+def sent_upto(site: SynapseSite) -> Rows:
     """The rows that the bridge has sent."""
     found = [record for value in site.follower.values if isinstance(record := records.decode(value), Rdata)]
     return rows((it.stream, it.writer, abs(it.id) if isinstance(it.id, int) else None, bytes(it.row)) for it in found)
@@ -65,7 +65,7 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
     server.device("alice")
     # Of `caches` the table names whoever has written: a worker of another test too, that there is no more.
     writers = ["events=event1,event2", "backfill=event1,event2", "caches=master,event1,event2"]
-    site.bridge(*WORDS, *(word for each in writers for word in ("--writers", each)))
+    site.bridge(*WORDS, *(reported for each in writers for reported in ("--writers", each)))
     cores = site.follower.cores
     eventually(lambda: site.checked() and all(cores[name].joined for name in STREAMS), 60, site.known)
     port = free_port()
@@ -98,23 +98,23 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
             eventually(follows, 60, lambda: f"{followed('listener')}, {followed(MAIN)}, {site.known()}")
             here = server.synced("alice", since, at="listener")["rooms"]["join"][rooms[0]]["timeline"]["events"]
             assert event in [each["event_id"] for each in here]
-            heard = {}
+            received = {}
 
             def hears() -> bool:
-                nonlocal heard
-                heard = server.call("listener", "GET", "/_synapse/client/heard")
+                nonlocal received
+                received = server.call("listener", "GET", "/_synapse/client/heard")
                 at = {
                     name: {it: STREAMS[name].towards.signed(core.positions[it]) for it in core.positions}
                     for name, core in cores.items()
                 }
-                return site.checked() and heard == {"tokens": at, "lost": 0}
+                return site.checked() and received == {"tokens": at, "lost": 0}
 
-            eventually(hears, 60, lambda: f"{heard} {site.known()}")
+            eventually(hears, 60, lambda: f"{received} {site.known()}")
             problems = server.workers["listener"].home.log("listener").read_text()
     finally:
         sidecar.stop()
     assert "ERROR" not in problems, problems
-    theirs, mine = sent(lines), told(site)
+    theirs, mine = sent(lines), sent_upto(site)
     assert {stream for stream, _ in theirs} >= {*STREAMS}
     for at, their_rows in theirs.items():
         if at in mine:

@@ -81,10 +81,10 @@ class Writers:
         if process := self.live.pop(name, None):
             self.orphans += [each for each in process.open if committing]
 
-    def start(self, name: str, *, behind: bool) -> None:
+    def start(self, name: str, *, lag_ids: bool) -> None:
         """`behind`: it finds the IDs of facts, not those that were given out."""
         if name not in self.live:
-            found = max(self.facts, default=1) if behind else self.head
+            found = max(self.facts, default=1) if lag_ids else self.head
             self.live[name] = Process(name, found)
             self.lines += [(BEGINS, 0, 0), (name, found, found)]
 
@@ -103,7 +103,7 @@ class Writers:
         if process := self.live.get(name):
             self._say(process)
 
-    def running(self) -> frozenset[int]:
+    def running_transactions(self) -> frozenset[int]:
         live = [each.number for process in self.live.values() for each in process.open]
         return frozenset([*live, *(each.number for each in self.orphans)])
 
@@ -120,7 +120,7 @@ class Writers:
         process.position = top
 
 
-class Told:
+class WriterPositions:
     """What the decider tells, held against the truth. `forgets`: the table overwrites every second row at once."""
 
     def __init__(self, writers: Writers, decider: StreamDecider, *, forgets: bool = False) -> None:
@@ -139,23 +139,23 @@ class Told:
 
     def retire(self, name: str) -> None:
         """Of one that is dead; the last one stays."""
-        known = self.decider.told.keys() - self.retiring
+        known = self.decider.sent_upto.keys() - self.retiring
         if name in known and len(known) > 1:
             self.decider.retire(name)
 
     def _come_and_go(self) -> None:
-        for name in sorted(self.decider.strangers):
+        for name in sorted(self.decider.unknown_writers):
             self._owed[name] = self._retired.pop(name, 1)
             self.at[name] = max(self.decider.line, self._owed[name])
-            self.decider.introduce(name, self.at[name])
+            self.decider.add_writer(name, self.at[name])
             if self._forgets:
                 self.unseen |= {(name, id) for id in range(self._owed[name], self.at[name] + 1)}
-        for name in self.decider.owed:
+        for name in self.decider.backlog:
             low = self._owed.pop(name)
             found = [id for id, of in self._table().items() if of == name and low < id <= self.at[name]]
             assert not self.facts.keys() & found
             self.facts |= dict.fromkeys(found, name)
-            self.decider.paid(name)
+            self.decider.backlog_sent(name)
         for name, ended in self.decider.retiring.items():
             if ended is not None:
                 self.decider.forget(name)
@@ -164,11 +164,11 @@ class Told:
     def _table(self) -> dict[int, str]:
         return {id: of for id, of in self._writers.facts.items() if id % 2 or not self._forgets}
 
-    def hear(self, count: int) -> None:
+    def receive(self, count: int) -> None:
         lines = self._writers.lines
         for name, first, second in lines[:count]:
             if name == BEGINS:
-                self.decider.doubt()
+                self.decider.mark_uncertain()
             elif name == ASKED:
                 self.decider.asked_all()
             elif second is None:
@@ -181,12 +181,12 @@ class Told:
         """The newest lines are lost; whoever was disconnected asks, and everybody answers in time."""
         lines = self._writers.lines
         del lines[max(0, len(lines) - count) :]
-        self.hear(len(lines))
-        self.decider.doubt()
+        self.receive(len(lines))
+        self.decider.mark_uncertain()
 
     def look(self) -> None:
-        if self.decider.wants_look:
-            self.decider.look(self._writers.head, self._writers.running())
+        if self.decider.wants_observation:
+            self.decider.observe(self._writers.head, self._writers.running_transactions())
 
     def read(self) -> None:
         self._come_and_go()
@@ -220,7 +220,7 @@ class Told:
         while writers.orphans:
             writers.end_orphan(commits=True)
         for name in NAMES:
-            writers.start(name, behind=False)
+            writers.start(name, lag_ids=False)
             while writers.live[name].taken:
                 writers.begin(name)
             while writers.live[name].open:
@@ -230,7 +230,7 @@ class Told:
             writers.follow(name)
             writers.answer(name)
         for _ in range(8):
-            self.hear(len(writers.lines))
+            self.receive(len(writers.lines))
             self.look()
             self.read()
             self.check()

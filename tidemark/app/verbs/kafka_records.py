@@ -20,7 +20,7 @@ from tidemark.app.output import printable, timestamp
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
 from tidemark.sources.producer import topic_producer
 from tidemark.sources.topics import Topics
 from tidemark.streaming.wire import records
@@ -161,7 +161,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     settings = loaded()
     show = to_line if as_json else to_text
     key = None if stream is None else stream.encode()
-    with Recorded(settings.kafka) as kafka:
+    with RecordReader(settings.kafka) as kafka:
         places = topic_bounds(settings, kafka)
         nexts = {place: low if everything else max(low, high - last) for place, (low, high) in places.items()}
         shown = 0
@@ -188,7 +188,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
             time.sleep(0.5)
 
 
-def topic_bounds(settings: Settings, kafka: Recorded) -> dict[tuple[str, int], tuple[int, int]]:
+def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
     """Topic and partition -> its bounds."""
     topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
     return {
@@ -204,7 +204,7 @@ def read_file(name: str) -> Iterator[RecordedMessage]:
 
 
 def read_topics(settings: Settings, facts: str, most: int) -> Iterator[RecordedMessage]:
-    with Recorded(settings.kafka) as kafka:
+    with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})
         places = topic_bounds(changed, kafka)
         count = sum(high - low for low, high in places.values())

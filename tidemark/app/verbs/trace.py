@@ -25,7 +25,7 @@ from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLetter
 from tidemark.sinks.postgres.inspect import BatchAdvance, IdInspection, LateFact, LinearPassed, OffsetRange, StoredGap
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState
@@ -149,7 +149,7 @@ def home_partition(encoded: bytes) -> int | None:
     return state.decode(encoded).home
 
 
-def of_kafka(it: IdTrace, past: IdInspection, kafka: Recorded, topic: str, partition: int, most: int) -> None:
+def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:
     """Add what at most `most` records of the partition tell, and what follows from whose ID it is."""
     kept, end = kafka.bounds(topic, partition)
     it.unread = past.next_offset(topic, partition) or 0
@@ -465,7 +465,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
             raise CommandFailed(no_stream(stream))
         it = of_postgres(past, stream, encoded, id)
         home = home_partition(encoded)
-        with Recorded(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
+        with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
             if home is not None:
                 topic = settings.kafka_facts_topic
                 asking(it, "records", lambda: of_kafka(it, past, kafka, topic, home, records))

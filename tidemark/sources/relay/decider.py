@@ -13,14 +13,14 @@ from tidemark.common.errors import SequenceUnfit
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import queries, sequences
-from tidemark.sources.relay.epochs import Told
+from tidemark.sources.relay.epochs import StreamEpoch
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream, Page
-from tidemark.sources.relay.sequences import StrayLooks, StrayRows, StreamLook
-from tidemark.sources.relay.writer_chains import Announced, Lines, edges
+from tidemark.sources.relay.sequences import StrayRowQuery, StrayRows, StreamSnapshot
+from tidemark.sources.relay.writer_chains import EmptyRange, WriterChains, edges
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
-Steps = Generator[str, None, "list[Decided]"]
+Steps = Generator[str, None, "list[Decision]"]
 """The name of each step before it is taken: between any two of them others may do whatever they like."""
 
 PAGES_AT_ONCE = 500
@@ -29,29 +29,29 @@ every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decision:
     """IDs of one stream that stand for good, also if the server crashes: `facts` in order, `voids` without a fact.
 
     `emptied` have no row and were published before the database went back: nothing more of them is to come.
     """
 
-    told: Told
+    stream_epoch: StreamEpoch
     facts: Sequence[AppendedFact]
     voids: Intervals
-    announced: Sequence[Announced] = ()
+    announced: Sequence[EmptyRange] = ()
     emptied: Intervals = EMPTY
 
-    def without_rows(self) -> "Decided":
+    def without_rows(self) -> "Decision":
         """The same for those who only count and acknowledge."""
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def ids(self) -> dict[str, Intervals]:
         """The edges of one ID each, by writer: of facts, and of voids, which the database tells in its own name."""
-        found: dict[str, list[int]] = {self.told.own: []}
+        found: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:
-            found.setdefault(self.told.name_of(fact.writer), []).append(fact.id)
+            found.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
         own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in found.items()}
-        return own | {self.told.own: own[self.told.own].union(self.voids).union(self.emptied)}
+        return own | {self.stream_epoch.own: own[self.stream_epoch.own].union(self.voids).union(self.emptied)}
 
     def rows(self) -> Intervals:
         """The IDs that have a row in the outbox."""
@@ -64,9 +64,9 @@ class _Stream:
     `problem`: why the stream is held.
     """
 
-    told: Told
+    stream_epoch: StreamEpoch
     evidence: StreamEvidence
-    lines: Lines | None
+    lines: WriterChains | None
     acknowledged: Intervals = field(default=EMPTY)
     rows_sent: Intervals = field(default=EMPTY)
     problem: SequenceUnfit | None = None
@@ -74,53 +74,57 @@ class _Stream:
 
     def end(self, writer: str, id: int) -> None:
         """The writer has nothing between the floor and `id`, and joins again before anything beyond it is told."""
-        known = self.told.writers.get(writer)
+        known = self.stream_epoch.writers.get(writer)
         if known is not None and known.last < id and writer not in self.ended and self.lines is not None:
             self.ended[writer] = id
             self.lines.end(writer)
 
     def open_to(self, writer: str) -> Intervals:
         """The database's own line passes nothing that anybody may have: so it guards the linear position."""
-        return self.evidence.open_to(None if writer == self.told.own else self.told.writers[writer].numbers)
+        return self.evidence.open_to(
+            None if writer == self.stream_epoch.own else self.stream_epoch.writers[writer].numbers
+        )
 
 
 class Decider:
     """Of one connection to the database, which is not in a transaction: with another one everything begins anew.
 
-    `told` have joined. One thread.
+    `stream_epochs` have joined. One thread.
     """
 
-    def __init__(self, connection: Connection, told: Iterable[Told]) -> None:
+    def __init__(self, connection: Connection, stream_epochs: Iterable[StreamEpoch]) -> None:
         self._connection = connection
-        self._strays = StrayLooks()
+        self._strays = StrayRowQuery()
         self._paged = self._settled = 0
         """Numbers of the streams whose pages were read, and whose floors were raised last: the next ones follow."""
-        self._streams = {each.stream.number: _begun(each) for each in told}
-        self.outrun = False
+        self._streams = {each.stream.number: _begun(each) for each in stream_epochs}
+        self.is_outdated = False
         """Streams, writers, epochs or floors are others than these: begin anew."""
-        self.strangers: dict[int, dict[str, int]] = {}
+        self.unknown_writers: dict[int, dict[str, int]] = {}
         """By number of the stream: writers that have appended and are not known, or have ended; nothing of them lies
         between the floor and the ID."""
 
     @property
     def open(self) -> list[AppendStream]:
         """Streams with IDs that are given out and not decided."""
-        return [each.told.stream for each in self._streams.values() if each.evidence.open]
+        return [each.stream_epoch.stream for each in self._streams.values() if each.evidence.open]
 
     @property
-    def hurries(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether the outbox holds more than the last round could take."""
         return any(each.evidence.unseen for each in self._streams.values())
 
     @property
     def undecided(self) -> dict[str, int]:
         """By stream: how many IDs are given out and not decided."""
-        return {each.told.stream.name: each.evidence.undecided for each in self._streams.values()}
+        return {each.stream_epoch.stream.name: each.evidence.undecided for each in self._streams.values()}
 
     @property
     def kept(self) -> dict[str, int]:
         """By stream: how many IDs lie above the floor."""
-        return {each.told.stream.name: each.evidence.head - each.evidence.floor for each in self._streams.values()}
+        return {
+            each.stream_epoch.stream.name: each.evidence.head - each.evidence.floor for each in self._streams.values()
+        }
 
     @property
     def lines(self) -> int:
@@ -130,91 +134,95 @@ class Decider:
     @property
     def held(self) -> dict[str, SequenceUnfit]:
         """By stream: why none of its new IDs is decided."""
-        return {each.told.stream.name: each.problem for each in self._streams.values() if each.problem is not None}
+        return {
+            each.stream_epoch.stream.name: each.problem for each in self._streams.values() if each.problem is not None
+        }
 
     def round(self, most_bytes: int) -> Steps:
         """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
         yield "heads"
-        looked_at = {stream.number: look for stream, look in sequences.heads(self._connection).items()}
-        self.outrun |= looked_at.keys() != self._streams.keys()
+        snapshots = {stream.number: look for stream, look in sequences.heads(self._connection).items()}
+        self.is_outdated |= snapshots.keys() != self._streams.keys()
         if self._strays.is_due:
             yield "strays"
-            self._strays.look(self._connection)
-        heads = {number: self._head(each, looked_at.get(number)) for number, each in self._streams.items()}
-        looked = [each for number, each in self._streams.items() if self._wants(each, heads[number])]
-        if self.outrun or not looked:
+            self._strays.run(self._connection)
+        heads = {number: self._head(each, snapshots.get(number)) for number, each in self._streams.items()}
+        observed = [each for number, each in self._streams.items() if self._wants(each, heads[number])]
+        if self.is_outdated or not observed:
             return []
-        if moved := [each for each in looked if heads[each.told.stream.number] > each.evidence.head]:
+        if moved := [each for each in observed if heads[each.stream_epoch.stream.number] > each.evidence.head]:
             yield "fitness"
-            for number in sequences.unfit(self._connection, [each.told.stream.number for each in moved]):
+            for number in sequences.unfit(self._connection, [each.stream_epoch.stream.number for each in moved]):
                 heads[number] = self._streams[number].evidence.head
             yield "end one"
-            transactions.end_one(self._connection)
+            transactions.end_own_transaction(self._connection)
         yield "running"
-        running = transactions.running(self._connection)
+        running = transactions.running_transactions(self._connection)
         held = None
-        if any(each.evidence.lingers for each in looked):
-            yield "holders"
-            held = queries.holders(self._connection, running)
-        for each in looked:
-            number = each.told.stream.number
-            each.evidence.look(heads[number], running, None if held is None else held.get(number, frozenset()))
-        decided, left, pages = list[Decided](), most_bytes, 0
-        for each in _from(looked, self._paged + 1):
+        if any(each.evidence.needs_locks for each in observed):
+            yield "lock_holders"
+            held = queries.lock_holders(self._connection, running)
+        for each in observed:
+            number = each.stream_epoch.stream.number
+            each.evidence.observe(heads[number], running, None if held is None else held.get(number, frozenset()))
+        decided, left, pages = list[Decision](), most_bytes, 0
+        for each in _from(observed, self._paged + 1):
             if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
                 yield "page"
-                page = queries.page(self._connection, each.told.stream, asked, left)
+                page = queries.page(self._connection, each.stream_epoch.stream, asked, left)
                 left -= page.bytes
                 pages += 1
-                self._paged = each.told.stream.number
+                self._paged = each.stream_epoch.stream.number
                 decided += self._decide(each, asked, page)
             if each.lines is not None and (announced := each.lines.announce(each.open_to)):
-                decided.append(Decided(each.told, [], EMPTY, announced))
+                decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
         if decided:
             yield "durable"
-            streams = {each.told.stream for each in decided}
-            heads_told = {it.told.stream: it.evidence.head for it in looked if it.told.stream in streams}
-            queries.note_told(self._connection, heads_told)
+            streams = {each.stream_epoch.stream for each in decided}
+            heads_sent = {
+                it.stream_epoch.stream: it.evidence.head for it in observed if it.stream_epoch.stream in streams
+            }
+            queries.record_upto(self._connection, heads_sent)
         return decided
 
-    def _head(self, each: _Stream, look: StreamLook | None) -> int:
+    def _head(self, each: _Stream, look: StreamSnapshot | None) -> int:
         """Up to where IDs may be decided. Rows or a sequence that went back end this decider."""
         known = each.evidence.head
         if look is None:
             return known  # it was dropped
-        stream = each.told.stream
+        stream = each.stream_epoch.stream
         head = sequences.head(self._connection, stream, look, max(known, look.reached))
         stray = self._strays.found.get(stream.number, StrayRows(None, None))
         each.problem = look.sequence.problem(stream)
         if each.problem is None and (stray.highest or 0) > head:
-            each.problem = look.sequence.behind_its_table(stream, max(stray.highest or 0, look.reached))
-        self.outrun |= (look.version, look.floor) != (each.told.version, each.evidence.floor)
+            each.problem = look.sequence.lags_table(stream, max(stray.highest or 0, look.reached))
+        self.is_outdated |= (look.version, look.floor) != (each.stream_epoch.version, each.evidence.floor)
         if each.problem is not None:
             return known
-        self.outrun |= head < max(known, look.reached) or stray.lowest is not None or look.foreign > 0
+        self.is_outdated |= head < max(known, look.reached) or stray.lowest is not None or look.foreign > 0
         return head
 
     def _wants(self, each: _Stream, head: int) -> bool:
         return head > each.evidence.head or each.evidence.open
 
-    def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decided]:
-        if (page.version, page.floor) != (each.told.version, each.evidence.floor):
-            self.outrun = True
+    def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decision]:
+        if (page.version, page.floor) != (each.stream_epoch.version, each.evidence.floor):
+            self.is_outdated = True
             return []
         for fact in page.facts:
             for writer in fact.ends:
                 each.end(writer, fact.id)
-        names = {each.told.name_of(fact.writer) for fact in page.facts}
-        if strangers := names - (each.told.writers.keys() - each.ended.keys()):
-            found = {writer: each.ended.get(writer, 0) for writer in strangers}
-            self.strangers.setdefault(each.told.stream.number, {}).update(found)
-            self.outrun = True
+        names = {each.stream_epoch.name_of(fact.writer) for fact in page.facts}
+        if unknown_writers := names - (each.stream_epoch.writers.keys() - each.ended.keys()):
+            found = {writer: each.ended.get(writer, 0) for writer in unknown_writers}
+            self.unknown_writers.setdefault(each.stream_epoch.stream.number, {}).update(found)
+            self.is_outdated = True
             return []
         empty = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
         if not (page.facts or empty):
             return []
-        published = each.told.published
-        decided = Decided(each.told, page.facts, empty.above(published), (), empty.upto(published))
+        published = each.stream_epoch.published
+        decided = Decision(each.stream_epoch, page.facts, empty.above(published), (), empty.upto(published))
         if each.lines is not None:
             for writer, ids in decided.ids().items():
                 each.lines.own(writer, ids)
@@ -228,11 +236,11 @@ class Decider:
         for each in self._streams.values():
             if each.lines is not None and each.lines.behind(each.evidence.head):
                 yield "beat"
-                queries.beat(self._connection, each.told.stream)
+                queries.beat(self._connection, each.stream_epoch.stream)
 
-    def acknowledged(self, decided: Decided) -> None:
+    def acknowledged(self, decided: Decision) -> None:
         """Kafka has all of it."""
-        each = self._streams[decided.told.stream.number]
+        each = self._streams[decided.stream_epoch.stream.number]
         each.rows_sent = each.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():
             each.acknowledged = each.acknowledged.union(ids)
@@ -258,26 +266,26 @@ class Decider:
                 reached = each.lines.floor(reached)
             if reached > floor:
                 settled += 1
-                self._settled = each.told.stream.number
+                self._settled = each.stream_epoch.stream.number
                 yield "settle"
-                rows, version = each.rows_sent.upto(reached), each.told.version
-                if not queries.raise_floor(self._connection, each.told.stream, version, floor, reached, rows):
-                    self.outrun = True
+                rows, version = each.rows_sent.upto(reached), each.stream_epoch.version
+                if not queries.raise_floor(self._connection, each.stream_epoch.stream, version, floor, reached, rows):
+                    self.is_outdated = True
                     continue
                 each.evidence.floor = reached
                 each.acknowledged = each.acknowledged.above(reached)
                 each.rows_sent = each.rows_sent.above(reached)
                 if each.lines is not None:
                     each.lines.settled(reached)
-                self.outrun |= any(id <= reached for id in each.ended.values())
+                self.is_outdated |= any(id <= reached for id in each.ended.values())
 
 
 def _from(streams: Sequence[_Stream], number: int) -> list[_Stream]:
     """The same streams, those with this number and higher ones first."""
-    return sorted(streams, key=lambda each: (each.told.stream.number < number, each.told.stream.number))
+    return sorted(streams, key=lambda each: (each.stream_epoch.stream.number < number, each.stream_epoch.stream.number))
 
 
-def _begun(told: Told) -> _Stream:
-    several = len(told.writers) > 1
-    lines = Lines({writer.name: writer.last for writer in told.writers.values()}) if several else None
-    return _Stream(told, StreamEvidence(told.floor, several=several), lines)
+def _begun(stream_epoch: StreamEpoch) -> _Stream:
+    several = len(stream_epoch.writers) > 1
+    lines = WriterChains({writer.name: writer.last for writer in stream_epoch.writers.values()}) if several else None
+    return _Stream(stream_epoch, StreamEvidence(stream_epoch.floor, several=several), lines)

@@ -12,10 +12,10 @@ from msgspec import Raw
 
 from tidemark.common.errors import FactUnfit
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay.decider import Decided
+from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.evidence import ids_of
 from tidemark.sources.relay.queries import AppendedFact
-from tidemark.sources.relay.writer_chains import Announced
+from tidemark.sources.relay.writer_chains import EmptyRange
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
@@ -28,7 +28,7 @@ _decoder = msgspec.json.Decoder(Raw)
 
 
 @dataclass(frozen=True, slots=True)
-class _ToldEdge:
+class _RecordEdge:
     """`(id - 1, id]`; without rows for a void. `bytes` is what it takes in a record, about."""
 
     writer: str
@@ -37,14 +37,14 @@ class _ToldEdge:
     bytes: int
 
 
-def told(decided: Decided, most: int = 1, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
     """A record for each row of each fact, the last with its number, one for each ID without a fact, and one for each
     range that is announced; IDs of facts and voids ascend.
 
     Neighbouring IDs of one writer share a record, at `most` so many, up to `most_bytes`. Raises `FactUnfit` for what is
     no JSON: nobody could tell it, and as a void it would be a lie.
     """
-    of, stream = decided.told, decided.told.stream.name
+    of, stream = decided.stream_epoch, decided.stream_epoch.stream.name
     signed = of.stream.towards.signed
 
     for chain in _chains(decided, most, most_bytes):
@@ -66,18 +66,18 @@ def told(decided: Decided, most: int = 1, most_bytes: int = MOST_BYTES) -> Itera
         yield records.encode(Position(stream=stream, writer=each.writer, epoch=epoch, prev=prev, id=id))
 
 
-def _emptied(decided: Decided) -> Iterator[Announced]:
+def _emptied(decided: Decision) -> Iterator[EmptyRange]:
     """What has no row of what was published before the database went back. Facts may have been there: no ID is void.
 
     A single writer had one edge for each of these IDs, so it does not matter how they are cut now.
     """
     for low, high in decided.emptied:
-        cuts = [low, high] if len(decided.told.writers) == 1 else range(low, high + 1)
-        yield from (Announced(decided.told.own, prev, id) for prev, id in pairwise(cuts))
+        cuts = [low, high] if len(decided.stream_epoch.writers) == 1 else range(low, high + 1)
+        yield from (EmptyRange(decided.stream_epoch.own, prev, id) for prev, id in pairwise(cuts))
 
 
-def _chains(decided: Decided, most: int, most_bytes: int) -> Iterator[list[_ToldEdge]]:
-    chain: list[_ToldEdge] = []
+def _chains(decided: Decision, most: int, most_bytes: int) -> Iterator[list[_RecordEdge]]:
+    chain: list[_RecordEdge] = []
     size = 0
     for edge in _edges(decided):
         if chain:
@@ -91,22 +91,22 @@ def _chains(decided: Decided, most: int, most_bytes: int) -> Iterator[list[_Told
         yield chain
 
 
-def _edges(decided: Decided) -> Iterator[_ToldEdge]:
+def _edges(decided: Decision) -> Iterator[_RecordEdge]:
     """Of facts and voids, by their IDs."""
     voids = ids_of(decided.voids)
     next_void = next(voids, None)
     for fact in decided.facts:
         while next_void is not None and next_void < fact.id:
-            yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
+            yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)
             next_void = next(voids, None)
         try:
             rows = () if fact.void else [*map(_decoder.decode, fact.rows)]
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
-            stream = decided.told.stream
+            stream = decided.stream_epoch.stream
             raise FactUnfit(stream.name, stream.towards.signed(fact.id), str(error)) from None
-        yield _ToldEdge(decided.told.name_of(fact.writer), fact.id, rows, fact.bytes)
+        yield _RecordEdge(decided.stream_epoch.name_of(fact.writer), fact.id, rows, fact.bytes)
     while next_void is not None:
-        yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
+        yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)
         next_void = next(voids, None)
 
 
@@ -120,7 +120,7 @@ _AROUND_BYTES = 3000
 class InFlight:
     """What was decided together, without its rows; `left` of its records are not acknowledged. `size` in bytes."""
 
-    decided: Decided
+    decided: Decision
     size: int
     left: int = 0
 
@@ -134,35 +134,35 @@ class InFlight:
             yield value
 
 
-def send(producer: RecordProducer, decided: Decided, most_facts: int) -> InFlight:
+def send(producer: RecordProducer, decided: Decision, most_facts: int) -> InFlight:
     """Send the records of `decided`, made one by one. A record has `most_facts` of a backlog."""
-    name = decided.told.stream.name
+    name = decided.stream_epoch.stream.name
     size = sum(fact.bytes for fact in decided.facts)
     size += _VOID_RECORD_BYTES * (decided.voids.width() + len(decided.announced))
     most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _AROUND_BYTES)
     # `left` begins with 1, so that nothing is acknowledged before all of it is sent.
     parcel = InFlight(decided.without_rows(), size, 1)
-    producer.send_all(name, parcel.counted(told(decided, most_facts, most_bytes)), parcel.acknowledged)
+    producer.send_all(name, parcel.counted(encode_decision(decided, most_facts, most_bytes)), parcel.acknowledged)
     parcel.acknowledged()
     return parcel
 
 
-def parts(decided: Decided) -> Iterator[Decided]:
+def parts(decided: Decision) -> Iterator[Decision]:
     """The same in parts that do not take much memory: voids are ranges until they are told."""
     if decided.facts or decided.announced or decided.emptied:
-        yield Decided(decided.told, decided.facts, EMPTY, decided.announced, decided.emptied)
+        yield Decision(decided.stream_epoch, decided.facts, EMPTY, decided.announced, decided.emptied)
     for low, high in decided.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
-            yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
+            yield Decision(decided.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
 
 
-def largest_record(decided: Decided, fact: AppendedFact) -> int:
+def largest_record(decided: Decision, fact: AppendedFact) -> int:
     """Bytes of the largest record of the fact."""
-    signed, writer = decided.told.stream.towards.signed, decided.told.name_of(fact.writer)
+    signed, writer = decided.stream_epoch.stream.towards.signed, decided.stream_epoch.name_of(fact.writer)
     around = Rdata(
-        stream=decided.told.stream.name,
+        stream=decided.stream_epoch.stream.name,
         writer=writer,
-        epoch=decided.told.writers[writer].epoch,
+        epoch=decided.stream_epoch.writers[writer].epoch,
         prev=signed(fact.id - 1),
         id=signed(fact.id),
         row=Raw(b""),

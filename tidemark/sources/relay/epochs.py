@@ -22,7 +22,7 @@ from tidemark.streaming.wire.records import Join, Retire, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class ToldWriter:
+class WriterEpoch:
     """Its line was last cut at `last` (a magnitude), beyond the floor only where its epoch before has ended there.
 
     `state` is the database's word: whether Kafka has the JOIN, and that its epoch has ended. `numbers` are those by
@@ -37,7 +37,7 @@ class ToldWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamEpoch:
     """A stream; everything up to `floor` is decided, and nothing beyond `upto` was told before (magnitudes). `own` is
     the database's own name among `writers`.
 
@@ -52,8 +52,8 @@ class Told:
     upto: int
     timeline: Timeline
     own: str
-    writers: Mapping[str, ToldWriter]
-    retiring: Sequence[ToldWriter] = ()
+    writers: Mapping[str, WriterEpoch]
+    retiring: Sequence[WriterEpoch] = ()
     published: int = 0
     regression: str = ""
 
@@ -90,7 +90,7 @@ class Told:
         return [Retire(stream=stream, writer=it.name, epoch=it.epoch, id=signed(it.last)) for it in self.retiring]
 
 
-Strangers = Mapping[int, Mapping[str, int]]
+UnknownWriters = Mapping[int, Mapping[str, int]]
 """By number of the stream: writers that a relay has found and does not know, or whose epoch has ended at that ID."""
 
 
@@ -98,8 +98,8 @@ def begin(
     connection: Connection,
     history: ServerHistory,
     writer: str,
-    strangers: Strangers | None = None,
-) -> list[Told]:
+    unknown_writers: UnknownWriters | None = None,
+) -> list[StreamEpoch]:
     """All streams, with their writers in their epochs of this history; of a stream that was dropped only those that are
     to be retired. Any number of relays may call it, in any order.
 
@@ -110,12 +110,12 @@ def begin(
     with connection.transaction():
         back = sequences.find_regressions(connection)
         _turn(connection, history, writer, back)
-        for number, names in (strangers or {}).items():
+        for number, names in (unknown_writers or {}).items():
             _introduce(connection, number, names)
         rows = connection.execute(
             """
             select number, stream, direction, version, abs(floor),
-                coalesce((select max(upto) from tidemark.append_told told where told.number = kept.number), 0),
+                coalesce((select max(upto) from tidemark.append_sent told where told.number = kept.number), 0),
                 start, kept.after, kept.writer,
                 jsonb_agg(
                     jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
@@ -132,7 +132,7 @@ def begin(
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
         known = [
-            ToldWriter(each, epoch, last, state, frozenset({hashed, unnamed} if each == own else {hashed}))
+            WriterEpoch(each, epoch, last, state, frozenset({hashed, unnamed} if each == own else {hashed}))
             for each, epoch, last, state, hashed in writers
         ]
         retiring = [each for each in known if each.state == "retiring"]
@@ -140,7 +140,7 @@ def begin(
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(history.database, start, after)
         regression = why.get(number, "")
-        found.append(Told(stream, version, floor, upto, timeline, own, living, retiring, published, regression))
+        found.append(StreamEpoch(stream, version, floor, upto, timeline, own, living, retiring, published, regression))
     return found
 
 
@@ -176,10 +176,10 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
         ), taken_back as (
             select number, back.upto from back join turned using (number, version)
         ), forgotten as (
-            delete from tidemark.append_told as noted using taken_back
+            delete from tidemark.append_sent as noted using taken_back
             where noted.number = taken_back.number and noted.upto > taken_back.upto
         ), noted as (
-            insert into tidemark.append_told (number, upto) select number, upto from taken_back
+            insert into tidemark.append_sent (number, upto) select number, upto from taken_back
             on conflict do nothing
         ), again as (
             update tidemark.append_writers as old
@@ -235,7 +235,7 @@ def _now(connection: Connection) -> int:
     return int(row[0])
 
 
-def acknowledged(connection: Connection, told: Sequence[Told]) -> None:
+def acknowledged(connection: Connection, told: Sequence[StreamEpoch]) -> None:
     """Kafka has their JOINs and RETIREs."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"

@@ -16,7 +16,7 @@ import numpy as np
 
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
-Holder = tuple[int, int | None]
+LockHolder = tuple[int, int | None]
 """A transaction, and the number of the writer whose lock it holds: None where nobody has asked."""
 
 RANGES_AT_ONCE = 2000
@@ -33,17 +33,17 @@ class _Mark:
     `unread` were not.
     """
 
-    waiting: frozenset[Holder]
+    waiting: frozenset[LockHolder]
     unread: Intervals
     absent: Intervals = EMPTY
 
-    def only(self, running: frozenset[int], holders: frozenset[Holder] | None) -> "_Mark":
+    def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
         """The same after some have ended."""
-        if holders is None:
+        if lock_holders is None:
             waiting = frozenset(each for each in self.waiting if each[0] in running)
         else:
             unasked = {transaction for transaction, writer in self.waiting if writer is None}
-            waiting = frozenset(each for each in holders if each[0] in unasked or each in self.waiting)
+            waiting = frozenset(each for each in lock_holders if each[0] in unasked or each in self.waiting)
         if _transactions(waiting) == _transactions(self.waiting):
             return replace(self, waiting=waiting)
         return _Mark(waiting, self.unread.union(self.absent))
@@ -63,7 +63,7 @@ class StreamEvidence:
         self.head = floor
         self._several = several
         self._marks: list[_Mark] = []
-        self._waited_for: frozenset[Holder] = frozenset()
+        self._waited_for: frozenset[LockHolder] = frozenset()
         self._holders: frozenset[int] = frozenset()
         self._looks = 0
 
@@ -83,7 +83,7 @@ class StreamEvidence:
         return any(mark.unread for mark in self._marks)
 
     @property
-    def lingers(self) -> bool:
+    def needs_locks(self) -> bool:
         """Whether it is worth asking for the locks: an ID waits for a transaction that ran already at the look before.
 
         One that held the lock when last asked mostly holds it until it ends, so that is asked again only now and then.
@@ -94,18 +94,18 @@ class StreamEvidence:
             unknown = not _transactions(self._waited_for) <= self._holders
         return unknown or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
 
-    def look(self, head: int, running: frozenset[int], holders: frozenset[Holder] | None = None) -> None:
+    def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
         """`head` was read first, then both others: `running` of the snapshot, and the `holders` among them."""
         self._looks += 1
-        if holders is not None:
-            self._holders, self._looks = frozenset(_transactions(holders)), 0
-        marks = [mark.only(running, holders) for mark in self._marks]
+        if lock_holders is not None:
+            self._holders, self._looks = frozenset(_transactions(lock_holders)), 0
+        marks = [mark.only(running, lock_holders) for mark in self._marks]
         self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
-            who = frozenset((each, None) for each in running) if holders is None else holders
+            who = frozenset((each, None) for each in running) if lock_holders is None else lock_holders
             marks.append(_Mark(who, Intervals.of([(self.head, head)])))
             self.head = head
-        by_owners: dict[frozenset[Holder], _Mark] = {}
+        by_owners: dict[frozenset[LockHolder], _Mark] = {}
         for mark in marks:
             known = by_owners.get(mark.waiting)
             by_owners[mark.waiting] = mark if known is None else known.with_(mark)
@@ -149,8 +149,8 @@ class StreamEvidence:
         return voids
 
 
-def _transactions(holders: Collection[Holder]) -> set[int]:
-    return {transaction for transaction, _ in holders}
+def _transactions(lock_holders: Collection[LockHolder]) -> set[int]:
+    return {transaction for transaction, _ in lock_holders}
 
 
 def ids_of(voids: Intervals) -> Iterator[int]:

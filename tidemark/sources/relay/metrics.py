@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tidemark.sources.run_loop import LoopMetrics
-from tidemark.sources.transactions import OldestOpen, OpenTransaction
+from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction
 
 
 class RelayMetrics(LoopMetrics):
@@ -27,7 +27,7 @@ class RelayMetrics(LoopMetrics):
             "When the loop of a process that relays last went round (s since 1970). Older than a minute: it hangs.",
             registry=registry,
         )
-        self.looked = Gauge(
+        self.last_poll = Gauge(
             "tidemark_relay_last_poll_timestamp_seconds",
             "When the database was last looked at (s since 1970). Standing still while it relays: Kafka does not take"
             " what it sends, or the database does not answer.",
@@ -78,7 +78,7 @@ class RelayMetrics(LoopMetrics):
             ["stream", "writer"],
             registry=registry,
         )
-        self.open = OldestOpen(self.oldest)
+        self.open = OldestOpenGauge(self.oldest)
 
     def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
         return transaction.stream, transaction.writer

@@ -12,7 +12,7 @@ from psycopg.pq import Format
 
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
-from tidemark.sources.relay.evidence import Holder
+from tidemark.sources.relay.evidence import LockHolder
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
@@ -83,7 +83,7 @@ class Page:
     bytes: int
 
 
-def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
+def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
     """By number of the stream: which of the transactions that ran a moment ago hold the lock of which writer now.
 
     Whoever holds one and is none of them has reserved nothing before they were listed, or has ended.
@@ -101,7 +101,7 @@ def holders(connection: Connection, running: Collection[int]) -> dict[int, froze
         [LOCK],
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
-    found: dict[int, set[Holder]] = {}
+    found: dict[int, set[LockHolder]] = {}
     for number, writer, xid in rows:
         if xid in whole:
             found.setdefault(number, set()).add((whole[xid], writer))
@@ -141,7 +141,7 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
     return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
-def note_told(connection: Connection, heads: Mapping[AppendStream, int]) -> None:
+def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> None:
     """What is about to be told of these streams lies at or below the heads; all that the server has done so far
     survives a crash: this writes to its log and waits for the disk.
 
@@ -150,7 +150,7 @@ def note_told(connection: Connection, heads: Mapping[AppendStream, int]) -> None
     connection.execute(
         """
         with noted as (
-            insert into tidemark.append_told (number, upto) select unnest(%s::integer[]), unnest(%s::bigint[])
+            insert into tidemark.append_sent (number, upto) select unnest(%s::integer[]), unnest(%s::bigint[])
             on conflict do nothing
         )
         select pg_logical_emit_message(true, 'tidemark.relay', '')
@@ -188,7 +188,7 @@ def raise_floor(
             where number = (select number from raised) and id between sent.low and sent.high
             returning abs(id) as id, writer, rows
         ), surpassed as (
-            delete from tidemark.append_told
+            delete from tidemark.append_sent
             where number = (select number from raised) and upto >= %(old)s and upto < %(new)s
         ), ended as (
             select name as writer, max(id) as id from gone, unnest(rows) as name where writer = %(beat)s group by 1

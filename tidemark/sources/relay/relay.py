@@ -18,12 +18,12 @@ from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import encode, epochs, queries
-from tidemark.sources.relay.decider import Decided, Decider
+from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.encode import MOST_FACTS, InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, AppendedFact, silence
 from tidemark.sources.run_loop import RunLoop, set_lock_timeout
-from tidemark.sources.transactions import Reports, history
+from tidemark.sources.transactions import TransactionReports, server_history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
@@ -63,13 +63,13 @@ class AppendRelay(RunLoop):
     ) -> None:
         super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt)
         self._most_facts = most_facts
-        self._given = writer
+        self._given_name = writer
         self._writer = writer or ""
         self._metrics = metrics
-        self._strangers: dict[int, dict[str, int]] = {}
+        self._unknown_writers: dict[int, dict[str, int]] = {}
         self._held: dict[str, str] = {}
-        self._due: deque[Decided] = deque()
-        self._flying: list[InFlight] = []
+        self._due: deque[Decision] = deque()
+        self._in_flight: list[InFlight] = []
 
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
         return [0]
@@ -82,25 +82,25 @@ class AppendRelay(RunLoop):
         self._has_worked = True
         self._connect_producer()
         while not self._halt.is_set():
-            streams = self._joined(connection)
+            streams = self._join_streams(connection)
             self._metrics.heartbeat.set_to_current_time()
             self._metrics.active.set(1)
             decider = Decider(connection, streams)
-            self._reports = Reports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
+            self._reports = TransactionReports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
             self._due.clear()
-            self._flying = []
+            self._in_flight = []
             self._oversized.forget()
             try:
                 self._send_decided(connection, decider)
             finally:
-                self._strangers = decider.strangers
+                self._unknown_writers = decider.unknown_writers
 
-    def _joined(self, connection: Connection) -> list[epochs.Told]:
-        found_history = history(connection, self._session.where, OUTBOX)
-        self._writer = self._given or connection.info.dbname
+    def _join_streams(self, connection: Connection) -> list[epochs.StreamEpoch]:
+        found_history = server_history(connection, self._session.where, OUTBOX)
+        self._writer = self._given_name or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = epochs.begin(connection, found_history, self._writer, self._strangers)
+        found = epochs.begin(connection, found_history, self._writer, self._unknown_writers)
         for each in found:
             if each.regression:
                 log.warning(REGRESSED, stream=each.stream.name, floor=each.floor, why=each.regression)
@@ -116,31 +116,31 @@ class AppendRelay(RunLoop):
         return [each for each in found if each.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
-        backoff, settled, watched, beaten = Backoff(SHORTEST, LONGEST, 1.2), time.monotonic(), 0.0, time.monotonic()
-        while not (self._halt.is_set() or decider.outrun):
+        backoff, settled, watched, last_beat = Backoff(SHORTEST, LONGEST, 1.2), time.monotonic(), 0.0, time.monotonic()
+        while not (self._halt.is_set() or decider.is_outdated):
             self._metrics.heartbeat.set_to_current_time()
             if not self._due and (room := self._room()) > 0:
                 self._due += (part for decided in _result(decider.round(room)) for part in parts(decided))
-                self._metrics.looked.set_to_current_time()
+                self._metrics.last_poll.set_to_current_time()
                 self._report_held(decider)
             while self._due and self._room() > 0:
                 self._send(self._due.popleft())
-            self._hear(decider)
+            self._process_acknowledgements(decider)
             now = time.monotonic()
             if now - settled >= _SETTLED_EVERY:
                 _result(decider.settle(_SETTLED_AT_ONCE))
                 settled = time.monotonic()
-            if now - beaten >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
+            if now - last_beat >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
                 _result(decider.beat())
-                beaten = now
+                last_beat = now
             if self._grow_producer():
                 break
             if now - watched >= _SETTLED_EVERY:
-                self._watch(connection, decider)
+                self._update_metrics(connection, decider)
                 watched = now
-            if self._flying:
+            if self._in_flight:
                 backoff.reset()
-            if not decider.hurries or self._room() <= 0:
+            if not decider.has_backlog or self._room() <= 0:
                 self._halt.wait(backoff.next())
         _result(decider.settle())
 
@@ -159,40 +159,40 @@ class AppendRelay(RunLoop):
         self._held = held
 
     def _room(self) -> int:
-        return MOST_BYTES - sum(each.size for each in self._flying)
+        return MOST_BYTES - sum(each.size for each in self._in_flight)
 
-    def _send(self, decided: Decided) -> None:
-        self._flying.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
+    def _send(self, decided: Decision) -> None:
+        self._in_flight.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
 
-    def _fitting(self, decided: Decided) -> Decided:
+    def _fitting(self, decided: Decision) -> Decision:
         """The facts that the topic takes. Of another fact no record is sent: Kafka would take its smaller records, and
         the last of them, which has the ID, would make the fact look complete."""
-        stream, signed = decided.told.stream.name, decided.told.stream.towards.signed
+        stream, signed = decided.stream_epoch.stream.name, decided.stream_epoch.stream.towards.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
         for fact in decided.facts:
             # `bytes` covers the rows and what surrounds them, so a longer computation is rarely needed.
             if fact.bytes + _NAMES_BYTES <= limit or (size := encode.largest_record(decided, fact)) <= limit:
                 fitting.append(fact)
                 continue
-            writer, now = decided.told.name_of(fact.writer), time.monotonic()
+            writer, now = decided.stream_epoch.name_of(fact.writer), time.monotonic()
             self._oversized.add(stream, writer, signed(fact.id), size, self._producer, now)
         return decided if len(fitting) == len(decided.facts) else replace(decided, facts=fitting)
 
-    def _hear(self, decider: Decider) -> None:
+    def _process_acknowledgements(self, decider: Decider) -> None:
         """Learn what Kafka has acknowledged."""
         self._poll_kafka()
-        for each in [each for each in self._flying if not each.left]:
+        for each in [each for each in self._in_flight if not each.left]:
             decider.acknowledged(each.decided)
-            name = each.decided.told.stream.name
+            name = each.decided.stream_epoch.stream.name
             self._metrics.facts.labels(name).inc(sum(1 for fact in each.decided.facts if not fact.void))
             self._metrics.voids.labels(name).inc(
                 each.decided.voids.width() + sum(1 for fact in each.decided.facts if fact.void)
             )
-        before, self._flying = len(self._flying), [each for each in self._flying if each.left]
-        if len(self._flying) < before or not (self._flying or self._due):
+        before, self._in_flight = len(self._in_flight), [each for each in self._in_flight if each.left]
+        if len(self._in_flight) < before or not (self._in_flight or self._due):
             self._log_recovery()
 
-    def _watch(self, connection: Connection, decider: Decider) -> None:
+    def _update_metrics(self, connection: Connection, decider: Decider) -> None:
         for name, count in decider.undecided.items():
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.kept.items():

@@ -38,7 +38,7 @@ _UNFIT = """
 """
 _HEADS = f"""
     select known.number, stream, direction, ids::text, {_UNFIT}, {_LAST}, abs(known.after), abs(floor), version,
-        coalesce((select max(upto) from tidemark.append_told as noted where noted.number = known.number), 0),
+        coalesce((select max(upto) from tidemark.append_sent as noted where noted.number = known.number), 0),
         coalesce(written_by <> progress.xmin, false)::integer
     from tidemark.append_streams as known
     join tidemark.append_progress as progress on progress.number = known.number
@@ -51,7 +51,7 @@ _prepared: WeakSet[Connection] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceLook:
+class SequenceState:
     """The sequence of a stream; `last` is the ID that it gave out last (a magnitude).
 
     `last` is None if it gave out none since it was made or restarted. `unfit`: the options by which it may give out an
@@ -76,7 +76,7 @@ class SequenceLook:
         do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
         return self._problem(stream, f"it has {self.unfit}, so IDs may come that were taken for void", do)
 
-    def behind_its_table(self, stream: AppendStream, highest: int) -> SequenceUnfit:
+    def lags_table(self, stream: AppendStream, highest: int) -> SequenceUnfit:
         """The table holds a row with ID `highest` (a magnitude), which the sequence has not given out yet."""
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
@@ -87,12 +87,12 @@ class SequenceLook:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamLook:
+class StreamSnapshot:
     """A stream as it is now (magnitudes). `after`: its IDs begin behind this one. `upto`: the highest ID up to which
     this database knows that something was published. `foreign`: 1 if the row with the floor was not written by a relay,
     but by a restore or a replication."""
 
-    sequence: SequenceLook
+    sequence: SequenceState
     after: int
     floor: int
     version: int
@@ -113,7 +113,7 @@ class StrayRows:
     highest: int | None
 
 
-def heads(connection: Connection) -> dict[AppendStream, StreamLook]:
+def heads(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """The streams that are there, with their sequences.
 
     Asked twenty times a second for as long as nothing happens, so without psycopg's cursors, which cost more than the
@@ -123,18 +123,18 @@ def heads(connection: Connection) -> dict[AppendStream, StreamLook]:
     if connection not in _prepared:
         _sound(connection, server.prepare(b"tidemark_heads", _HEADS))
         _prepared.add(connection)
-    encoding, looked, above, rows = connection.info.encoding, dict[AppendStream, StreamLook](), 0, HEADS_AT_ONCE
+    encoding, observed, above, rows = connection.info.encoding, dict[AppendStream, StreamSnapshot](), 0, HEADS_AT_ONCE
     while rows == HEADS_AT_ONCE:
         found = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
         rows = found.ntuples
         for row in range(rows):
             texts = [found.get_value(row, column) for column in range(found.nfields)]
             number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
-            sequence = SequenceLook(name or "", unfit or "", None if last is None else int(last))
+            sequence = SequenceState(name or "", unfit or "", None if last is None else int(last))
             of = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
-            looked[of] = StreamLook(sequence, *(int(each or 0) for each in numbers))
+            observed[of] = StreamSnapshot(sequence, *(int(each or 0) for each in numbers))
             above = of.number
-    return looked
+    return observed
 
 
 def _sound(connection: Connection, result: PGresult) -> PGresult:
@@ -145,7 +145,7 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
     raise psycopg.errors.error_from_result(result)
 
 
-def head(connection: Connection, stream: AppendStream, look: StreamLook, seen: int) -> int:
+def head(connection: Connection, stream: AppendStream, look: StreamSnapshot, seen: int) -> int:
     """Up to where the sequence gave out IDs; `seen` is what it gave out before, as far as anybody knows.
 
     A sequence that was restarted says only which ID comes next. So does a new one, before its first ID.
@@ -200,7 +200,7 @@ QUICK = 0.02
 _SHARE = 0.05
 
 
-class StrayLooks:
+class StrayRowQuery:
     """Looks for stray rows in every round. If one takes longer than `QUICK`, looks take a twentieth of the
     time: dead rows that no vacuum may remove yet are passed each time."""
 
@@ -212,7 +212,7 @@ class StrayLooks:
     def is_due(self) -> bool:
         return time.monotonic() >= self._next
 
-    def look(self, connection: Connection) -> None:
+    def run(self, connection: Connection) -> None:
         began = time.monotonic()
         self.found = stray_rows(connection)
         took = time.monotonic() - began
@@ -246,10 +246,10 @@ class Regression:
 
 def find_regressions(connection: Connection) -> list[Regression]:
     """The streams that went back. One whose sequence is unfit is left alone: nothing of it is decided until then."""
-    looked = heads(connection)
+    observed = heads(connection)
     strays = stray_rows(connection)
     found = list[Regression]()
-    for stream, look in looked.items():
+    for stream, look in observed.items():
         stray = strays.get(stream.number, StrayRows(None, None))
         given_out = head(connection, stream, look, look.reached)
         if look.sequence.unfit or (stray.highest or 0) > given_out:

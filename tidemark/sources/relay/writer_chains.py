@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
-class Announced(NamedTuple):
+class EmptyRange(NamedTuple):
     """Nothing of the writer is in `(prev, id]`."""
 
     writer: str
@@ -21,21 +21,21 @@ class Announced(NamedTuple):
     id: int
 
 
-class _WriterLine:
+class _WriterChain:
     def __init__(self, last: int) -> None:
         self.last = last
-        self.told = EMPTY
+        self.sent = EMPTY
         self.acknowledged = EMPTY
 
 
-class Lines:
+class WriterChains:
     """`lasts`: by writer where its line was last cut; all of it up to there is in Kafka."""
 
     def __init__(self, lasts: Mapping[str, int]) -> None:
-        self._lines = {writer: _WriterLine(last) for writer, last in lasts.items()}
+        self._lines = {writer: _WriterChain(last) for writer, last in lasts.items()}
         self._beats: list[int] = []
         self._gappy: set[str] = set()
-        self.beaten = 0
+        self.last_beat = 0
         """The highest beat."""
 
     def __len__(self) -> int:
@@ -44,13 +44,13 @@ class Lines:
     def own(self, writer: str, ids: Intervals) -> None:
         """These are edges of the writer, and told."""
         if ids:
-            self._lines[writer].told = self._lines[writer].told.union(ids)
+            self._lines[writer].sent = self._lines[writer].sent.union(ids)
             self._gappy.add(writer)
 
     def beat(self, id: int) -> None:
         self._beats.append(id)
         self._beats.sort()
-        self.beaten = self._beats[-1]
+        self.last_beat = self._beats[-1]
         self._gappy.update(self._lines)
 
     def end(self, writer: str) -> None:
@@ -60,26 +60,26 @@ class Lines:
 
     def behind(self, head: int) -> bool:
         """Whether a line ends below `head`, and no beat is on its way."""
-        return head > self.beaten and any(line.told.reach(line.last) < head for line in self._lines.values())
+        return head > self.last_beat and any(line.sent.reach(line.last) < head for line in self._lines.values())
 
-    def announce(self, open_to: Callable[[str], Intervals]) -> list[Announced]:
+    def announce(self, open_to: Callable[[str], Intervals]) -> list[EmptyRange]:
         """What lies between neighbouring cuts, was not told, and is not open to its writer."""
-        found = list[Announced]()
+        found = list[EmptyRange]()
         for writer in sorted(self._gappy):
             line = self._lines[writer]
             gaps = self._gaps(line)
             open_ = open_to(writer) if gaps else EMPTY
             ready = [gap for gap in gaps if not open_.within(*gap)]
-            found += (Announced(writer, *gap) for gap in ready)
-            line.told = line.told.union(Intervals.of(ready))
+            found += (EmptyRange(writer, *gap) for gap in ready)
+            line.sent = line.sent.union(Intervals.of(ready))
             if len(ready) == len(gaps):
                 self._gappy.discard(writer)
         return found
 
-    def _gaps(self, line: _WriterLine) -> list[tuple[int, int]]:
-        top = max([line.last, self.beaten, *line.told.highs[-1:].tolist()])
+    def _gaps(self, line: _WriterChain) -> list[tuple[int, int]]:
+        top = max([line.last, self.last_beat, *line.sent.highs[-1:].tolist()])
         gaps = list[tuple[int, int]]()
-        for low, high in line.told.missing(line.last, top):
+        for low, high in line.sent.missing(line.last, top):
             cuts = [low, *(beat for beat in self._beats if low < beat < high), high]
             gaps += pairwise(cuts)
         return gaps
@@ -97,16 +97,16 @@ class Lines:
         """The floor was raised to where all of this is in Kafka."""
         self._beats = [beat for beat in self._beats if beat > floor]
 
-    def _limit(self, line: _WriterLine) -> int:
+    def _limit(self, line: _WriterChain) -> int:
         position = line.acknowledged.reach(line.last)
-        if line.told.reach(line.last) > position:
+        if line.sent.reach(line.last) > position:
             return position
-        above = line.told.above(position)
+        above = line.sent.above(position)
         cuts = [*above.lows[:1].tolist(), *(beat - 1 for beat in self._beats if beat > position)]
         return min(cuts, default=2**63 - 1)
 
 
-def edges(announced: Iterable[Announced]) -> dict[str, Intervals]:
+def edges(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
     """The same by writer."""
     found: dict[str, list[tuple[int, int]]] = {}
     for each in announced:

@@ -22,8 +22,15 @@ from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.queries import TableWriter
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
-from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
-from tidemark.sources.transactions import OpenTransaction, Reports, durable, end_one, history, running
+from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
+from tidemark.sources.transactions import (
+    OpenTransaction,
+    TransactionReports,
+    end_own_transaction,
+    flush_wal,
+    running_transactions,
+    server_history,
+)
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 
@@ -32,7 +39,7 @@ log = get_logger(__name__)
 MOST_UNSENT = 20_000
 """Records that wait for Kafka's acknowledgement; the rest waits in Synapse's database."""
 SHORTEST, LONGEST = 0.01, 0.05
-_WATCHED_EVERY = 1.0
+_CHECK_EVERY = 1.0
 _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
 """Seconds for which nobody is asked again how far it is, at first and in the end: each answer is a line of every writer
 of every stream."""
@@ -59,14 +66,14 @@ class SynapseBridge(RunLoop):
         self._streams = streams
         self._names = [each.name for each in streams]
         self._metrics = metrics
-        self._tellings: dict[str, StreamTelling] = {}
+        self._publishers: dict[str, StreamPublisher] = {}
         self._heads: dict[str, int] = {}
         """The highest ID of each stream that was seen to be given out, on connections before too."""
         self._sent: dict[str, int] = {}
         """By stream the highest number of the outbox that was sent on this connection."""
         self._done: list[int] = []
-        self._flying = 0
-        self._watches = 0
+        self._in_flight = 0
+        self._checks = 0
         self._asked, self._ask_backoff = 0.0, Backoff(_ASKED_AFTER, _ASKED_EVERY)
         self._ask_pause = _ASKED_AFTER
 
@@ -86,18 +93,18 @@ class SynapseBridge(RunLoop):
             self._begin(synapse, connection)
             self._has_worked = True
             self._log_recovery()
-            self._tell(synapse, connection)
+            self._publish(synapse, connection)
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
         """Send what another one left, and learn how the streams stand."""
         self._connect_producer()
-        self._sent, self._done, self._flying = dict.fromkeys(self._names, 0), [], 0
+        self._sent, self._done, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
-        found = history(synapse, self._synapse.where, "events")
+        found = server_history(synapse, self._synapse.where, "events")
         queries.check_server(synapse, self._channel.name)
-        server = SynapseServer(found.database, durable(synapse), self._channel.name)
+        server = SynapseServer(found.database, flush_wal(synapse), self._channel.name)
         self._server = server
-        self._tellings = {}
+        self._publishers = {}
         for each in self._streams:
             head = queries.head(synapse, each.stream)
             read = partial(queries.identities, synapse, each.stream)
@@ -106,63 +113,63 @@ class SynapseBridge(RunLoop):
             self._heads[each.name] = head
             writers = {*each.writers} or queries.writers(synapse, each.stream)
             samples = HeadSamples.load(own, each.name)
-            self._tellings[each.stream.name] = StreamTelling(each, server, known, writers, head, samples)
+            self._publishers[each.stream.name] = StreamPublisher(each, server, known, writers, head, samples)
         self._send(own)
         self._deliver()
         self._settle(own)
-        self._reports = Reports({})
+        self._reports = TransactionReports({})
         self._channel.take()
         self._channel.ask()
         self._asked = time.monotonic()
 
-    def _tell(self, synapse: Connection, own: Connection) -> None:
+    def _publish(self, synapse: Connection, own: Connection) -> None:
         """Send what the workers complete, until something fails."""
-        backoff, watched = Backoff(SHORTEST, LONGEST, 1.2), 0.0
+        backoff, checked = Backoff(SHORTEST, LONGEST, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
             self._metrics.heartbeat.set_to_current_time()
-            heard = self._hear()
-            if self._flying < MOST_UNSENT and self._round(synapse, own):
+            received = self._receive()
+            if self._in_flight < MOST_UNSENT and self._round(synapse, own):
                 self._send(own)
-                heard = True
+                received = True
             self._poll_kafka()
-            if not self._flying or self._done:
+            if not self._in_flight or self._done:
                 self._metrics.sent.set_to_current_time()
             now = time.monotonic()
-            if now - watched >= _WATCHED_EVERY:
+            if now - checked >= _CHECK_EVERY:
                 self._settle(own)
-                self._watch(synapse, own)
-                watched = now
-            if heard:
+                self._check_streams(synapse, own)
+                checked = now
+            if received:
                 backoff.reset()
             self._halt.wait(backoff.next())
         self._producer.flush(PATIENCE)
         self._settle(own)
 
-    def _hear(self) -> bool:
-        heard = self._channel.take()
-        for each in heard:
+    def _receive(self) -> bool:
+        received = self._channel.take()
+        for each in received:
             if isinstance(each, ChannelEvent):
-                for telling in self._tellings.values():
-                    telling.decider.asked_all() if each is ChannelEvent.ASKED else telling.decider.doubt()
-            elif (of := self._tellings.get(each.stream)) is not None:
-                of.hear(each)
-        return bool(heard)
+                for publisher in self._publishers.values():
+                    publisher.decider.asked_all() if each is ChannelEvent.ASKED else publisher.decider.mark_uncertain()
+            elif (of := self._publishers.get(each.stream)) is not None:
+                of.receive(each)
+        return bool(received)
 
     def _round(self, synapse: Connection, own: Connection) -> bool:
         """Whether something is to be sent."""
-        asked = [each for each in self._tellings.values() if each.decider.wants_look]
+        asked = [each for each in self._publishers.values() if each.decider.wants_observation]
         if asked:
             heads = self._see(synapse, asked)
-            end_one(synapse)
-            runs = running(synapse)
+            end_own_transaction(synapse)
+            runs = running_transactions(synapse)
             who = queries.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
             for each in asked:
                 name = each.of.stream.name
-                each.decider.look(heads[name], frozenset(it.number for it in who if name in it.streams))
+                each.decider.observe(heads[name], frozenset(it.number for it in who if name in it.streams))
         moved = False
-        for each in self._tellings.values():
-            if each.held or each.of.name in self._oversized:
+        for each in self._publishers.values():
+            if each.blocked_reason or each.of.name in self._oversized:
                 continue
             before = each.known
             for advance in each.round(synapse, own):
@@ -172,9 +179,9 @@ class SynapseBridge(RunLoop):
             moved |= each.known is not before
         return moved
 
-    def _see(self, synapse: Connection, tellings: Iterable[StreamTelling]) -> dict[str, int]:
+    def _see(self, synapse: Connection, publishers: Iterable[StreamPublisher]) -> dict[str, int]:
         """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
-        found = {each.of.stream.name: each for each in tellings}
+        found = {each.of.stream.name: each for each in publishers}
         heads = queries.heads(synapse, [each.of.stream for each in found.values()])
         for name, each in found.items():
             self._heads[each.of.name] = max(heads[name], each.head)
@@ -192,59 +199,61 @@ class SynapseBridge(RunLoop):
                 self._oversized.add(each.stream, writer, id, len(each.value), self._producer, time.monotonic())
                 continue
             self._sent[each.stream] = each.number
-            self._flying += 1
+            self._in_flight += 1
             self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
 
     def _acknowledged(self, number: int) -> None:
         self._done.append(number)
-        self._flying -= 1
+        self._in_flight -= 1
 
     def _settle(self, own: Connection) -> None:
         if self._done:
             done, self._done = self._done, []
-            state.acknowledged(own, done)
+            state.delete_acknowledged(own, done)
 
-    def _watch(self, synapse: Connection, own: Connection) -> None:
+    def _check_streams(self, synapse: Connection, own: Connection) -> None:
         """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
         if self._grow_producer():
             self._oversized.forget()
             self._send(own)
-        self._look_back(synapse, own)
-        heads = self._see(synapse, self._tellings.values())
-        now, held = time.monotonic(), set[str]()
-        for name, each in self._tellings.items():
-            self._metrics.waited_for(each.of.name, each.told, heads[name], now)
-            if any(at < heads[name] for at in each.told.values()):
-                held.add(name)
-        ordered = [each.retire(own) for each in self._tellings.values()]
-        if any(ordered):
+        self._audit(synapse, own)
+        heads = self._see(synapse, self._publishers.values())
+        now, lagging = time.monotonic(), set[str]()
+        for name, each in self._publishers.items():
+            self._metrics.show_lag(each.of.name, each.sent_upto, heads[name], now)
+            if any(at < heads[name] for at in each.sent_upto.values()):
+                lagging.add(name)
+        ordered_retirements = [each.retire(own) for each in self._publishers.values()]
+        if any(ordered_retirements):
             self._channel.ask()
-        unfounded = False
-        for each in self._tellings.values():
-            unfounded |= not each.founded
-            self._metrics.silent.labels(each.of.name).set(0 if each.founded else len(each.silent))
-        if not (held or unfounded):
+        has_waiting = False
+        for each in self._publishers.values():
+            has_waiting |= not each.has_begun
+            self._metrics.silent.labels(each.of.name).set(0 if each.has_begun else len(each.silent))
+        if not (lagging or has_waiting):
             self._ask_backoff.reset()
             self._ask_pause = self._ask_backoff.next()
         elif now - self._asked >= self._ask_pause:
             self._asked, self._ask_pause = now, self._ask_backoff.next()
             self._channel.ask()
-            for each in self._tellings.values():
-                if not each.founded:
+            for each in self._publishers.values():
+                if not each.has_begun:
                     log.info("Waiting for the word of every writer", stream=each.of.name, silent=each.silent)
-        self._report(queries.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
+        self._report(
+            queries.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
+        )
 
-    def _look_back(self, synapse: Connection, own: Connection) -> None:
+    def _audit(self, synapse: Connection, own: Connection) -> None:
         """Whether the database is still the one that was told of, and no fact came where everything was told.
 
         Raises `Unavailable` if it is another one."""
-        if history(synapse, self._synapse.where, "events").database != self._server.database:
+        if server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
-        clock, deep = queries.now(synapse), self._watches % _DEEP_EVERY == 0
-        self._watches += 1
-        for each in self._tellings.values():
+        clock, deep = queries.now(synapse), self._checks % _DEEP_EVERY == 0
+        self._checks += 1
+        for each in self._publishers.values():
             each.check_sequence(synapse)
             each.age(synapse, own, clock)
             late = each.audit(synapse, own, None if deep else _NEWEST)
@@ -255,14 +264,14 @@ class SynapseBridge(RunLoop):
 
     def _report(self, found: Sequence[TableWriter]) -> None:
         opened = list[OpenTransaction]()
-        holders = {name: each.known.holder for name, each in self._tellings.items() if each.known is not None}
+        holders = {name: each.known.holder for name, each in self._publishers.items() if each.known is not None}
         for each in found:
             for name in sorted(each.streams & holders.keys()):
-                told = self._tellings[name].of.name
-                opened.append(replace(each.transaction, stream=told, writer=holders[name].writer))
+                sent_upto = self._publishers[name].of.name
+                opened.append(replace(each.transaction, stream=sent_upto, writer=holders[name].writer))
         # In one name, whoever holds: who was told in another would stand there for ever.
-        known = [each.known for each in self._tellings.values() if each.known is not None]
-        self._reports.tellers = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.told)]}
+        known = [each.known for each in self._publishers.values() if each.known is not None]
+        self._reports.reporters = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.sent_upto)]}
         self._report_open(opened)
 
 

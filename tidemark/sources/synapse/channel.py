@@ -30,11 +30,11 @@ class ChannelEvent(Enum):
     """What is no line. `DOUBT`: lines may have been lost, or a worker begins; everybody was asked how far it is.
     `ASKED`: by us, while nothing was lost: the same process answers as has spoken before."""
 
-    DOUBT = "doubt"
+    LOSS = "doubt"
     ASKED = "asked"
 
 
-Heard = PositionCommand | RdataCommand | ChannelEvent
+ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
@@ -45,7 +45,7 @@ class SynapseChannel:
         self._make = make
         self.name = name
         self._halt = halt
-        self._heard: deque[Heard] = deque()
+        self._received: deque[ChannelMessage] = deque()
         self._asked = set[str]()
         self._lock = threading.Lock()
         self._asking = threading.Event()
@@ -63,14 +63,14 @@ class SynapseChannel:
         self._halt.set()
         self._thread.join(10)
 
-    def take(self) -> list[Heard]:
+    def take(self) -> list[ChannelMessage]:
         """What was heard since the last call, in order. Raises what nobody expected of the thread, which has ended."""
         if self._failure is not None:
             raise self._failure
         with self._lock:
-            heard = [*self._heard]
-            self._heard.clear()
-        return heard
+            received = [*self._received]
+            self._received.clear()
+        return received
 
     def ask(self) -> None:
         """Have everybody say how far it is; soon."""
@@ -110,11 +110,11 @@ class SynapseChannel:
                 alive = now
                 if message["type"] == "subscribe":
                     log.info("Listening to Synapse", channel=self.name)
-                    self._doubt()
+                    self._report_loss()
                     self.connected = True
                     self._ask()
                 elif message["type"] == "message":
-                    self._hear(message["data"])
+                    self._receive(message["data"])
             if self._asking.is_set() and self.connected:
                 self._ask()
             if now - pinged >= _PING_EVERY:
@@ -130,13 +130,13 @@ class SynapseChannel:
         self._asked.add(line)
         self._client.publish(self.name, line)
 
-    def _doubt(self) -> None:
+    def _report_loss(self) -> None:
         with self._lock:
             self._asked.clear()
-            self._heard.clear()
-            self._heard.append(ChannelEvent.DOUBT)
+            self._received.clear()
+            self._received.append(ChannelEvent.LOSS)
 
-    def _hear(self, line: str | bytes) -> None:
+    def _receive(self, line: str | bytes) -> None:
         self.lines += 1
         text = line if isinstance(line, str) else line.decode(errors="replace")
         try:
@@ -144,14 +144,14 @@ class SynapseChannel:
         except BadCommand:
             return  # of a newer Synapse, or of somebody else
         if isinstance(command, ReplicateCommand):
-            heard: Heard = ChannelEvent.ASKED if text in self._asked else ChannelEvent.DOUBT
+            received: ChannelMessage = ChannelEvent.ASKED if text in self._asked else ChannelEvent.LOSS
             self._asked.discard(text)
         elif isinstance(command, PositionCommand | RdataCommand):
-            heard = command
+            received = command
         else:
             return
         with self._lock:
-            self._heard.append(heard)
-        if len(self._heard) > MOST_LINES:
-            self._doubt()
+            self._received.append(received)
+        if len(self._received) > MOST_LINES:
+            self._report_loss()
             self.ask()

@@ -31,10 +31,10 @@ class Barrier:
 class SynapseWriter:
     """`doubted`: its next word may be a successor's; `spoken`: it has spoken since."""
 
-    told: int
-    word: int = 0
-    doubted: bool = True
-    spoken: bool = False
+    sent_upto: int
+    reported: int = 0
+    is_uncertain: bool = True
+    has_reported: bool = False
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
     """IDs beyond were given out in its present life."""
@@ -44,7 +44,7 @@ class SynapseWriter:
     """Whether there is reason to look at the table since it was last told."""
     answers: int = 0
     """How often it may say where it is and is no successor by that: it was asked."""
-    owes: bool = False
+    has_backlog: bool = False
     """Others had been told beyond its facts when it joined: those are to be read once all of them have ended."""
     retiring: bool = False
     ends: int | None = None
@@ -57,33 +57,33 @@ class SynapseWriter:
         if again and self.answers:
             self.answers -= 1
         else:
-            self.doubted |= again
+            self.is_uncertain |= again
         self.retiring = False
         self.beyond = 0
-        self.spoken = True
-        self.moved |= id > self.told
-        self.word = max(self.word, id)
+        self.has_reported = True
+        self.moved |= id > self.sent_upto
+        self.reported = max(self.reported, id)
 
     def check(self, head: int) -> bool:
         """No word counts that names an ID that is not given out: the sequence went back, and of what it gives out again
         the writer has said nothing. `head` was read after the word was heard. Whether this was one."""
-        if self.word <= head:
+        if self.reported <= head:
             return False
-        self.beyond, self.word, self.moved = self.word, self.told, False
-        self.doubted, self.spoken, self.empty = True, False, EMPTY
+        self.beyond, self.reported, self.moved = self.reported, self.sent_upto, False
+        self.is_uncertain, self.has_reported, self.empty = True, False, EMPTY
         return True
 
     @property
-    def may_be_told(self) -> bool:
-        return self.moved and self.told < self.word and not (self.doubted or self.owes)
+    def may_advance(self) -> bool:
+        return self.moved and self.sent_upto < self.reported and not (self.is_uncertain or self.has_backlog)
 
     @property
-    def may_pay(self) -> bool:
-        return self.word >= self.told and not (self.doubted or self.barriers)
+    def may_send_backlog(self) -> bool:
+        return self.reported >= self.sent_upto and not (self.is_uncertain or self.barriers)
 
     @property
     def has_ended(self) -> bool:
-        return self.ends is not None and self.told >= self.ends and not self.owes
+        return self.ends is not None and self.sent_upto >= self.ends and not self.has_backlog
 
     @property
     def guarded(self) -> int:
@@ -91,11 +91,11 @@ class SynapseWriter:
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
-Told = Iterable[tuple[str, int]]
+WriterPositions = Iterable[tuple[str, int]]
 MOST_IDS = 5000
 """IDs that are read at once."""
 UNBOUNDED = 2**63 - 1
-MOST_HEARD = 50_000
+MOST_RECEIVED = 50_000
 """Rows kept of what was heard and is not told; past it the oldest are forgotten, and the table alone knows."""
 
 
@@ -109,110 +109,121 @@ class StreamDecider:
     """
 
     def __init__(
-        self, told: Mapping[str, int], *, keeps: bool = True, retired: Told = (), owing: Iterable[str] = ()
+        self,
+        sent_upto: Mapping[str, int],
+        *,
+        keeps: bool = True,
+        retired: WriterPositions = (),
+        with_backlog: Iterable[str] = (),
     ) -> None:
         self.kept_above = 0 if keeps else UNBOUNDED
         self._retired = dict(retired)
-        self._writers = {name: SynapseWriter(at) for name, at in told.items()}
-        for name in owing:
-            self._writers[name].owes = True
-        self._heard: dict[int, StreamFact] = {}
+        self._writers = {name: SynapseWriter(at) for name, at in sent_upto.items()}
+        for name in with_backlog:
+            self._writers[name].has_backlog = True
+        self._received: dict[int, StreamFact] = {}
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
         """Writers of whose next fact every row was heard, or none."""
-        self._strangers: dict[str, SynapseWriter] = {}
+        self._unknown_writers: dict[str, SynapseWriter] = {}
 
     @property
-    def strangers(self) -> Set[str]:
+    def unknown_writers(self) -> Set[str]:
         """Writers that were heard or read of and are not known: nothing is told until they are."""
-        return self._strangers.keys()
+        return self._unknown_writers.keys()
 
     @property
-    def told(self) -> Mapping[str, int]:
-        return {name: writer.told for name, writer in self._writers.items()}
+    def sent_upto(self) -> Mapping[str, int]:
+        return {name: writer.sent_upto for name, writer in self._writers.items()}
 
     @property
-    def words(self) -> Mapping[str, int]:
+    def reported_positions(self) -> Mapping[str, int]:
         """How far each writer said it is."""
-        return {name: writer.word for name, writer in self._writers.items()}
+        return {name: writer.reported for name, writer in self._writers.items()}
 
     @property
     def beyond(self) -> Mapping[str, int]:
         """Writers that announced more than was given out, and what; each is held until it says something else."""
-        every = {**self._writers, **self._strangers}
+        every = {**self._writers, **self._unknown_writers}
         return {name: writer.beyond for name, writer in every.items() if writer.beyond}
 
     def check(self, head: int) -> None:
         """How far IDs are given out: asked for after everything was heard."""
-        contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._strangers.values()]]
+        contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._unknown_writers.values()]]
         if any(contradicted):
-            self._heard = {id: fact for id, fact in self._heard.items() if id <= head}
+            self._received = {id: fact for id, fact in self._received.items() if id <= head}
 
     @property
     def line(self) -> int:
         """Everything up to here is told."""
-        return min((writer.told for writer in self._writers.values()), default=0)
+        return min((writer.sent_upto for writer in self._writers.values()), default=0)
 
     @property
-    def wants_look(self) -> bool:
+    def wants_observation(self) -> bool:
         """Whether it is to be asked who runs before anything is read."""
-        return any(it.barriers or (it.doubted and it.spoken) for it in self._writers.values()) or self._may_end
+        return (
+            any(it.barriers or (it.is_uncertain and it.has_reported) for it in self._writers.values()) or self._may_end
+        )
 
     @property
     def _may_end(self) -> bool:
         """Whether somebody is to end, and everybody else has said since how far it is."""
         every = self._writers.values()
         ending = any(it.retiring and it.ends is None for it in every)
-        return ending and not any(it.doubted and not it.spoken and not it.retiring for it in every)
+        return ending and not any(it.is_uncertain and not it.has_reported and not it.retiring for it in every)
 
-    def meet(self, writers: Iterable[str]) -> None:
+    def add_unknown(self, writers: Iterable[str]) -> None:
         """These are there, whether known or not, unless they have retired."""
         for name in writers:
             if name not in self._writers and name not in self._retired:
-                self._strangers.setdefault(name, SynapseWriter(0))
+                self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
         """It is gone for good, a person says. Everybody is to be asked: who answers, is not."""
-        self.doubt()
+        self.mark_uncertain()
         self._writers[writer].retiring, self._writers[writer].ends = True, None
 
     @property
     def retiring(self) -> Mapping[str, int | None]:
         """Those that retire, with their position once everything is told; one that was heard again is none of them."""
         every = {name: it for name, it in self._writers.items() if it.retiring}
-        return {name: it.told if it.has_ended else None for name, it in every.items()}
+        return {name: it.sent_upto if it.has_ended else None for name, it in every.items()}
 
     def forget(self, writer: str) -> None:
         """It has retired: nobody waits for it any more."""
-        self._retired[writer] = self._writers.pop(writer).told
+        self._retired[writer] = self._writers.pop(writer).sent_upto
 
-    def introduce(self, writer: str, told: int) -> None:
+    def add_writer(self, writer: str, sent_upto: int) -> None:
         """The writer has joined there; what it said before counts, and what it wrote below is owed."""
         self._retired.pop(writer, None)
-        self.meet([writer])
-        if stranger := self._strangers.pop(writer, None):
-            stranger.told, stranger.moved, stranger.owes = told, stranger.word > told, True
-            self._writers[writer] = stranger
+        self.add_unknown([writer])
+        if unknown_writer := self._unknown_writers.pop(writer, None):
+            unknown_writer.sent_upto, unknown_writer.moved, unknown_writer.has_backlog = (
+                sent_upto,
+                unknown_writer.reported > sent_upto,
+                True,
+            )
+            self._writers[writer] = unknown_writer
 
     @property
-    def owed(self) -> list[str]:
+    def backlog(self) -> list[str]:
         """Writers that joined where others had been told further, and have ended everything below since. Nothing else
         is told of them until their facts there are (`paid`)."""
-        return [name for name, it in self._writers.items() if it.owes and it.may_pay]
+        return [name for name, it in self._writers.items() if it.has_backlog and it.may_send_backlog]
 
-    def paid(self, writer: str) -> None:
-        self._writers[writer].owes = False
+    def backlog_sent(self, writer: str) -> None:
+        self._writers[writer].has_backlog = False
 
-    def doubt(self) -> None:
+    def mark_uncertain(self) -> None:
         """Lines may have been lost, and with them the first words of a successor."""
         self._begun.clear()
         self._whole.clear()
-        for writer in [*self._writers.values(), *self._strangers.values()]:
-            writer.doubted, writer.spoken, writer.answers = True, False, 0
+        for writer in [*self._writers.values(), *self._unknown_writers.values()]:
+            writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
 
     def asked_all(self) -> None:
         """Everybody was asked how far it is, by us: whoever begins asks too, and that is a doubt."""
-        for writer in [*self._writers.values(), *self._strangers.values()]:
+        for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.answers += 1
 
     def announced(self, writer: str, prev: int, id: int) -> None:
@@ -221,7 +232,7 @@ class StreamDecider:
         self._whole.add(writer)
         known = self._known(writer)
         known.say(id, again=prev >= id)
-        if not known.doubted and (first := max(prev, known.since, known.told)) < id:
+        if not known.is_uncertain and (first := max(prev, known.since, known.sent_upto)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def completed(self, writer: str, id: int | None, row: str) -> None:
@@ -233,17 +244,17 @@ class StreamDecider:
         del self._begun[writer]
         self._known(writer).say(id)
         if writer in self._whole:
-            self._heard.setdefault(id, StreamFact(id, writer, rows))
-            while len(self._heard) > MOST_HEARD:
-                del self._heard[next(iter(self._heard))]
+            self._received.setdefault(id, StreamFact(id, writer, rows))
+            while len(self._received) > MOST_RECEIVED:
+                del self._received[next(iter(self._received))]
         self._whole.add(writer)
 
     def _known(self, writer: str) -> SynapseWriter:
         self._retired.pop(writer, None)
-        self.meet([writer])
-        return self._writers.get(writer) or self._strangers[writer]
+        self.add_unknown([writer])
+        return self._writers.get(writer) or self._unknown_writers[writer]
 
-    def look(self, head: int, running: frozenset[int]) -> None:
+    def observe(self, head: int, running: frozenset[int]) -> None:
         """How far IDs are given out, and then who runs: both asked for after everything was heard."""
         self.check(head)
         if self._may_end:
@@ -255,8 +266,8 @@ class StreamDecider:
             left = [Barrier(it.head, it.waiting & running) for it in writer.barriers]
             left = [it for it in left if it.waiting]
             writer.moved |= len(left) < len(writer.barriers)
-            if writer.doubted and writer.spoken:
-                writer.doubted = writer.spoken = False
+            if writer.is_uncertain and writer.has_reported:
+                writer.is_uncertain = writer.has_reported = False
                 writer.since = head
                 if running:
                     left.append(Barrier(head, running))
@@ -265,22 +276,22 @@ class StreamDecider:
 
     def floor(self) -> int | None:
         """Where all writers may join for the first time: up to there everything has ended. None: not known yet."""
-        if not self._writers or any(it.doubted or it.barriers for it in self._writers.values()):
+        if not self._writers or any(it.is_uncertain or it.barriers for it in self._writers.values()):
             return None
-        return min(writer.word for writer in self._writers.values())
+        return min(writer.reported for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
         """All writers have joined there."""
         for writer in self._writers.values():
-            writer.told, writer.moved, writer.owes = floor, writer.word > floor, False
+            writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
 
     def asked(self) -> tuple[int, int] | None:
         """`(low, high]`: what the table is to be asked for, now; None: nothing."""
-        moved = [it for it in self._writers.values() if it.may_be_told]
+        moved = [it for it in self._writers.values() if it.may_advance]
         if not moved:
             return None
-        low = min(it.told for it in moved)
-        return low, min(low + MOST_IDS, max(it.word for it in moved))
+        low = min(it.sent_upto for it in moved)
+        return low, min(low + MOST_IDS, max(it.reported for it in moved))
 
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """What the table has of `asked`, and the head, read together and last; gives what may be told now."""
@@ -288,21 +299,21 @@ class StreamDecider:
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact for fact in self.owned(facts)}
         # Where rows are kept, one that was heard and is not there was deleted, or is of a history that was lost.
-        heard = min(top, self.kept_above)
-        known = {id: fact for id, fact in self._heard.items() if low < id <= heard} | table
+        received = min(top, self.kept_above)
+        known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
         for fact in known.values():
             if fact.id > self._retired.get(fact.writer, 0):
                 self._known(fact.writer)
-        if self.strangers:
+        if self.unknown_writers:
             return []
         here = Intervals.of((id - 1, id) for id in known)
         found = list[ProvenAdvance]()
         for name, writer in self._writers.items():
-            if writer.may_be_told and low <= writer.told:
+            if writer.may_advance and low <= writer.sent_upto:
                 found += self._advance(name, writer, top, known, here)
         line = self.line
         if found:
-            self._heard = {id: fact for id, fact in self._heard.items() if id > line}
+            self._received = {id: fact for id, fact in self._received.items() if id > line}
         return found
 
     def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
@@ -311,15 +322,15 @@ class StreamDecider:
 
     def _owner(self, id: int) -> str:
         """Who wrote what no row names: who announced it, or the only writer there is."""
-        if heard := self._heard.get(id):
-            return heard.writer
+        if received := self._received.get(id):
+            return received.writer
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
         self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], here: Intervals
     ) -> Iterator[ProvenAdvance]:
-        writer.moved = writer.word > top
-        prev, id = writer.told, min(writer.word, top)
+        writer.moved = writer.reported > top
+        prev, id = writer.sent_upto, min(writer.reported, top)
         if id <= prev:
             return
         nowhere = here.missing(prev, id)
@@ -329,6 +340,6 @@ class StreamDecider:
             return
         facts = [known[at] for at in sorted(known) if prev < at <= id and known[at].writer == name]
         unseen = bool(nowhere.upto(min(id, self.kept_above)).difference(writer.empty))
-        writer.told = id
+        writer.sent_upto = id
         writer.empty = writer.empty.above(id)
         yield ProvenAdvance(name, prev, id, facts, unseen)

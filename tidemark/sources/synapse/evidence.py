@@ -41,22 +41,22 @@ class PublishedFacts:
         """An ID above which `count` published facts are."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
-    def unpublished(self, table: Iterable[StreamFact], told: Mapping[str, int]) -> list[StreamFact]:
+    def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
         """The facts of the table that were not published; `told`: by writer up to where all should have been."""
-        return [it for it in table if self.since < it.id <= told.get(it.writer, 0) and not self._marks.get(it.id)]
+        return [it for it in table if self.since < it.id <= sent_upto.get(it.writer, 0) and not self._marks.get(it.id)]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
         """The facts of the table whose IDs belonged to others when they were published: they were given out again."""
         return [it for it in table if self._marks.get(it.id) and not self.knows(it)]
 
-    def agreed(self, table: Iterable[StreamFact], told: Mapping[str, int]) -> int | None:
+    def agreed(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
         """Up to where the table surely has the history that was published: the highest fact of both that is a proof and
         lies below every fact that only the table has. No ID up to there is given out again. None: no fact shows it."""
         found = None
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.knows(fact):
                 found = fact.id if fact.is_proof else found
-            elif self._marks.get(fact.id) or self.since < fact.id <= told.get(fact.writer, 0):
+            elif self._marks.get(fact.id) or self.since < fact.id <= sent_upto.get(fact.writer, 0):
                 break
         return found
 

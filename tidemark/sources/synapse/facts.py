@@ -42,7 +42,7 @@ class ProvenAdvance:
 
 
 @dataclass(frozen=True, slots=True)
-class WriterTeller:
+class WriterEncoder:
     """A writer in its epoch, as Tidemark knows it."""
 
     stream: str

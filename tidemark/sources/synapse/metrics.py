@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tidemark.sources.run_loop import LoopMetrics
-from tidemark.sources.transactions import OldestOpen, OpenTransaction
+from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction
 
 
 class BridgeMetrics(LoopMetrics):
@@ -68,14 +68,14 @@ class BridgeMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.behind = Gauge(
+        self.lag_ids = Gauge(
             "tidemark_synapse_lag_ids",
             "IDs that are given out and not told, by the writer that has not gone past them. Staying above 0: that"
             " worker holds the stream, or is gone and not retired.",
             ["stream", "writer"],
             registry=registry,
         )
-        self.standing = Gauge(
+        self.lag_seconds = Gauge(
             "tidemark_synapse_lag_seconds",
             "For how long no more of the writer has been told, while IDs beyond are given out. Of every writer of a"
             " stream at once: nobody is heard, or a transaction of a dead worker is open.",
@@ -96,7 +96,7 @@ class BridgeMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.open = OldestOpen(self.oldest)
+        self.open = OldestOpenGauge(self.oldest)
         self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
 
     def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
@@ -106,17 +106,17 @@ class BridgeMetrics(LoopMetrics):
         super().clear()
         self.silent.clear()
         for stream in [*self._waited]:
-            self.waited_for(stream, {}, 0, 0)
+            self.show_lag(stream, {}, 0, 0)
 
-    def waited_for(self, stream: str, told: Mapping[str, int], head: int, now: float) -> None:
+    def show_lag(self, stream: str, sent_upto: Mapping[str, int], head: int, now: float) -> None:
         """By writer up to where the stream is told, of all that is given out; `now`: seconds of any one clock."""
         before = self._waited.get(stream, {})
-        for gone in before.keys() - told.keys():
-            self.behind.remove(stream, gone)
-            self.standing.remove(stream, gone)
+        for gone in before.keys() - sent_upto.keys():
+            self.lag_ids.remove(stream, gone)
+            self.lag_seconds.remove(stream, gone)
         self._waited[stream] = after = {}
-        for writer, at in told.items():
+        for writer, at in sent_upto.items():
             was, since = before.get(writer, (at, now))
             after[writer] = at, since if was == at < head else now
-            self.behind.labels(stream, writer).set(max(0, head - at))
-            self.standing.labels(stream, writer).set(now - after[writer][1])
+            self.lag_ids.labels(stream, writer).set(max(0, head - at))
+            self.lag_seconds.labels(stream, writer).set(now - after[writer][1])

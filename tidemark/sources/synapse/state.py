@@ -1,6 +1,6 @@
 """What the bridge has said, in a database of its own: it may die anywhere, and whoever comes after goes on.
 
-What is told is written here before it is sent, with the place up to which it tells, in one transaction. So what a dead
+What is told is written here before it is sent, with the lsn up to which it tells, in one transaction. So what a dead
 one left is sent again letter by letter, and nobody cuts a line differently. Any number may run: one has the lock of
 its session and speaks. One that lost it unaware finds that its places were moved, and begins anew.
 """
@@ -14,7 +14,7 @@ from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse import evidence
 from tidemark.sources.synapse.evidence import PublishedFacts
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact, WriterTeller
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact, WriterEncoder
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Record, Timeline
@@ -40,17 +40,17 @@ def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
     return [Unsent(*row) for row in rows]
 
 
-def acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
+def delete_acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
     """Kafka has them."""
     connection.execute("delete from tidemark.synapse_outbox where number = any (%s)", [[*numbers]])
 
 
-def leave(connection: Connection, stream: str, values: Iterable[Record]) -> None:
+def append_outbox(connection: Connection, stream: str, values: Iterable[Record]) -> None:
     """Write them down, behind all that the stream has there."""
     connection.execute(
         """
         insert into tidemark.synapse_outbox (stream, value)
-        select %s, value from unnest(%s::bytea[]) with ordinality as given (value, place) order by place
+        select %s, value from unnest(%s::bytea[]) with ordinality as given (value, position) order by position
         """,
         [stream, [records.encode(value) for value in values]],
     )
@@ -81,41 +81,41 @@ class SynapseServer:
     """Synapse's database as it is now: which one, and the end of its server's log; and Synapse's server_name."""
 
     database: str
-    place: str
+    lsn: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToldWriters:
+class StreamProgress:
     """A stream as it was told from `floor` on, called `name` on Kafka; `told`: by writer up to where (magnitudes), and
     `retired` those who have retired there. `owed`: whose facts from there to where it joined are still to be told."""
 
     stream: SynapseStream
     name: str
     timeline: Timeline
-    told: Mapping[str, int]
+    sent_upto: Mapping[str, int]
     epochs: Mapping[str, int]
     floor: int
     retired: Mapping[str, int] = field(default_factory=dict)
-    owed: Mapping[str, int] = field(default_factory=dict)
+    backlog: Mapping[str, int] = field(default_factory=dict)
 
-    def teller(self, writer: str) -> WriterTeller:
-        return WriterTeller(self.name, writer, self.epochs[writer], self.stream.towards, self.timeline)
+    def encoder(self, writer: str) -> WriterEncoder:
+        return WriterEncoder(self.name, writer, self.epochs[writer], self.stream.towards, self.timeline)
 
     @property
-    def all_told(self) -> Mapping[str, int]:
+    def all_sent_upto(self) -> Mapping[str, int]:
         """By writer up to where it was told, those included who have retired."""
-        return {**self.retired, **self.told}
+        return {**self.retired, **self.sent_upto}
 
     @property
     def reach(self) -> int:
         """Nothing beyond was told."""
-        return max(self.all_told.values(), default=0)
+        return max(self.all_sent_upto.values(), default=0)
 
     @property
-    def holder(self) -> WriterTeller:
+    def holder(self) -> WriterEncoder:
         """The writer for whom the linear position waits."""
-        return self.teller(min(self.told, key=lambda name: (self.told[name], name)))
+        return self.encoder(min(self.sent_upto, key=lambda name: (self.sent_upto[name], name)))
 
 
 def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
@@ -124,7 +124,7 @@ def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
     return [key for (key,) in rows]
 
 
-def found(
+def create_stream(
     connection: Connection,
     stream: SynapseStream,
     name: str,
@@ -132,21 +132,21 @@ def found(
     writers: Iterable[str],
     floor: int,
     head: int | None = None,
-) -> tuple[ToldWriters, PublishedFacts]:
+) -> tuple[StreamProgress, PublishedFacts]:
     """The stream is told from `floor` on: what lies below was never announced, and readers find it in the table."""
     names, now = sorted(writers), clock(connection)
     timeline = Timeline(seen.database, uuid.uuid4().hex)
-    made = ToldWriters(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
+    made = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
         connection.execute(
-            "insert into tidemark.synapse_streams (stream, server, database, history, place, start, floor, head)"
+            "insert into tidemark.synapse_streams (stream, server, database, history, lsn, start, floor, head)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)",
             [
                 name,
                 seen.name,
                 seen.database,
                 seen.database,
-                seen.place,
+                seen.lsn,
                 timeline.start,
                 floor,
                 floor if head is None else head,
@@ -154,12 +154,14 @@ def found(
         )
         for writer in names:
             _add(connection, made, writer, floor)
-        leave(connection, name, [made.teller(writer).join(floor, unseen=True) for writer in names])
+        append_outbox(connection, name, [made.encoder(writer).join(floor, unseen=True) for writer in names])
         published = evidence.begin(connection, name, floor)
     return made, published
 
 
-def introduce(connection: Connection, known: ToldWriters, writer: str, at: int, *, kept_above: int = 0) -> ToldWriters:
+def add_writer(
+    connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
+) -> StreamProgress:
     """The writer joins there, or where it retired. What it has below, and nobody waited for, is owed; rows of IDs up to
     `kept_above` may be gone from its table."""
     now, ended = clock(connection), known.retired.get(writer, known.floor)
@@ -169,102 +171,105 @@ def introduce(connection: Connection, known: ToldWriters, writer: str, at: int, 
     joined, epoch = max(at, ended), max(now, row[0] + 1 if row else 0)
     more = replace(
         known,
-        told={**known.told, writer: joined},
+        sent_upto={**known.sent_upto, writer: joined},
         epochs={**known.epochs, writer: epoch},
         retired={name: id for name, id in known.retired.items() if name != writer},
-        owed={**known.owed, writer: ended},
+        backlog={**known.backlog, writer: ended},
     )
     with connection.transaction():
         _add(connection, more, writer, joined)
         unseen = joined > ended and (not known.stream.keeps or ended < kept_above)
-        leave(connection, known.name, [more.teller(writer).join(joined, unseen=unseen)])
+        append_outbox(connection, known.name, [more.encoder(writer).join(joined, unseen=unseen)])
     return more
 
 
-def pay(
-    connection: Connection, known: ToldWriters, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
-) -> ToldWriters:
+def send_backlog(
+    connection: Connection, known: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
+) -> StreamProgress:
     """What was owed of the writer is told: it is late."""
     with connection.transaction():
         connection.execute(
-            "update tidemark.synapse_writers set owed = null where (stream, writer) = (%s, %s)", [known.name, writer]
+            "update tidemark.synapse_writers set backlog_from = null where (stream, writer) = (%s, %s)",
+            [known.name, writer],
         )
         publish_late(connection, known, published, late)
-    return replace(known, owed={name: low for name, low in known.owed.items() if name != writer})
+    return replace(known, backlog={name: low for name, low in known.backlog.items() if name != writer})
 
 
 def publish_late(
-    connection: Connection, known: ToldWriters, published: PublishedFacts, late: Sequence[StreamFact]
+    connection: Connection, known: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
 ) -> None:
     """Facts at or below what was told of their writers, which may have retired."""
     with connection.transaction():
         rows = connection.execute(
             "select writer, epoch from tidemark.synapse_writers where stream = %s", [known.name]
         ).fetchall()
-        tellers = replace(known, epochs=dict(rows))
+        encoders = replace(known, epochs=dict(rows))
         for fact in late:
             alone = ProvenAdvance(fact.writer, fact.id - 1, fact.id, [fact])
-            leave(connection, known.name, tellers.teller(fact.writer).advance(alone))
+            append_outbox(connection, known.name, encoders.encoder(fact.writer).advance(alone))
         evidence.remember(connection, known.name, published, late)
 
 
-def tell(
+def advance_stream(
     connection: Connection,
-    known: ToldWriters,
+    known: StreamProgress,
     published: PublishedFacts,
     advances: Sequence[ProvenAdvance],
-    place: str,
+    lsn: str,
     head: int,
-) -> ToldWriters:
+) -> StreamProgress:
     """Write down what is to be sent; `head`: the highest that was seen.
 
     Raises `OthersFirst` where another one has moved the stream meanwhile.
     """
-    told, epochs = dict(known.told), dict(known.epochs)
+    sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
     with connection.transaction():
         connection.execute(
-            "update tidemark.synapse_streams set place = %s, head = %s where stream = %s", [place, head, known.name]
+            "update tidemark.synapse_streams set lsn = %s, head = %s where stream = %s", [lsn, head, known.name]
         )
         for each in advances:
-            teller = known.teller(each.writer)
-            values: list[Record] = [*teller.advance(each)]
+            encoder = known.encoder(each.writer)
+            values: list[Record] = [*encoder.advance(each)]
             if each.unseen:
-                epochs[each.writer] = teller.epoch + 1
-                values.append(replace(teller, epoch=teller.epoch + 1).join(each.id, unseen=True))
+                epochs[each.writer] = encoder.epoch + 1
+                values.append(replace(encoder, epoch=encoder.epoch + 1).join(each.id, unseen=True))
             moved = connection.execute(
-                "update tidemark.synapse_writers set told = %s, epoch = %s"
-                " where (stream, writer, told, epoch) = (%s, %s, %s, %s)",
-                [each.id, epochs[each.writer], known.name, each.writer, each.prev, teller.epoch],
+                "update tidemark.synapse_writers set sent_upto = %s, epoch = %s"
+                " where (stream, writer, sent_upto, epoch) = (%s, %s, %s, %s)",
+                [each.id, epochs[each.writer], known.name, each.writer, each.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
-                raise OthersFirst(f"telling stream {known.name}", "", "another bridge has told it meanwhile")
-            leave(connection, known.name, values)
-            told[each.writer] = each.id
+                raise OthersFirst(f"telling stream {known.name}", "", "another bridge has sent_upto it meanwhile")
+            append_outbox(connection, known.name, values)
+            sent_upto[each.writer] = each.id
         evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])
-    return replace(known, told=told, epochs=epochs)
+    return replace(known, sent_upto=sent_upto, epochs=epochs)
 
 
-def retire(connection: Connection, known: ToldWriters, writer: str) -> ToldWriters:
+def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
     """Everything of the writer is told, and nothing follows."""
-    at = known.told[writer]
+    at = known.sent_upto[writer]
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set state = 'retired' where (stream, writer) = (%s, %s)",
             [known.name, writer],
         )
-        leave(connection, known.name, [known.teller(writer).retire(at)])
-    told, epochs = ({each: it[each] for each in it if each != writer} for it in (known.told, known.epochs))
-    return replace(known, told=told, epochs=epochs, retired={**known.retired, writer: at})
+        append_outbox(connection, known.name, [known.encoder(writer).retire(at)])
+    sent_upto, epochs = ({each: it[each] for each in it if each != writer} for it in (known.sent_upto, known.epochs))
+    return replace(known, sent_upto=sent_upto, epochs=epochs, retired={**known.retired, writer: at})
 
 
-def _add(connection: Connection, known: ToldWriters, writer: str, at: int) -> None:
+def _add(connection: Connection, known: StreamProgress, writer: str, at: int) -> None:
     connection.execute(
         """
-        insert into tidemark.synapse_writers (stream, writer, epoch, told, owed) values (%s, %s, %s, %s, %s)
+        insert into tidemark.synapse_writers (stream, writer, epoch, sent_upto, backlog_from)
+        values (%s, %s, %s, %s, %s)
         on conflict (stream, writer)
-        do update set epoch = excluded.epoch, told = excluded.told, owed = excluded.owed, state = 'active'
+        do update set epoch = excluded.epoch, sent_upto = excluded.sent_upto, backlog_from = excluded.backlog_from,
+            state = 'active'
         """,
-        [known.name, writer, known.epochs[writer], at, known.owed.get(writer)],
+        [known.name, writer, known.epochs[writer], at, known.backlog.get(writer)],
     )
 
 
@@ -275,7 +280,7 @@ def clock(connection: Connection) -> int:
     return int(row[0])
 
 
-def ordered(connection: Connection, name: str) -> list[str]:
+def ordered_retirements(connection: Connection, name: str) -> list[str]:
     """Writers of the stream that a person wants to retire."""
     rows = connection.execute(
         "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
@@ -283,7 +288,7 @@ def ordered(connection: Connection, name: str) -> list[str]:
     return [writer for (writer,) in rows]
 
 
-def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
+def order_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
     """Have the bridge end the writer, in this stream or in each; gives those where it is to retire now. The last writer
     of a stream stays."""
     rows = connection.execute(
@@ -301,7 +306,7 @@ def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
     return sorted(stream for (stream,) in rows)
 
 
-def active(connection: Connection, stream: str | None) -> list[str]:
+def active_writers(connection: Connection, stream: str | None) -> list[str]:
     """Writers of this stream, or of any, that are not gone."""
     rows = connection.execute(
         "select distinct writer from tidemark.synapse_writers"
@@ -314,7 +319,7 @@ def active(connection: Connection, stream: str | None) -> list[str]:
 def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
     """The ID at which it ended; None: it still is to. Raises `BadSetting`."""
     row = connection.execute(
-        "select state, told from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
+        "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
     if row is None or row[0] == "active":
         problem = f"{writer} lives: it was heard while it was to retire, and goes on in {stream}"
@@ -322,7 +327,7 @@ def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
     return int(row[1]) if row[0] == "retired" else None
 
 
-def stays(connection: Connection, name: str, writer: str) -> None:
+def cancel_retirement(connection: Connection, name: str, writer: str) -> None:
     """It was to retire, and lives."""
     connection.execute(
         "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",

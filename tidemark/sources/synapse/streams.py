@@ -10,9 +10,9 @@ from tidemark.sources.synapse import evidence, queries, state
 from tidemark.sources.synapse.decider import StreamDecider
 from tidemark.sources.synapse.evidence import HeadSamples, PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.state import SynapseServer, ToldWriters
+from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
-from tidemark.sources.transactions import durable
+from tidemark.sources.transactions import flush_wal
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = get_logger(__name__)
@@ -31,7 +31,7 @@ class BridgedStream:
     writers: Sequence[str] = ()
 
 
-class StreamTelling:
+class StreamPublisher:
     """Of one connection to each database. `known` and `published` are None until all writers have joined. `head`: the
     highest ID that was seen to be given out."""
 
@@ -39,27 +39,27 @@ class StreamTelling:
         self,
         of: BridgedStream,
         seen: SynapseServer,
-        known: tuple[ToldWriters, PublishedFacts] | None,
+        known: tuple[StreamProgress, PublishedFacts] | None,
         writers: Iterable[str],
         head: int,
         samples: HeadSamples,
     ) -> None:
         self.of = of
         self._seen = seen
-        self.known: ToldWriters | None = None
+        self.known: StreamProgress | None = None
         self.published: PublishedFacts | None = None
         if known is not None:
             self.known, self.published = known
         self.head = head
         self._samples = samples
-        self.held = ""
+        self.blocked_reason = ""
         """Why nothing of it is told, where a person has to do something."""
         self._retiring: set[str] = set()
         self._beyond: Mapping[str, int] = {}
-        told = dict.fromkeys(writers, 0) if self.known is None else self.known.told
-        retired, owed = ({}, {}) if self.known is None else (self.known.retired, self.known.owed)
-        self.decider = StreamDecider(told, keeps=of.stream.keeps, retired=retired.items(), owing=owed)
-        self.decider.meet(writers)
+        sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
+        retired, backlog = ({}, {}) if self.known is None else (self.known.retired, self.known.backlog)
+        self.decider = StreamDecider(sent_upto, keeps=of.stream.keeps, retired=retired.items(), with_backlog=backlog)
+        self.decider.add_unknown(writers)
 
     def see(self, head: int) -> None:
         """How far IDs are given out. Raises `SequenceWentBack`."""
@@ -68,22 +68,22 @@ class StreamTelling:
         self.head = head
 
     @property
-    def founded(self) -> bool:
+    def has_begun(self) -> bool:
         return self.known is not None
 
     @property
     def silent(self) -> list[str]:
         """Writers that have not said yet how far they are."""
-        return sorted(name for name, word in self.decider.words.items() if not word)
+        return sorted(name for name, reported in self.decider.reported_positions.items() if not reported)
 
     @property
-    def told(self) -> Mapping[str, int]:
+    def sent_upto(self) -> Mapping[str, int]:
         """By writer up to where; nothing before all of them have joined."""
-        return self.decider.told if self.founded else {}
+        return self.decider.sent_upto if self.has_begun else {}
 
     def retire(self, own: Connection) -> bool:
         """Begin with what people asked for. Whether everybody is to be asked now."""
-        asked = {*state.ordered(own, self.of.name)} if self.founded else set[str]()
+        asked = {*state.ordered_retirements(own, self.of.name)} if self.has_begun else set[str]()
         found = asked - self._retiring
         for writer in sorted(found):
             log.info("A writer of Synapse is to retire", stream=self.of.name, writer=writer)
@@ -97,7 +97,7 @@ class StreamTelling:
         found = self.decider.retiring
         for writer in sorted(self._retiring - found.keys()):
             log.warning("A writer of Synapse lives, and does not retire", stream=self.of.name, writer=writer)
-            state.stays(own, self.of.name, writer)
+            state.cancel_retirement(own, self.of.name, writer)
         ended = [writer for writer, at in found.items() if at is not None]
         for writer in ended:
             self.known = state.retire(own, self.known, writer)
@@ -107,7 +107,7 @@ class StreamTelling:
         self._retiring &= {writer for writer, at in found.items() if at is None}
         return bool(ended)
 
-    def hear(self, command: PositionCommand | RdataCommand) -> None:
+    def receive(self, command: PositionCommand | RdataCommand) -> None:
         if isinstance(command, PositionCommand):
             self.decider.announced(command.writer, abs(command.prev), abs(command.id))
         else:
@@ -116,28 +116,28 @@ class StreamTelling:
     def round(self, synapse: Connection, own: Connection) -> list[ProvenAdvance]:
         """Write down what can be told now; gives it."""
         if self.known is None:
-            self._found(synapse, own)
-        if self.known is None or self._introduced(own) or (self._retiring and self._retire(own)):
+            self._create(synapse, own)
+        if self.known is None or self._add_unknown_writers(own) or (self._retiring and self._retire(own)):
             return []
         assert self.published is not None
-        for writer in self.decider.owed:
-            self._pay(synapse, own, writer)
+        for writer in self.decider.backlog:
+            self._send_backlog(synapse, own, writer)
         if (asked := self.decider.asked()) is None:
             return []
         head, facts = queries.facts(synapse, self.of.stream, *asked)
         self.see(head)
         advances = self.decider.read(asked, head, facts)
         if advances:
-            place = durable(synapse)
-            self.known = state.tell(own, self.known, self.published, advances, place, self.head)
+            lsn = flush_wal(synapse)
+            self.known = state.advance_stream(own, self.known, self.published, advances, lsn, self.head)
         else:
-            self._introduced(own)
+            self._add_unknown_writers(own)
         return advances
 
     def check_sequence(self, synapse: Connection) -> None:
         """Hold the stream while its sequence does not give out IDs one by one, in order."""
-        if (unfit := queries.unfit(synapse, self.of.stream)) != self.held:
-            self.held = unfit
+        if (unfit := queries.unfit(synapse, self.of.stream)) != self.blocked_reason:
+            self.blocked_reason = unfit
             if unfit:
                 log.error("A stream of Synapse is held", stream=self.of.name, problem=unfit)
             else:
@@ -147,7 +147,7 @@ class StreamTelling:
         """Rows that Synapse may have deleted by `now`, the clock of its server in ms, prove nothing."""
         if self.of.stream.kept_for is not None:
             self.decider.kept_above = self._samples.kept_above(now, self.of.stream.kept_for)
-            if self.founded:
+            if self.has_begun:
                 self._samples.note(own, now, self.head, self.of.stream.kept_for)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
@@ -157,17 +157,17 @@ class StreamTelling:
             return []
         assert self.published is not None
         low = self.published.since if newest is None else self.published.above(newest)
-        told = {writer: at for writer, at in self.known.all_told.items() if writer not in self.known.owed}
+        sent_upto = {writer: at for writer, at in self.known.all_sent_upto.items() if writer not in self.known.backlog}
         table = self.decider.owned(queries.identities(synapse, self.of.stream, low, self.known.reach))
-        self.decider.meet(fact.writer for fact in table)
+        self.decider.add_unknown(fact.writer for fact in table)
         if other := self.published.replaced(table):
             raise FactsReplaced(self.of.name, other[0].id)
-        found = {fact.id for fact in self.published.unpublished(table, told)}
+        found = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
         for id in sorted(found)[:MOST_LATE]:
             late += self.decider.owned(queries.facts(synapse, self.of.stream, id - 1, id)[1])
         if late:
-            durable(synapse)
+            flush_wal(synapse)
             state.publish_late(own, self.known, self.published, late)
             log.error(
                 "Synapse's tables have facts where everything was told: they are published as late. Did two processes"
@@ -191,40 +191,42 @@ class StreamTelling:
                 )  # fmt: skip
         self._beyond = beyond
 
-    def _found(self, synapse: Connection, own: Connection) -> None:
-        for stranger in sorted(self.decider.strangers):
-            self.decider.introduce(stranger, 0)
-        if self.decider.floor() is None or not self.decider.words.keys() >= {*self.of.writers}:
+    def _create(self, synapse: Connection, own: Connection) -> None:
+        for unknown_writer in sorted(self.decider.unknown_writers):
+            self.decider.add_writer(unknown_writer, 0)
+        if self.decider.floor() is None or not self.decider.reported_positions.keys() >= {*self.of.writers}:
             return
         self.see(queries.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
             return  # somebody announces what is not given out
-        writers = self.decider.words.keys()
-        self.known, self.published = state.found(
+        writers = self.decider.reported_positions.keys()
+        self.known, self.published = state.create_stream(
             own, self.of.stream, self.of.name, self._seen, writers, floor, self.head
         )
         self.decider.begin(floor)
         log.info("Telling a stream of Synapse", stream=self.of.name, floor=floor, writers=sorted(writers))
 
-    def _introduced(self, own: Connection) -> bool:
+    def _add_unknown_writers(self, own: Connection) -> bool:
         """Whether writers were found that nobody knew."""
-        found = sorted(self.decider.strangers)
-        for stranger in found:
+        found = sorted(self.decider.unknown_writers)
+        for unknown_writer in found:
             assert self.known is not None
             at, kept_above = self.decider.line, self.decider.kept_above
-            self.known = state.introduce(own, self.known, stranger, at, kept_above=kept_above)
-            at = self.known.told[stranger]
-            self.decider.introduce(stranger, at)
-            log.info("A writer of Synapse joins", stream=self.of.name, writer=stranger, id=at)
+            self.known = state.add_writer(own, self.known, unknown_writer, at, kept_above=kept_above)
+            at = self.known.sent_upto[unknown_writer]
+            self.decider.add_writer(unknown_writer, at)
+            log.info("A writer of Synapse joins", stream=self.of.name, writer=unknown_writer, id=at)
         return bool(found)
 
-    def _pay(self, synapse: Connection, own: Connection, writer: str) -> None:
+    def _send_backlog(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None
         assert self.published is not None
-        _, facts = queries.facts(synapse, self.of.stream, self.known.owed[writer], self.known.told[writer], writer)
-        durable(synapse)
-        self.known = state.pay(own, self.known, self.published, writer, facts)
-        self.decider.paid(writer)
+        _, facts = queries.facts(
+            synapse, self.of.stream, self.known.backlog[writer], self.known.sent_upto[writer], writer
+        )
+        flush_wal(synapse)
+        self.known = state.send_backlog(own, self.known, self.published, writer, facts)
+        self.decider.backlog_sent(writer)
         if facts:
             log.warning("A writer of Synapse has events below where it joined", stream=self.of.name, writer=writer)

@@ -15,7 +15,7 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, state
 from tidemark.sources.synapse.evidence import MOST_FACTS, PublishedFacts
 from tidemark.sources.synapse.facts import StreamFact
-from tidemark.sources.synapse.state import SynapseServer, ToldWriters
+from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire.records import Timeline
 
@@ -23,11 +23,11 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _TimelineThen:
+class _PreviousState:
     """The database as it was when the stream was told last; `head`: the highest ID that was seen to be given out."""
 
     database: str
-    place: str
+    lsn: str
     head: int
 
 
@@ -43,7 +43,7 @@ def begin(
     head: int,
     table: ReadTable,
     highest: int = 0,
-) -> tuple[ToldWriters, PublishedFacts] | None:
+) -> tuple[StreamProgress, PublishedFacts] | None:
     """How the stream was told, and with which facts; None where nothing of it was. `head` was read after `seen`;
     `highest`: the highest that this process has seen.
 
@@ -58,9 +58,9 @@ def begin(
         why = f"other rows have IDs that were published, as {other[0].id}"
     if not why:
         if published is None:
-            line = min(known.told.values(), default=known.floor)
+            line = min(known.sent_upto.values(), default=known.floor)
             since = max(known.floor, line - MOST_FACTS)
-            facts = [it for it in table(since, known.reach) if it.id <= known.all_told.get(it.writer, line)]
+            facts = [it for it in table(since, known.reach) if it.id <= known.all_sent_upto.get(it.writer, line)]
             published = evidence.begin(connection, name, since, facts)
         return known, published
     at = min(_agreed(connection, known, published, table), head)
@@ -77,12 +77,12 @@ def begin(
 
 
 def _why_another(
-    connection: Connection, known: ToldWriters, was: _TimelineThen, seen: SynapseServer, head: int, highest: int
+    connection: Connection, known: StreamProgress, was: _PreviousState, seen: SynapseServer, head: int, highest: int
 ) -> str:
     """What shows that IDs may be given out again; empty: nothing."""
     if was.database != seen.database:
         return "another database, or another timeline of its server"
-    row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.place, seen.place]).fetchone()
+    row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.lsn, seen.lsn]).fetchone()
     if row is None or row[0]:
         return "the server's log is shorter than it was"
     if head < (before := max(known.reach, was.head, highest)):
@@ -90,13 +90,13 @@ def _why_another(
     return ""
 
 
-def _agreed(connection: Connection, known: ToldWriters, published: PublishedFacts | None, table: ReadTable) -> int:
+def _agreed(connection: Connection, known: StreamProgress, published: PublishedFacts | None, table: ReadTable) -> int:
     """Up to where the tables surely have what was published."""
     if published is None:
         return known.floor
-    told = {writer: at for writer, at in known.all_told.items() if writer not in known.owed}
-    told[""] = min(known.told.values(), default=0)  # rows that name nobody
-    if (found := published.agreed(table(published.since, known.reach), told)) is not None:
+    sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
+    sent_upto[""] = min(known.sent_upto.values(), default=0)  # rows that name nobody
+    if (found := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
         return max(found, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
@@ -106,31 +106,33 @@ def _agreed(connection: Connection, known: ToldWriters, published: PublishedFact
 
 def _find(
     connection: Connection, stream: SynapseStream, name: str, server_name: str
-) -> tuple[ToldWriters, _TimelineThen] | None:
+) -> tuple[StreamProgress, _PreviousState] | None:
     row = connection.execute(
         "update tidemark.synapse_streams set server = coalesce(server, %s) where stream = %s"
-        " returning history, start, after, floor, server, database, place::text, coalesce(head, 0)",
+        " returning history, start, after, floor, server, database, lsn::text, coalesce(head, 0)",
         [server_name, name],
     ).fetchone()
     if row is None:
         return None
-    history, start, after, floor, server, database, place, head = row
+    history, start, after, floor, server, database, lsn, head = row
     if server != server_name:
         raise BadSetting(
-            "--prefix", f"stream {name} is told of {server}: those of {server_name} need names of their own"
+            "--prefix", f"stream {name} is published for {server}: the streams of {server_name} need other names"
         )
     rows = connection.execute(
-        "select writer, epoch, told, owed, state = 'retired' from tidemark.synapse_writers where stream = %s", [name]
+        "select writer, epoch, sent_upto, backlog_from, state = 'retired' from tidemark.synapse_writers"
+        " where stream = %s",
+        [name],
     ).fetchall()
-    told = {writer: at for writer, _, at, _, gone in rows if not gone}
+    sent_upto = {writer: at for writer, _, at, _, gone in rows if not gone}
     epochs = {writer: epoch for writer, epoch, _, _, gone in rows if not gone}
     retired = {writer: at for writer, _, at, _, gone in rows if gone}
-    owed = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
-    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs, floor, retired, owed)
-    return known, _TimelineThen(database, place, head)
+    backlog = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
+    known = StreamProgress(stream, name, Timeline(history, start, after), sent_upto, epochs, floor, retired, backlog)
+    return known, _PreviousState(database, lsn, head)
 
 
-def _turn(connection: Connection, known: ToldWriters, seen: SynapseServer, at: int, head: int) -> ToldWriters:
+def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at: int, head: int) -> StreamProgress:
     """A new timeline begins: IDs beyond `at` may be given out again. In a transaction of the caller."""
     token = uuid.uuid4().hex
     turned = Timeline(f"{seen.database}/{token}", token, known.timeline.start)
@@ -138,19 +140,20 @@ def _turn(connection: Connection, known: ToldWriters, seen: SynapseServer, at: i
     anew = replace(
         known,
         timeline=turned,
-        told={writer: min(told, at) for writer, told in known.told.items()},
+        sent_upto={writer: min(sent_upto, at) for writer, sent_upto in known.sent_upto.items()},
         epochs={writer: max(epoch + 1, now) for writer, epoch in known.epochs.items()},
-        retired={writer: min(told, at) for writer, told in known.retired.items()},
-        owed={writer: min(low, at) for writer, low in known.owed.items()},
+        retired={writer: min(sent_upto, at) for writer, sent_upto in known.retired.items()},
+        backlog={writer: min(low, at) for writer, low in known.backlog.items()},
     )
     connection.execute(
-        "update tidemark.synapse_streams set database = %s, history = %s, place = %s, start = %s, after = %s, head = %s"
+        "update tidemark.synapse_streams set database = %s, history = %s, lsn = %s, start = %s, after = %s, head = %s"
         " where stream = %s",
-        [seen.database, turned.database, seen.place, turned.start, turned.after, head, known.name],
+        [seen.database, turned.database, seen.lsn, turned.start, turned.after, head, known.name],
     )
     connection.execute(
-        "update tidemark.synapse_writers set told = least(told, %(at)s),"
-        " owed = case when owed is not null then least(owed, %(at)s) end where stream = %(name)s",
+        "update tidemark.synapse_writers set sent_upto = least(sent_upto, %(at)s),"
+        " backlog_from = case when backlog_from is not null then least(backlog_from, %(at)s) end"
+        " where stream = %(name)s",
         {"at": at, "name": known.name},
     )
     for writer, epoch in anew.epochs.items():
@@ -158,5 +161,7 @@ def _turn(connection: Connection, known: ToldWriters, seen: SynapseServer, at: i
             "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
             [epoch, known.name, writer],
         )
-    state.leave(connection, known.name, [anew.teller(writer).join(told) for writer, told in anew.told.items()])
+    state.append_outbox(
+        connection, known.name, [anew.encoder(writer).join(sent_upto) for writer, sent_upto in anew.sent_upto.items()]
+    )
     return anew

@@ -64,13 +64,13 @@ comment on column tidemark.append_progress.written_by is
 
 -- A row for each time: one that is changed for ever would leave its old versions where everybody has to pass them while
 -- a snapshot is old.
-create table tidemark.append_told (
+create table tidemark.append_sent (
     number      integer     not null,
     upto        bigint      not null,
     primary key (number, upto)
 )
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
-comment on table tidemark.append_told is
+comment on table tidemark.append_sent is
     'Nothing beyond the highest of them was ever told (magnitudes); it is noted before anything is. They go with the rows below the floor';
 
 create table tidemark.append_writers (
@@ -536,7 +536,7 @@ begin
         grant select on tidemark.append_streams, tidemark.relay_schema_version to tidemark_relay;
         grant select, update on tidemark.append_progress to tidemark_relay;
         grant select, insert, update on tidemark.append_writers to tidemark_relay;
-        grant select, insert, delete on tidemark.append_told to tidemark_relay;
+        grant select, insert, delete on tidemark.append_sent to tidemark_relay;
         grant execute on function tidemark.append_beat(text), tidemark.retire_writer(text, text) to tidemark_relay;
         grant select, delete on tidemark.append_outbox to tidemark_relay;
     end if;

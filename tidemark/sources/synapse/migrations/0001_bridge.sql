@@ -4,7 +4,7 @@ create table tidemark.synapse_streams (
     stream      text        primary key,
     database    text        not null,
     history     text        not null,
-    place       pg_lsn      not null,
+    lsn         pg_lsn      not null,
     start       text        not null,
     after       text,
     floor       bigint      not null,
@@ -12,10 +12,10 @@ create table tidemark.synapse_streams (
     facts_since bigint,
     head        bigint
 );
-comment on table tidemark.synapse_streams is 'Streams of Synapse that were told, and the history of its database in which';
+comment on table tidemark.synapse_streams is 'Streams of Synapse that a bridge publishes, and the history of its database';
 comment on column tidemark.synapse_streams.history is 'What JOINs call it: another one too where the same database has gone back';
-comment on column tidemark.synapse_streams.place is
-    'The end of its server''s log when it was told last: one that is shorter is of a disk that was put back';
+comment on column tidemark.synapse_streams.lsn is
+    'The end of the write-ahead log when facts were last sent. If the log is shorter now, an older disk was put back';
 comment on column tidemark.synapse_streams.floor is 'Where its writers joined first (a magnitude): what lies below was never announced';
 comment on column tidemark.synapse_streams.start is 'The token of this history''s JOINs, which follows that of the one before';
 comment on column tidemark.synapse_streams.server is 'The server_name of its Synapse; null: nobody has looked since this was asked';
@@ -27,18 +27,18 @@ create table tidemark.synapse_writers (
     stream      text        not null references tidemark.synapse_streams on delete cascade,
     writer      text        not null,
     epoch       bigint      not null,
-    told        bigint      not null,
+    sent_upto   bigint      not null,
     state       text        not null default 'active' check (state in ('active', 'retiring', 'retired')),
-    owed        bigint,
+    backlog_from bigint,
     primary key (stream, writer)
 );
-comment on table tidemark.synapse_writers is 'Writers of Synapse''s streams as they were told';
-comment on column tidemark.synapse_writers.told is
-    'How far it was told (a magnitude): in Kafka, or waiting for it in tidemark.synapse_outbox';
-comment on column tidemark.synapse_writers.owed is
-    'Its facts from here to where it joined are still to be told, as late ones: others had been told further';
+comment on table tidemark.synapse_writers is 'Writers of Synapse''s streams, and up to where each was sent';
+comment on column tidemark.synapse_writers.sent_upto is
+    'Everything of the writer up to here (a magnitude) is in Kafka, or in tidemark.synapse_outbox';
+comment on column tidemark.synapse_writers.backlog_from is
+    'Its facts from here to where it joined are still to be sent, as late facts: other writers had been sent further';
 comment on column tidemark.synapse_writers.state is
-    'retiring: to be told up to what was given out, and waited for no more; retired: done, and its rows up to told are told';
+    'retiring: its facts up to the last allocated ID are sent, then its epoch ends; retired: its epoch has ended at sent_upto';
 
 -- Written with what it moves, in one transaction: whoever comes after sends the same bytes again, and goes on behind them.
 create table tidemark.synapse_outbox (
