@@ -33,7 +33,7 @@ def test_end_waits_for_threads_that_ask(store: Postgres, dsn: str) -> None:
         await asyncio.sleep(0)
         asking.cancel()
         await postgres_reader.aclose()
-        with pytest.raises(Unavailable, match="ends"):
+        with pytest.raises(Unavailable, match="is stopping"):
             await postgres_reader.names()
 
     asyncio.run(ask_and_end())

@@ -76,10 +76,10 @@ def test_late_completions_are_missed_too() -> None:
 def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     """Told again, it stands for no more; and for nothing where one of the streams is not known from there on."""
     replay_buffer, slices = grown(2)
-    replay_buffer.told(MARK)
+    replay_buffer.mark_complete(MARK)
     later = moved(slices[-1].after, advance("w", 12, 13))
     replay_buffer.keep(later)
-    replay_buffer.told(MARK)
+    replay_buffer.mark_complete(MARK)
     assert replay_buffer.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
     assert replay_buffer.since(DurableMark(1, 6), ["s"]) == {}
     replay_buffer.begin("new", Place())

@@ -243,7 +243,7 @@ def test_proxy_that_is_trusted_names_the_client() -> None:
         return crowd.enter_context(client.stream("GET", "/v1/watch", headers={"X-Forwarded-For": named})).status_code
 
     for trusted, others in ((["127.0.0.1"], 200), (["10.0.0.9"], 429)):
-        site, bounds = SiteConfig(limits=Limits(held=4)), replace(BOUNDS, trusted_proxies=trusted)
+        site, bounds = SiteConfig(limits=Limits(open_requests=4)), replace(BOUNDS, trusted_proxies=trusted)
         with sidecar(NO_POSITION, site, admitted=bounds) as client, ExitStack() as crowd:
             assert [watch(client, crowd, "192.0.2.1") for _ in range(4)] == [200] * 4
             assert watch(client, crowd, "192.0.2.1") == 429

@@ -538,21 +538,21 @@ def test_churn_is_forgiven() -> None:
     clock = [0.0]
     churn = ReconnectThrottle(lambda: clock[0])
     for _ in range(ReconnectThrottle.FREE):
-        churn.ended("a", clock[0])
+        churn.stream_ended("a", clock[0])
     assert churn.pause("a") == 0
     for _ in range(1000):
-        churn.ended("a", clock[0])
+        churn.stream_ended("a", clock[0])
     assert (churn.pause("a"), churn.pause("b")) == (ReconnectThrottle.LONGEST, 0)
     clock[0] += ReconnectThrottle.LONGEST / ReconnectThrottle.EACH / ReconnectThrottle.FORGIVEN
     assert churn.pause("a") == 0
-    churn.ended("a", clock[0] - ReconnectThrottle.YOUNG)
+    churn.stream_ended("a", clock[0] - ReconnectThrottle.YOUNG)
     assert churn.pause("a") == 0
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """The limit counts clients that are there, not those that were."""
     grow(pipeline, 0, 1)
-    with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1))) as client:
         for _ in range(3):
             with heard(client) as events:
                 events.next()

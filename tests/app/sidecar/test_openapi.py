@@ -37,7 +37,7 @@ def guarded(pipeline: Pipeline, servers: ReadSideConfig, tmp_path: Path) -> Iter
     """With tokens, short waits, and a stream whose name requests are steered to."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
-    with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens", limits=Limits(wait=0.05))) as client:
+    with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens", limits=Limits(wait_seconds=0.05))) as client:
         client.headers["Authorization"] = "Bearer sesame"
         yield client
 

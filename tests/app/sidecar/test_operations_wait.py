@@ -110,7 +110,7 @@ def test_fifty_who_wait_for_a_thousand_writers_share_each_reading(
 def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Past the limit a wait is refused at once; a place is free again when one ended."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
-    with sidecar(servers, SiteConfig(limits=Limits(held=1, wait=0.8))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1, wait_seconds=0.8))) as client:
         found: list[Any] = []
 
         def ask() -> None:

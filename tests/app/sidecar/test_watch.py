@@ -146,7 +146,7 @@ def test_pipeline_alone(pipeline: Pipeline, client: SidecarClient) -> None:
 
 def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Watchers count towards the limit while they are there."""
-    with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1))) as client:
         with watching(client) as watch:
             watch.look()
             assert client.get("/v1/watch").status_code == 429

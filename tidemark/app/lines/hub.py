@@ -114,7 +114,7 @@ class Hub:
             self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
         }
         for task in self._running:
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._task_ended)
 
     def _stop(self) -> None:
         for task in self._running:
@@ -127,7 +127,7 @@ class Hub:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Start again after a failure: clients must not take it for quiet streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))

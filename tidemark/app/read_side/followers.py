@@ -64,7 +64,7 @@ class Follower:
         self._started: Started | None = None
         self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._task_ended)
 
     @property
     def broken(self) -> bool:
@@ -92,7 +92,7 @@ class Follower:
     def stop(self) -> None:
         self._task.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Cut the listeners off if the follower failed: they must not take that for a quiet stream."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
@@ -276,16 +276,16 @@ class Followers:
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
         before, joined = self._changes, self._joined
         # Read from Postgres what Redis has not shown since the last time.
-        behind = {} if before is None or self._is_given else self._missing(before)
-        self._requests.lagging_streams = behind
-        if before is not None and not behind:
+        lagging = {} if before is None or self._is_given else self._missing(before)
+        self._requests.lagging_streams = lagging
+        if before is not None and not lagging:
             self._send_watermark(before)
         changes = await self._postgres_reader.changes(
             None if before is None else before.mark, None if self._new_stream_listeners else followed
         )
         for stream in changes.streams:
             self._appear(stream)
-        if self._joined == joined and not behind and (before is None or changes.mark != before.mark):
+        if self._joined == joined and not lagging and (before is None or changes.mark != before.mark):
             self._changes, self._is_given = changes, False
             if not self._missing(changes):
                 self._send_watermark(changes)
@@ -301,7 +301,7 @@ class Followers:
     def _send_watermark(self, changes: ChangesSince) -> None:
         if not self._is_given:
             self._is_given = True
-            self._replay_buffer.told(changes.mark)
+            self._replay_buffer.mark_complete(changes.mark)
             for listener in {
                 listener
                 for follower in self._followers.values()

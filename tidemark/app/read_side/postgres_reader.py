@@ -164,10 +164,10 @@ class PostgresReader:
 
     def _started(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
         self._reading.add(reading)
-        reading.add_done_callback(self._ended)
+        reading.add_done_callback(self._read_ended)
         return reading
 
-    def _ended(self, reading: asyncio.Future[Any]) -> None:
+    def _read_ended(self, reading: asyncio.Future[Any]) -> None:
         self._reading.discard(reading)
         if not reading.cancelled():
             reading.exception()  # read, because the request that waited for it may have been cancelled

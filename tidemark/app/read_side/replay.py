@@ -141,12 +141,12 @@ async def _page(past: HistoryPager) -> MissedPage | None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """What moved any stream since a mark. `told`: by stream, the texts for clients and the place after them, computed
-    once when a client first needs them. The events are dropped then."""
+    """What moved any stream since a mark. `encoded`: by stream, the texts for clients and the place after them, made
+    when a client first needs them. The events are dropped then."""
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, StreamChange]
-    told: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
+    encoded: dict[str, SingleFlight[tuple[list[bytes], Place]]] = field(default_factory=dict)
     moves: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,8 +162,8 @@ class Resumptions:
         self._since = ReadCoalescer(self._read_since)
         self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._being_told: WeakSet[MissedMoves] = WeakSet()
-        self.told = ResponseCache()
+        self._being_sent: WeakSet[MissedMoves] = WeakSet()
+        self.responses = ResponseCache()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
         """The first page of what was published after `place`, or after one that is a little lower. None if no server
@@ -199,13 +199,13 @@ class Resumptions:
         return answers
 
     async def _missed_since(self, mark: DurableMark) -> MissedMoves | None:
-        if sum(missed.moves for missed in self._being_told) > MOST:
+        if sum(missed.moves for missed in self._being_sent) > MOST:
             return None
         changes = await self._postgres_reader.missed(mark, MOST)
         if changes is None:
             return None
         missed = MissedMoves({**changes.events}, changes.streams)
-        self._being_told.add(missed)
+        self._being_sent.add(missed)
         return missed
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
@@ -289,7 +289,7 @@ class ReplayBuffer:
                 replay.batches.popleft()
                 replay.since = number
 
-    def told(self, mark: DurableMark) -> None:
+    def mark_complete(self, mark: DurableMark) -> None:
         """Everything that Postgres published up to `mark`, of all followed streams, is in the batches so far."""
         # The first time counts: a listener that was given the mark then was given no more than that.
         self._marks.setdefault(mark, self._number)

@@ -40,11 +40,11 @@ class ReadCoalescer(Generic[K, T]):
     def __init__(self, read: Read[K, T]) -> None:
         self._small, self._large = _Queue(read), _Queue(read)
 
-    async def get(self, wanted: Collection[K]) -> Mapping[K, T]:
+    async def get(self, keys_wanted: Collection[K]) -> Mapping[K, T]:
         """What reads that begin after this call return for the keys, perhaps with more keys. Raises as `read` does."""
-        if len(wanted) <= SMALL:
-            return await self._small.get(wanted)
-        keys, answers = [*wanted], dict[K, T]()
+        if len(keys_wanted) <= SMALL:
+            return await self._small.get(keys_wanted)
+        keys, answers = [*keys_wanted], dict[K, T]()
         for start in range(0, len(keys), PIECE):
             answers |= await self._large.get(keys[start : start + PIECE])
         return answers

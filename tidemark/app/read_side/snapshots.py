@@ -87,10 +87,10 @@ class KnownPositions(PublishedPositions):
 class AnsweredPositions(MonotonicPositions[KnownPositions]):
     """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
 
-    def merge(self, before: KnownPositions, found: KnownPositions) -> KnownPositions:
+    def merge(self, before: KnownPositions, published: KnownPositions) -> KnownPositions:
         """`source` stays the one that the farthest positions were read from."""
-        farthest = super().merge(before, found)
-        is_found = (farthest.linear, farthest.vector) == (found.linear, found.vector)
+        farthest = super().merge(before, published)
+        is_found = (farthest.linear, farthest.vector) == (published.linear, published.vector)
         return farthest if is_found else replace(farthest, source=before.source)
 
     @property

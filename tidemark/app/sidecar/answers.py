@@ -49,7 +49,7 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: Name
     state: State
-    linear: Annotated[StreamId | None, Meta(description="Every ID up to here is complete, whoever wrote it.")]
+    linear: Annotated[StreamId | None, Meta(description="Every ID up to here is complete, of any writer.")]
     vector: Annotated[
         dict[str, StreamId], Meta(description="Writer to position: every ID of the writer up to there is complete.")
     ]
@@ -57,16 +57,15 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     epochs: dict[str, int] | None
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
-    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="Who holds a position back now, longest first.")]
-    behind: Annotated[
-        BehindAnswer | None, Meta(description="Null too where the linear position is as far as IDs are allocated.")
-    ]
+    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What holds a position back now, longest first.")]
+    behind: Annotated[BehindAnswer | None, Meta(description="Null too if the linear position is at the allocated ID.")]
     last_seen: Annotated[
         dict[str, datetime] | None,
         Meta(description="When the pipeline read each writer's newest record."),
     ]
     open_transactions: Annotated[
-        dict[str, list[str]] | None, Meta(description="Who holds the open IDs of a writer, where it tells.")
+        dict[str, list[str]] | None,
+        Meta(description="The transactions that hold open IDs, by writer."),
     ]
     source: Source | None
     age_seconds: Age | None
@@ -93,8 +92,8 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     type: Annotated[str, Meta(description="What went wrong, for programs.")]
     title: str
     status: Annotated[int, Meta(ge=400, le=599)]
-    detail: Annotated[str, Meta(description="What went wrong here and what to do, for people.")]
-    stream: Annotated[StreamAnswer | None, Meta(description="Where the stream stands, where that helps.")] = None
+    detail: Annotated[str, Meta(description="What went wrong and what to do, for people.")]
+    stream: Annotated[StreamAnswer | None, Meta(description="The positions of the stream, if they help.")] = None
 
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
@@ -158,8 +157,8 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
-    """The position of `writer` moved over `(prev, id]`. The counts are of `(claimed, id]`, the same range but where the
-    reader stood in the middle of it."""
+    """The position of `writer` moved over `(prev, id]`. The counts are of `(claimed, id]`: the same range, unless
+    the reader began inside it."""
 
     stream: Name
     writer: Name
@@ -169,7 +168,9 @@ class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     claimed: StreamId
     facts: Annotated[int, Meta(ge=0, description="IDs with a fact.")]
     empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, or announced.")]
-    unseen: Annotated[int, Meta(ge=0, description="IDs settled by a join: may hold facts that nobody announced.")]
+    unseen: Annotated[
+        int, Meta(ge=0, description="IDs settled by a join: they may hold facts that were never announced.")
+    ]
     skipped: Annotated[int, Meta(ge=0, description="IDs that an operator skipped.")]
     linear: Annotated[StreamId, Meta(description="The linear position after the batch.")]
     batch: Count
@@ -249,8 +250,8 @@ class RecallAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     writer: Name
     since: datetime
-    gone: Annotated[int, Meta(ge=0, description="How many records that may be, at most.")]
-    problem: Annotated[str | None, Meta(description="What hinders it, or why they are gone; for people.")]
+    gone: Annotated[int, Meta(ge=0, description="How many records are gone from Kafka, at most.")]
+    problem: Annotated[str | None, Meta(description="Why they are not read yet, or why they are gone; for people.")]
 
 
 class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,10 +261,11 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: list[BlockerAnswer]
     behind: Annotated[
         BehindAnswer | None,
-        Meta(description="Who holds the linear position below what is allocated, gap or no gap; null: nobody does."),
+        Meta(description="What holds the linear position below the allocated ID; null: nothing does."),
     ]
     open_transactions: Annotated[
-        dict[str, list[str]], Meta(description="Who holds the open IDs of a writer, where it tells.")
+        dict[str, list[str]],
+        Meta(description="The transactions that hold open IDs, by writer."),
     ]
     total: Count
     deferred: list[DeferredRangeAnswer]

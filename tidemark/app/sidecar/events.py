@@ -123,7 +123,7 @@ class EventsClient:
         while page is None or not page.complete:
             if page is not None and page.abandoned:
                 page = None
-            if page is None and (cached := resumptions.told.get(stream, place)):
+            if page is None and (cached := resumptions.responses.get(stream, place)):
                 text, place = cached
                 yield text
                 continue
@@ -139,7 +139,7 @@ class EventsClient:
             if key not in page.sent:
                 page.sent[key] = encode_page_after(page, stream, place)
                 if not page.complete:
-                    resumptions.told.keep(stream, place, *page.sent[key])
+                    resumptions.responses.keep(stream, place, *page.sent[key])
             text, place = page.sent[key]
             yield text
         self._places[stream] = place
@@ -158,15 +158,15 @@ class EventsClient:
             break
         if missed is None:
             return
-        for stream, stands in known.items():
+        for stream, positions in known.items():
             if stream not in missed.streams:
-                self._places[stream] = Place(stands.linear, stands.vector, stands.late)
+                self._places[stream] = Place(positions.linear, positions.vector, positions.late)
                 continue
-            if stream not in missed.told or missed.told[stream].abandoned:
-                place = Place(stands.linear, stands.vector, stands.late)
-                missed.told[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
+            if stream not in missed.encoded or missed.encoded[stream].abandoned:
+                place = Place(positions.linear, positions.vector, positions.late)
+                missed.encoded[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
             # The same place for all clients: what was known before this was read is among the events.
-            texts, self._places[stream] = await missed.told[stream].get()
+            texts, self._places[stream] = await missed.encoded[stream].get()
             for text in texts:
                 yield text
 
@@ -267,7 +267,7 @@ async def follow_events(call: OperationCall) -> Response:
         if not query.stream:
             read_side.followers.follow_new_streams(listener)
         joined = stack.enter_context(read_side.followers.listening(listener, names, resume_from))
-        stack.callback(service.reconnect_throttle.ended, address, time.monotonic())
+        stack.callback(service.reconnect_throttle.stream_ended, address, time.monotonic())
         resources = stack.pop_all()
     client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, joined, on_started)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)

@@ -105,8 +105,8 @@ SCHEMAS = "#/components/schemas/"
 SUFFIX = "Answer"  # of our types, which the document leaves out
 NAME = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
 HEADERS = {
-    "If-None-Match": "An ETag that the client has: 304 where nothing has changed.",
-    "Last-Event-ID": "The last event's `id`: go on behind it.",
+    "If-None-Match": "An ETag that the client has: 304 if nothing has changed.",
+    "Last-Event-ID": "The `id` of the last event: continue after it.",
 }
 PATH = "/openapi.json"
 BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}

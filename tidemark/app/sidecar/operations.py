@@ -188,7 +188,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
         ),
     ]
     timeout: Annotated[
-        float, Meta(ge=0, description="Seconds to wait at most; cut to what the server allows, 60 by default.")
+        float, Meta(ge=0, description="Seconds to wait at most; limited by the server, to 60 by default.")
     ] = 30.0
 
 
@@ -196,7 +196,7 @@ async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
     token = decode_token(query.token)
     began = time.monotonic()
-    timeout = min(query.timeout, call.service.limits.wait)
+    timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE, refuses_at_timeout=True))
     with call.service.limiter.one("wait", call.address) as place:
         try:

@@ -25,8 +25,8 @@ class Limits:
         streams: streams with metrics of their own.
     """
 
-    held: int = 2500
-    wait: float = 60.0
+    open_requests: int = 2500
+    wait_seconds: float = 60.0
     streams: int = 1000
 
 
@@ -142,7 +142,7 @@ class ReconnectThrottle:
         """Seconds that a client which comes now waits."""
         return min(self.LONGEST, max(0.0, self._count(network_of(address)) - self.FREE) * self.EACH)
 
-    def ended(self, address: str, began: float) -> None:
+    def stream_ended(self, address: str, began: float) -> None:
         """An event stream that `began` then has ended."""
         now, address = self._now(), network_of(address)
         if now - began >= self.YOUNG:
@@ -182,7 +182,7 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
     stopped = asyncio.create_task(stopping.wait())
     try:
         async with watch.running():
-            texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.held)
+            texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.open_requests)
             yield Service(
                 read_side, watch, texts, limiter, ReconnectThrottle(), StartQueue(), limits, stopping, stopped
             )

@@ -55,14 +55,14 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reach: Annotated[StreamId, Meta(description="The highest ID of it that is settled, above gaps too.")]
     waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
     gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
-    hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
-    transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
+    hidden: Annotated[int, Meta(ge=0, description="Gaps that are not listed.")]
+    transactions: Annotated[list[str], Meta(description="The transactions that hold its open IDs, if it reports them.")]
     deferred: Annotated[
-        bool, Meta(description="Whether records of it found no room, and wait in Kafka or are on their way back.")
+        bool, Meta(description="Whether records of it were deferred, and wait in Kafka or are being read again.")
     ]
-    gone: Annotated[int, Meta(ge=0, description="Records of those that Kafka does not have any more, at most.")]
+    gone: Annotated[int, Meta(ge=0, description="How many of these records Kafka does not have any more, at most.")]
     last_seen: Annotated[
-        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
+        datetime | None, Meta(description="When the pipeline read its newest record; null if not known.")
     ]
 
 
@@ -81,11 +81,13 @@ class RemedyAnswer(msgspec.Struct, frozen=True):
     epoch: Count
     verdict: Verdict
     advice: str
-    command: Annotated[str, Meta(description="What to type, in a shell or in the writer's database; may be empty.")]
+    command: Annotated[
+        str, Meta(description="The command to run, in a shell or in the writer's database; may be empty.")
+    ]
 
 
 class LateSummaryAnswer(msgspec.Struct, frozen=True):
-    count: Annotated[int, Meta(ge=1, description="Late completions; 100 stands for that many or more.")]
+    count: Annotated[int, Meta(ge=1, description="Late completions; 100 means 100 or more.")]
     newest: datetime
 
 
@@ -104,19 +106,24 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     state: State
     source: Source | None
     linear: StreamId | None
-    allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
+    allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, if known.")]
     writers: list[WatchedWriterAnswer]
     unknown_writers: list[UnknownWriterAnswer]
     behind: Annotated[
         BehindAnswer | None,
         Meta(
-            description="Who holds the linear position below what is allocated; null too while Postgres was not read."
+            description="What holds the linear position below the allocated ID; null too while Postgres was not read."
         ),
     ]
     remedies: Annotated[list[RemedyAnswer], Meta(description="Of each writer that holds a position back.")]
     late: LateSummaryAnswer | None
-    bridged: Annotated[bool, Meta(description="`tidemark synapse` tells it: verbs of the bridge end what holds it.")]
-    copies: Annotated[CopiesAnswer | None, Meta(description="Where they differ; a moment of it is a batch under way.")]
+    bridged: Annotated[
+        bool, Meta(description="`tidemark synapse` writes it: verbs of the bridge settle what holds it back.")
+    ]
+    copies: Annotated[
+        CopiesAnswer | None,
+        Meta(description="How Redis and Postgres differ; for a moment that is a batch in progress."),
+    ]
 
 
 class ActAnswer(msgspec.Struct, frozen=True):
@@ -166,12 +173,14 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     answer."""
 
     time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
-    owner: Annotated[str | None, Meta(description="Who holds the lease, or held it last.")]
-    lease_seconds: Annotated[Seconds | None, Meta(description="How long the lease still lives; 0: nobody has it.")]
-    quiet_seconds: Annotated[Seconds | None, Meta(description="How long ago the last batch was applied.")]
+    owner: Annotated[str | None, Meta(description="The process that holds the lease, or held it last.")]
+    lease_seconds: Annotated[
+        Seconds | None, Meta(description="Seconds until the lease expires; 0: no process holds it.")
+    ]
+    quiet_seconds: Annotated[Seconds | None, Meta(description="Seconds since the last batch was applied.")]
     dead_letters: list[DeadLettersAnswer] | None
     acts: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
-    not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot show.")]
+    not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot publish.")]
     lagging: Annotated[
         list[LaggingAnswer] | None, Meta(description="Kafka partitions whose records wait for ten seconds or longer.")
     ]
@@ -299,8 +308,8 @@ class Watch:
         self._read_side = read_side
         self._running: asyncio.Task[None] | None = None
         self._watchers = 0
-        self._wanted = asyncio.Event()
-        self._ended_round = asyncio.Condition()
+        self._has_watchers = asyncio.Event()
+        self._round_ended = asyncio.Condition()
         self._number = 0
         self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the round that changed it
         self._pipeline = b""
@@ -316,9 +325,9 @@ class Watch:
 
     def _start(self) -> None:
         self._running = asyncio.create_task(self._run())
-        self._running.add_done_callback(self._ended)
+        self._running.add_done_callback(self._task_ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Start the task again after a failure: watchers must not take it for quiet streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Reading the streams for /v1/watch failed", problem=repr(problem))
@@ -328,18 +337,18 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
         self._watchers += 1
-        self._wanted.set()
+        self._has_watchers.set()
         try:
             yield Watcher()
         finally:
             self._watchers -= 1
             if not self._watchers:
-                self._wanted.clear()
+                self._has_watchers.clear()
 
     async def news(self, watcher: Watcher) -> bytes:
         """The events of everything that changed since the watcher took the last ones; of everything at first."""
-        async with self._ended_round:
-            await self._ended_round.wait_for(lambda: self._number > watcher.seen)
+        async with self._round_ended:
+            await self._round_ended.wait_for(lambda: self._number > watcher.seen)
         changed = [text for number, text in self._texts.values() if number > watcher.seen]
         watcher.seen = self._number
         return b"".join([*changed, self._pipeline])
@@ -356,7 +365,7 @@ class Watch:
     async def _run(self) -> None:
         pause = PACE
         while True:
-            await self._wanted.wait()
+            await self._has_watchers.wait()
             began = time.monotonic()
             if await self._round():
                 pause = max(PACE, SHARE * (time.monotonic() - began))
@@ -368,7 +377,7 @@ class Watch:
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
-        async with self._ended_round:
+        async with self._round_ended:
             self._number += 1
             for stream in streams:
                 text = encode_event(stream)
@@ -376,5 +385,5 @@ class Watch:
                 if before is None or before[1] != text:
                     self._texts[stream.stream] = self._number, text
             self._pipeline = encode_event(shown)
-            self._ended_round.notify_all()
+            self._round_ended.notify_all()
         return not shown.problems

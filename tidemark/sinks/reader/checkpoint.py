@@ -46,7 +46,7 @@ class ReaderCheckpoint:
     version: int = 0
     place: Place = field(default_factory=Place)
     late_part: tuple[int, int] | None = None
-    owed: tuple[Range, ...] = ()
+    must_read: tuple[Range, ...] = ()
     delivered: Mapping[int, DeliveredFact] = field(default_factory=dict)
 
 
@@ -133,7 +133,7 @@ class CheckpointStore:
             late=checkpoint.place.late,
             is_settled=checkpoint.place.is_settled,
             part=None if checkpoint.late_part is None else Jsonb(checkpoint.late_part),
-            owed=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.owed]),
+            owed=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read]),
         )
         if not written:
             yield from self._check_visible()

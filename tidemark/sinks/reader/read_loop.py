@@ -8,7 +8,7 @@ once, whatever process is killed, and however many copies run.
 has up to three parts:
 
 - The part at or below the place: its rows are handed over as late.
-- The part that the burst passes is `owed`: the table is read there whatever the evidence says.
+- The part that the burst passes is `must_read`: the table is read there whatever the evidence says.
 - The part beyond the burst (of an incarnation that was fenced off) may never be passed. Its rows are handed over as
   late, and remembered, so that a place that does come there does not hand them over again.
 
@@ -59,7 +59,7 @@ class ReadPlan:
     late: tuple[Late, ...]
     lost: LateLost | None
     epochs: Mapping[str, int]
-    owed: tuple[Range, ...] = ()
+    must_read: tuple[Range, ...] = ()
 
     def place(self, remaining: Sequence[Range]) -> Place:
         """The place of the reader while `left` of the ranges have still to be read."""
@@ -77,7 +77,7 @@ class ReadPlan:
         if any(span.writer is None for span in self.read) or not beyond(span.id, span.prev):
             return self
         farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
-        if not any(beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.read, *self.owed)))):
+        if not any(beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.read, *self.must_read)))):
             return self
         return replace(self, read=(*self.read, span))
 
@@ -95,9 +95,9 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
     """`goal` is the place of the follower after the `events`, which all come after the place that is stored."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     lost = next((event for event in events if isinstance(event, LateLost)), None)
-    owed = [
-        *checkpoint.owed,
-        *(span for event in events if isinstance(event, Late) for span in owes(checkpoint, event, goal)),
+    must_read = [
+        *checkpoint.must_read,
+        *(span for event in events if isinstance(event, Late) for span in passed_by_burst(checkpoint, event, goal)),
     ]
     spans: dict[str | None, Range] = {}
     needed: set[str | None] = set()
@@ -110,7 +110,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         if lost or not checkpoint.place.is_settled or not move.proven_empty:
             needed.add(writer)
     for writer, span in spans.items():
-        if any(_concerns(item, span) for item in owed):
+        if any(_concerns(item, span) for item in must_read):
             needed.add(writer)
     advances = [
         advance
@@ -125,27 +125,27 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         tuple(event for event in events if isinstance(event, Late)),
         lost,
         {item.writer: item.epoch for item in advances},
-        tuple(owed),
+        tuple(must_read),
     )
 
 
-def owes(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
+def passed_by_burst(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The part of a late range that the burst passes."""
     yield from _parts(checkpoint, late, goal)[1]
 
 
-def hands_over(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
+def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The parts of a late range whose rows are handed over as late now, in order."""
     passed, _, beyond_it = _parts(checkpoint, late, goal)
     for span in (*passed, *beyond_it):
-        begun = checkpoint.late_part if checkpoint.late_part and checkpoint.late_part[0] == late.number else None
-        part = span.after(begun[1]) if begun else span
+        handed_over = checkpoint.late_part if checkpoint.late_part and checkpoint.late_part[0] == late.number else None
+        part = span.after(handed_over[1]) if handed_over else span
         if part is not None:
             yield part
 
 
-def still_owed(owed: Iterable[Range], place: Place) -> tuple[Range, ...]:
-    return tuple(span for span in owed if beyond(span.id, _at(place, span.writer)))
+def still_unread(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
+    return tuple(span for span in must_read if beyond(span.id, _at(place, span.writer)))
 
 
 def _parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
@@ -165,9 +165,9 @@ def _at(place: Place, writer: str | None) -> int:
     return place.linear if writer is None else place.positions.get(writer, place.linear)
 
 
-def _concerns(owed: Range, span: Range) -> bool:
-    same = span.writer in {None, owed.writer} and owed.writer not in span.besides
-    return same and beyond(owed.id, span.prev) and beyond(span.id, owed.prev)
+def _concerns(must_read: Range, span: Range) -> bool:
+    same = span.writer in {None, must_read.writer} and must_read.writer not in span.besides
+    return same and beyond(must_read.id, span.prev) and beyond(span.id, must_read.prev)
 
 
 RANGES = 64  # in one query
@@ -301,7 +301,7 @@ class ReadProgram:
 
     def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
         before = self._checkpoint
-        remaining = [*hands_over(before, late, goal)]
+        remaining = [*late_parts(before, late, goal)]
         if self._config.table.writer is None:
             if writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
                 raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
@@ -324,8 +324,8 @@ class ReadProgram:
             yield from self._save(replace(self._checkpoint, late_part=(late.number, done)), delivered)
         yield from self._lock()
         place = replace(self._checkpoint.place, late=late.number)
-        owed = (*self._checkpoint.owed, *owes(before, late, goal))
-        yield from self._save(replace(self._checkpoint, place=place, owed=owed, late_part=None))
+        must_read = (*self._checkpoint.must_read, *passed_by_burst(before, late, goal))
+        yield from self._save(replace(self._checkpoint, place=place, must_read=must_read, late_part=None))
 
     def _may_be_of_null(self, late: Late) -> Generator[Request, Answer, bool]:
         """Whether rows whose writer is NULL are the facts that came late. Raises `LateNeedsWriter` if some are not."""
@@ -365,7 +365,9 @@ class ReadProgram:
         """Store the place and commit it, with everything that was done in the transaction."""
         added, forgotten = {fact.id: fact for fact in more}, {*past}
         delivered = {id: fact for id, fact in {**checkpoint.delivered, **added}.items() if id not in forgotten}
-        checkpoint = replace(checkpoint, owed=still_owed(checkpoint.owed, checkpoint.place), delivered=delivered)
+        checkpoint = replace(
+            checkpoint, must_read=still_unread(checkpoint.must_read, checkpoint.place), delivered=delivered
+        )
         version = yield from self.ledger.save(checkpoint, added.values(), forgotten, self._transaction)
         yield CommitTransaction()
         self._checkpoint = replace(checkpoint, version=version)

@@ -117,30 +117,31 @@ class MonotonicPositions(Generic[P]):
     def items(self) -> Iterable[tuple[str, P]]:
         return self._farthest.items()
 
-    def raise_to(self, stream: str, found: P) -> P:
-        """`found`, with no position below what was given out before."""
+    def raise_to(self, stream: str, published: P) -> P:
+        """`published`, with no position below what was given out before."""
         before = self._farthest.get(stream)
-        farthest = self._farthest[stream] = found if before is None else self.merge(before, found)
+        farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
         return farthest
 
-    def merge(self, before: P, found: P) -> P:
+    def merge(self, before: P, published: P) -> P:
         """The farther position of both, of each writer.
 
-        A writer that `found` does not list is left out once the linear position has passed it: that changes no token.
+        A writer that `published` does not list is left out once the linear position has passed it. That changes no
+        token.
         """
-        linear = farther(found.linear, before.linear)
-        vector = {name: farther(id, before.vector.get(name, id)) for name, id in found.vector.items()} | {
-            name: id for name, id in before.vector.items() if name not in found.vector and beyond(id, linear)
+        linear = farther(published.linear, before.linear)
+        vector = {name: farther(id, before.vector.get(name, id)) for name, id in published.vector.items()} | {
+            name: id for name, id in before.vector.items() if name not in published.vector and beyond(id, linear)
         }
-        lower = found.allocated is None or beyond(before.allocated or 0, found.allocated)
+        lower = published.allocated is None or beyond(before.allocated or 0, published.allocated)
         return replace(
-            found,
+            published,
             linear=linear,
             vector=before.vector
             if vector == before.vector
             else vector,  # one object: there may be thousands of writers
-            late=max(found.late, before.late),
-            allocated=before.allocated if lower else found.allocated,
+            late=max(published.late, before.late),
+            allocated=before.allocated if lower else published.allocated,
         )
 
 
