@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from tidemark.app.batches import LET_GO_AFTER, Batches, untraced
 from tidemark.app.preflight import Seed
-from tidemark.app.stream_metrics import Board
+from tidemark.app.stream_metrics import StreamCollector
 from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import no_collection
 from tidemark.sinks.dead_letters import DeadLettered
@@ -59,7 +59,7 @@ TOPICS = {"facts": RememberedTopic("id", 1)}
 def batches(publisher: _Quick | None = None) -> Batches:
     publisher = publisher or _Quick()
     seed = Seed("first", BEFORE, {})
-    return Batches(cast("Publisher", publisher), Board(streams=1, writers=1), seed, TOPICS, untraced)
+    return Batches(cast("Publisher", publisher), StreamCollector(streams=1, writers=1), seed, TOPICS, untraced)
 
 
 def test_who_ends_lets_no_batch_begin() -> None:

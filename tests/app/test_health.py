@@ -13,10 +13,10 @@ from tests.waiting import eventually
 from tidemark.app import health, metrics
 from tidemark.app import kafka_lag as end_offsets
 from tidemark.app.health import PipelineCondition
-from tidemark.app.kafka_lag import EndOffsets
+from tidemark.app.kafka_lag import LagMonitor
 from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.processes import KafkaServer
-from tidemark.app.stream_metrics import Board
+from tidemark.app.stream_metrics import StreamCollector
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
@@ -36,19 +36,19 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
         (PipelineCondition(condition(), {("facts", 0): 900}, None), []),
         (
             PipelineCondition(condition(quiet=4000), {("facts", 0): 2, ("facts", 1): 3}, None),
-            ["no batch was applied for 4000 s, although 5 records wait"],
+            ["no batch was applied for 4000 s, although the Kafka lag is 5 records"],
         ),
         (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline holds the lease; the last one was host:7"]),
         (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever run here"]),
         (
             PipelineCondition(condition(), {("facts", 1): -4}, None),
-            ["partition 1 of facts ends 4 records before what was read of it"],
+            ["partition 1 of facts ends 4 records before the last offset that was read"],
         ),
         (
             PipelineCondition(condition(), {("facts", 0): 0}, None, "Redis is away"),
             ["nothing can be published: Redis is away"],
         ),
-        (PipelineCondition(condition(), None, "gone"), ["Kafka does not tell how many records wait: gone"]),
+        (PipelineCondition(condition(), None, "gone"), ["the Kafka lag is unknown: gone"]),
     ],
 )
 def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[str]) -> None:
@@ -60,9 +60,9 @@ def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[s
 def test_the_line_says_who_when_and_how_much() -> None:
     """One line of all that positions rest on; what is not known is not called 0."""
     well = PipelineCondition(condition(), {("facts", 0): 2}, None)
-    assert well.line() == "pipeline: host:7 holds the lease, last batch 1 s ago, records that wait in Kafka: 2"
+    assert well.line() == "pipeline: host:7 holds the lease, last batch 1 s ago, Kafka lag: 2 records"
     dead = PipelineCondition(condition(lease=0.0, quiet=None), None, "gone")
-    assert dead.line() == "pipeline: nobody holds the lease, no batch yet, records that wait in Kafka: unknown"
+    assert dead.line() == "pipeline: nobody holds the lease, no batch yet, Kafka lag: unknown"
 
 
 def test_kafka_is_asked_what_nobody_read(
@@ -106,13 +106,13 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     producer.begin_transaction()
     producer.produce(prefix, b"{}", on_delivery=lambda *_: None)
     producer.flush(30)
-    board = Board()
+    board = StreamCollector()
     board.read[prefix, 0] = 0
 
     def blocked() -> list[str]:
         return [it for it in health.read(store, connection, redis_url, 30.0).problems() if "transaction" in it]
 
-    with EndOffsets(topics, topics.identities([prefix]), board, store.note_lagging).running():
+    with LagMonitor(topics, topics.identities([prefix]), board, store.note_lagging).running():
         eventually(blocked, 30, lambda: "the transaction that hangs")
         [problem] = blocked()
         assert f"an open Kafka transaction blocks partition 0 of {prefix} at offset 0 since " in problem

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemark.app.signals import ENDING, told_to_end
+from tidemark.app.signals import SHUTDOWN_SIGNALS, shutdown_event
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -19,7 +19,7 @@ def as_before() -> Iterator[None]:
 
 def test_signal_is_heard_wherever_the_wait_for_it_stands() -> None:
     """Also where it has just taken the event's lock: one that sets the event there waits for itself."""
-    told = told_to_end()
+    told = shutdown_event()
     with told._cond:  # type: ignore[attr-defined]  # where `wait` is as it begins and as it ends
         signal.raise_signal(signal.SIGTERM)
     assert told.wait(60)
@@ -28,12 +28,12 @@ def test_signal_is_heard_wherever_the_wait_for_it_stands() -> None:
 def test_what_follows_is_done_once() -> None:
     """Two signals of one kind end a process once; `again` may say that the second does as it does of itself."""
     done = threading.Semaphore(0)
-    told = told_to_end(done.release, again=signal.SIG_IGN)
+    told = shutdown_event(done.release, again=signal.SIG_IGN)
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     assert told.wait(60)
     assert done.acquire(timeout=60)
     assert not done.acquire(timeout=0.1)
-    told_to_end(again=signal.SIG_DFL)
+    shutdown_event(again=signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

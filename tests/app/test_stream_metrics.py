@@ -15,9 +15,9 @@ from tests.streaming.builders import STREAM, Shard, join, position, rdata, retir
 from tests.waiting import eventually
 from tidemark.app import kafka_lag as end_offsets
 from tidemark.app import metrics
-from tidemark.app.kafka_lag import EndOffsets
+from tidemark.app.kafka_lag import LagMonitor
 from tidemark.app.stack.processes import KafkaServer
-from tidemark.app.stream_metrics import Board, BoardEntry
+from tidemark.app.stream_metrics import StreamCollector, StreamEntry
 from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
@@ -59,14 +59,14 @@ def loaded(states: Mapping[str, bytes]) -> ShardedStates:
 
 
 @pytest.fixture
-def scraped() -> tuple[Board, CollectorRegistry]:
+def scraped() -> tuple[StreamCollector, CollectorRegistry]:
     registry = CollectorRegistry()
-    board = Board(now=lambda: 25.0)
+    board = StreamCollector(now=lambda: 25.0)
     registry.register(board)
     return board, registry
 
 
-def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, CollectorRegistry]) -> None:
+def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """Rule 7: the age of a gap counts from when it was first seen, as the state remembers it."""
     board, registry = scraped
     board.load(loaded({"history": state.encode(a_backward_stream())}), {"facts": {0: 5}})
@@ -78,7 +78,7 @@ def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, Coll
     assert registry.get_sample_value("tidemark_position", {**labels, "writer": "importer"}) == -4
 
 
-def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegistry]) -> None:
+def test_who_lost_the_lease_shows_no_stream(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """The new owner does; a gap that it closes would age here for ever. With the lease they come back."""
     board, registry = scraped
     stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
@@ -92,7 +92,7 @@ def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegis
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
 
 
-def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, CollectorRegistry]) -> None:
+def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """Writers that a batch did not touch keep their last position."""
     board, registry = scraped
     board.update([effects("orders", web=3, shop=4)])
@@ -106,7 +106,7 @@ def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, Coll
 def test_past_their_number_streams_and_writers_share_a_series() -> None:
     """However many there are: the rest is summed, of ages the highest counts, and both are counted."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 25.0, streams=2, writers=3)
+    board = StreamCollector(now=lambda: 25.0, streams=2, writers=3)
     registry.register(board)
     board.load(loaded({"s9": state.encode(a_backward_stream())}), {})
     board.update([effects(f"s{number}", a=number, b=number) for number in range(5)])
@@ -151,11 +151,11 @@ def moved(name: str, line: int, rows: Mapping[str, tuple[int, bool]], *, behind:
 def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams: int) -> None:
     """Whatever comes and ends: a scrape shows what it would show to who saw the last of each stream alone."""
 
-    def scraped(board: Board) -> set[tuple[str, tuple[str, ...], float]]:
+    def scraped(board: StreamCollector) -> set[tuple[str, tuple[str, ...], float]]:
         families = board.collect()
         return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
 
-    board, policies = Board(now=lambda: 60.0, streams=streams, writers=2), Policies()
+    board, policies = StreamCollector(now=lambda: 60.0, streams=streams, writers=2), Policies()
     last: dict[str, tuple[int, dict[str, tuple[int, bool]], bool]] = {}
     for name, line, rows, behind, policy in moves:
         if policy is not None:
@@ -165,7 +165,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
         _, standing, _ = last.get(name, (0, {}, False))
         standing = {**standing, **rows}
         last[name] = line, {writer: it for writer, it in standing.items() if not it[1]}, behind
-        fresh = Board(now=lambda: 60.0, streams=streams, writers=2)
+        fresh = StreamCollector(now=lambda: 60.0, streams=streams, writers=2)
         for other, (stands, positions, waits) in last.items():
             fresh.update([moved(other, stands, positions, behind=waits)])
         fresh.follow(policies)
@@ -197,12 +197,12 @@ def test_a_board_goes_on_with_what_it_found(before: Sequence[Any], after: Sequen
             epochs[name, writer] = head
         return ShardEffects(0, 0, [shard.feed(replace(made, stream=name))], [], [])
 
-    def scraped(board: Board) -> set[tuple[str, tuple[str, ...], float]]:
+    def scraped(board: StreamCollector) -> set[tuple[str, tuple[str, ...], float]]:
         families = board.collect()
         return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
 
-    def started() -> Board:
-        board = Board(now=lambda: 60.0, streams=most, writers=2)
+    def started() -> StreamCollector:
+        board = StreamCollector(now=lambda: 60.0, streams=most, writers=2)
         board.follow(Policies({"c": {"gap_seconds": 7}}))
         board.load(loaded(shard.states), {})
         return board
@@ -220,15 +220,15 @@ def test_streams_at_rest_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Rule 8: neither a batch nor a scrape opens one that did not move and has no series of its own."""
     shard = Shard()
     shard.feed(join("w", 0), rdata("w", 1, epoch=1))
-    board = Board(streams=3)
+    board = StreamCollector(streams=3)
     board.load(loaded({f"s{number:04}": shard.states[STREAM] for number in range(2000)}), {})
-    opened, open_it = [], BoardEntry.of
+    opened, open_it = [], StreamEntry.of_state
 
-    def of(stored: bytes) -> BoardEntry:
+    def of(stored: bytes) -> StreamEntry:
         opened.append(stored)
         return open_it(stored)
 
-    monkeypatch.setattr(BoardEntry, "of", of)
+    monkeypatch.setattr(StreamEntry, "of_state", of)
     for _ in range(3):
         board.update([effects("s1999", w=2)])
         assert (
@@ -245,7 +245,7 @@ def test_streams_at_rest_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(opened) == 4
 
 
-def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorRegistry]) -> None:
+def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """How far the line is behind in IDs and in seconds, for whom it waits, and how long that one is silent."""
     board, registry = scraped
     shard = Shard()
@@ -266,7 +266,7 @@ def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorReg
 def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() -> None:
     """Else each scrape under traffic would name others."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 11.0)
+    board = StreamCollector(now=lambda: 11.0)
     registry.register(board)
     board.load(loaded({"events": Shard().left_by_a_dead_writer().state}), {})
     assert registry.get_sample_value("tidemark_linear_lag_seconds", {"stream": "events"}) == 9
@@ -278,7 +278,7 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() 
 def test_past_their_number_holders_share_a_series() -> None:
     """Those that hold longest are named, whatever their streams are called; the others are counted."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
     old = Shard().left_by_a_dead_writer()
     young = Shard(now=20_000).left_by_a_dead_writer()
@@ -295,7 +295,7 @@ def test_past_their_number_holders_share_a_series() -> None:
 def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -> None:
     """Postgres and each sink, as they were compared last, while the lease lasts; streams that ended have none."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
     board.update([effects(name, web=3) for name in ("a", "b", "c", "ended")])
     board.update([effects("ended", retired=True, web=4)])
@@ -312,7 +312,7 @@ def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -
         samples = [sample for metric in registry.collect() for sample in metric.samples]
         return {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_sink_linear_position"}
 
-    with board.beside([sink]):
+    with board.comparing([sink]):
         assert lines() == {
             ("a", "postgres"): 4,
             ("other streams", "postgres"): 8,
@@ -326,7 +326,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     """By stream, as its policy bounds it, and past their number the fullest of the others. How full each is, is asked
     of the state itself."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
     board.follow(Policies({"a": {"pending_bound": 4}}, {"pending_bound": 5, "completed_bound": 5}))
     shard = Shard()
@@ -345,7 +345,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
 def test_what_alerts_compare_with_is_the_streams_own() -> None:
     """Of streams that share a series the least; a stream with a policy of its own is the last to lose its series."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 60.0, streams=1)
+    board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
     board.follow(Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8}))
     board.load(loaded(dict.fromkeys(("a", "b", "z"), state.encode(a_backward_stream()))), {})
@@ -360,7 +360,7 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
     assert [shown("gap_seconds", stream) for stream in ("a", "other streams", "z")] == [120, 120, None]
 
 
-def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:
+def test_who_retired_has_no_series_any_more(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """A writer's ends as it retires, and the stream's with its last one; they come back when they move again."""
     board, registry = scraped
     board.update([effects("orders", web=3, shop=4)])
@@ -382,9 +382,9 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics, admin = Topics(connection), AdminClient(connection.client())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
-    board = Board()
+    board = StreamCollector()
     board.read[prefix, 0] = 0
-    with EndOffsets(Topics(connection), topics.identities([prefix]), board).running() as noticing:
+    with LagMonitor(Topics(connection), topics.identities([prefix]), board).running() as noticing:
         admin.delete_topics([prefix])[prefix].result(30)
         eventually(lambda: topics.create_missing([TopicPlan(prefix, 1, 1000)]), 30, lambda: "the new topic")
         eventually(lambda: noticing.failure, 30, lambda: "the failure")
@@ -399,6 +399,6 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
     connection = KafkaConnection(kafka.bootstrap_servers)
     absent = {prefix: RememberedTopic("some", 1)}
-    with EndOffsets(Topics(connection), absent, Board()).running() as noticing:
+    with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:
         eventually(lambda: noticing.failure, 30, lambda: "the failure")
     assert isinstance(noticing.failure, TopicMissing)

@@ -81,7 +81,7 @@ def test_a_collector_that_takes_nothing_is_told_once_and_holds_nobody_up(collect
     assert [(it["log_level"], it["endpoint"]) for it in told] == [("warning", collector.address)] * 2
     with capture_logs() as told, tracing("http://127.0.0.1:9", "me", 41) as trace:
         publish(trace)
-    assert [it["event"] for it in told] == ["The collector takes no traces; they are left out"]
+    assert [it["event"] for it in told] == ["The collector does not accept traces; dropping them"]
 
 
 def test_nothing_of_it_is_imported_without_a_collector() -> None:

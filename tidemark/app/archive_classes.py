@@ -1,9 +1,8 @@
-"""Make a JVM do what a pipeline makes it do, and write down the classes that it loaded as it ends: for those that come.
+"""Makes the class archive of `app.class_archive`: a JVM runs the pipeline's query, and archives its classes at exit.
 
     python -m tidemark.app.archive_classes
 
-takes half a minute of a core and 160 MB beside the installation, and nothing where that is done
-(`app.class_archive`).
+takes half a minute of a core and 160 MB in the installation; nothing if the archive exists.
 """
 
 import signal
@@ -33,8 +32,8 @@ _BATCHES = 2
 _KEYS = [0, 1, 2, 3]
 
 
-class _Made(PacketReader):
-    """Of one partition, which has a record more whenever it is asked for; none of them is there."""
+class _StubReader(PacketReader):
+    """Reads one partition, whose end moves by one record with each batch. The records do not exist."""
 
     def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in start.items()}
@@ -44,14 +43,14 @@ class _Made(PacketReader):
         return compact([(ranges, ())], keys=_KEYS, names=self._config.names, most=MOST_FACTS)
 
 
-class _MadeUp(PacketSource):
-    def streamReader(self, schema: StructType) -> _Made:
+class _StubSource(PacketSource):
+    def streamReader(self, schema: StructType) -> _StubReader:
         start: Places = {"facts": {0: 0}, "control": {}}
-        return _Made(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _KEYS, MOST_FACTS))
+        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _KEYS, MOST_FACTS))
 
 
 def _run(spark: SparkSession, checkpoint: Path) -> None:
-    """The pipeline's query, until it has done some batches."""
+    """Run the pipeline's query for some batches."""
     enough = threading.Event()
 
     def publish(batch: DataFrame, number: int) -> None:
@@ -59,8 +58,8 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
         if number + 1 >= _BATCHES:
             enough.set()
 
-    spark.dataSource.register(_MadeUp)
-    packets = spark.readStream.format(_MadeUp.name()).load()
+    spark.dataSource.register(_StubSource)
+    packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
     effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="")
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
@@ -70,18 +69,19 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
     running.stop()
 
 
-def _written(directory: Path, option: str) -> None:
+def _write(directory: Path, option: str) -> None:
+    """Run the query in a JVM with this option until the JVM exits."""
     conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*SILENT, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
     _run(spark, directory / "checkpoint")
     spark.stop()
     process = jvm.gateway.proc
-    process.stdin.close()  # which ends it
+    process.stdin.close()  # ends the JVM
     if code := process.wait():
-        sys.exit(f"the JVM ended with {code}: what it has written is not whole")
+        sys.exit(f"the JVM ended with code {code}: the archive is incomplete")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half made is removed
-    make(spark_archive(find_java(Settings().java_home)), _written)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes an unfinished archive
+    make(spark_archive(find_java(Settings().java_home)), _write)

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from tidemark.app import metrics
 from tidemark.app.preflight import Seed
-from tidemark.app.stream_metrics import Board
+from tidemark.app.stream_metrics import StreamCollector
 from tidemark.common.errors import (
     BatchCut,
     ContentRefused,
@@ -110,7 +110,7 @@ class Batches:
     def __init__(
         self,
         publisher: Publisher,
-        board: Board,
+        board: StreamCollector,
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
         trace: Trace,

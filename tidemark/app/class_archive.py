@@ -1,7 +1,8 @@
-"""A JVM that begins with archived classes: with them Spark's takes two thirds of the CPU to its first batch.
+"""Class data sharing: with an archive of loaded classes, a JVM needs two thirds of the CPU until its first batch.
 
-`python -m tidemark.app.archive_classes` makes one, once for each installation. What does not fit any more,
-because Java or a jar was replaced, a JVM leaves alone.
+`python -m tidemark.app.archive_classes` makes the archive, once for each installation. A JVM ignores an archive that
+does not match its Java and its jars. Java 19 could make archives by itself (-XX:+AutoCreateSharedArchive), Java 17
+cannot.
 """
 
 import fcntl
@@ -14,40 +15,39 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 DIRECTORY = Path(sys.prefix, "share", "tidemark")
-"""Beside the installation whose classes these are, as Python's own compiled modules are."""
+"""The folder of archives, in the installation to which the classes belong."""
 
 MAKER = [sys.executable, "-m", "tidemark.app.archive_classes"]
-"""The program that makes that of a pipeline's JVM."""
+"""The command that makes the archive of a pipeline's JVM."""
 
-# Of an archive that does not fit the JVM need not speak.
+# The JVM must not print a warning about an archive that does not match.
 SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
 
 
 def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
-    """Where that of a pipeline's JVM is, or would be."""
+    """The path of the archive of a pipeline's JVM, whether it exists or not."""
     spark = find_spec("pyspark")
     jars = Path(spark.origin).with_name("jars") if spark is not None and spark.origin else directory
     return archive("spark", java, sorted(jars.glob("*.jar")), directory)
 
 
 def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """`java` is the program, as `find_java` gives it. Another Java and other jars have another."""
+    """The path of an archive, which depends on the program `java` and on the jars."""
     program = Path(java).resolve()
     release = program.parent.parent / "release"
     version = release.read_text() if release.is_file() else ""
-    found = [(str(jar), jar.stat().st_size, int(jar.stat().st_mtime)) for jar in jars]
-    sum_ = hashlib.sha256(repr((str(program), version, found)).encode()).hexdigest()[:16]
+    files = [(str(jar), jar.stat().st_size, int(jar.stat().st_mtime)) for jar in jars]
+    sum_ = hashlib.sha256(repr((str(program), version, files)).encode()).hexdigest()[:16]
     return directory / f"{name}-{sum_}.jsa"
 
 
 def options(archive: Path) -> list[str]:
-    """For the JVM; none where the archive is not made."""
+    """Options for the JVM; empty if the archive does not exist."""
     return [f"-XX:SharedArchiveFile={archive}", *SILENT] if is_whole(archive) else []
 
 
 def is_whole(archive: Path) -> bool:
-    """Whether it is there as it was made. Of one that was cut since a JVM dies, where it leaves alone what does not fit
-    otherwise."""
+    """Whether the archive exists and has its original size. A truncated archive would make a JVM crash."""
     try:
         return archive.stat().st_size == int(_size_of(archive).read_text())
     except (OSError, ValueError):
@@ -55,14 +55,18 @@ def is_whole(archive: Path) -> bool:
 
 
 def _size_of(archive: Path) -> Path:
-    """A file in which the size stands that the archive was made with."""
+    """The file with the original size of the archive."""
     return archive.with_suffix(".size")
 
 
-def make(archive: Path, written: Callable[[Path, str], None]) -> None:
-    """Have it `written` by a JVM that is given a directory of its own and one more option.
+def make(archive: Path, write: Callable[[Path, str], None]) -> None:
+    """Make the archive, unless it exists. Several processes may call this at once; one of them makes the archive.
 
-    Any number of processes may ask at once: one makes it. Raises OSError where nothing can be written there.
+    Args:
+        write: runs a JVM with a directory of its own and an additional option.
+
+    Raises:
+        OSError: the folder is not writable.
     """
     name = archive.stem.rpartition("-")[0]
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,7 @@ def make(archive: Path, written: Callable[[Path, str], None]) -> None:
         if is_whole(archive):
             return
         made = Path(directory) / "made"
-        written(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
+        write(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
         for old in archive.parent.glob(f"{name}-*"):
             old.unlink()
         part = archive.with_suffix(".part")

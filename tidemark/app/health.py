@@ -1,6 +1,6 @@
-"""How the pipeline is from which positions come: the lease, the last batch, Kafka's end against what was read, Redis.
+"""The condition of the pipeline: the lease, the last batch, the Kafka lag, and Redis.
 
-Positions stand in Postgres however dead it is, so whoever shows them says this too.
+Positions stay in Postgres if the pipeline is dead, so every command that shows positions also shows this condition.
 """
 
 import shlex
@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.redis.client import RedisAddress
 
-PATIENCE = 3.0  # seconds for Kafka, and for Redis: people wait for the answer
-QUIET_AFTER = 60.0  # seconds without a batch that are none of a healthy pipeline for which records wait
+PATIENCE = 3.0  # seconds for Kafka, and for Redis: a person waits for the answer
+QUIET_AFTER = 60.0  # seconds without a batch, although there are unread records, that are a problem
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCondition:
-    """`waiting` counts records that Kafka has and nobody read, by topic and partition; below 0: it has fewer than were
-    read. None where no pipeline ever started here, or Kafka does not answer: `kafka` says what it said. `redis` is what
-    Redis said where it does not let us in.
+    """The condition of the pipeline.
+
+    Attributes:
+        condition: as Postgres has it.
+        waiting: number of unread records, by topic and partition; negative if Kafka has fewer records than were read.
+            None if no pipeline ever started, or if Kafka does not answer.
+        kafka: the error of Kafka, None if there is none.
+        redis: the error of Redis, None if there is none.
     """
 
     condition: Condition
@@ -38,32 +43,36 @@ class PipelineCondition:
     kafka: str | None
     redis: str | None = None
     bootstrap: str = "HOST:9092"
-    """Kafka's address, for the commands that people are shown."""
+    """The address of Kafka, for the commands in messages."""
 
     @property
     def records(self) -> int:
         return sum(self.waiting.values()) if self.waiting else 0
 
     def problems(self) -> list[str]:
-        """For people; none where positions are as new as they can be."""
-        it, found = self.condition, []
-        if it.owner is None:
-            found.append("no pipeline has ever run here")
-        elif not it.lease:
-            found.append(f"no pipeline holds the lease; the last one was {it.owner}")
-        if it.waits is not None:
-            found.append(f"positions are held: {it.waits}")
+        """Messages for people; empty if positions are up to date."""
+        condition, problems = self.condition, list[str]()
+        if condition.owner is None:
+            problems.append("no pipeline has ever run here")
+        elif not condition.lease:
+            problems.append(f"no pipeline holds the lease; the last one was {condition.owner}")
+        if condition.waits is not None:
+            problems.append(f"no position moves: {condition.waits}")
         if self.kafka is not None:
-            found.append(f"Kafka does not tell how many records wait: {self.kafka}")
+            problems.append(f"the Kafka lag is unknown: {self.kafka}")
         if self.redis is not None:
-            found.append(f"nothing can be published: {self.redis}")
+            problems.append(f"nothing can be published: {self.redis}")
         for (topic, partition), records in sorted((self.waiting or {}).items()):
             if records < 0:
-                found.append(f"partition {partition} of {topic} ends {-records} records before what was read of it")
-        if it.quiet is not None and it.quiet > QUIET_AFTER and self.records > 0:
-            found.append(f"no batch was applied for {it.quiet:.0f} s, although {self.records} records wait")
-        found += [self._blocked(lag) for lag in it.lagging if lag.blocked_offset is not None]
-        return found
+                problems.append(
+                    f"partition {partition} of {topic} ends {-records} records before the last offset that was read"
+                )
+        if condition.quiet is not None and condition.quiet > QUIET_AFTER and self.records > 0:
+            problems.append(
+                f"no batch was applied for {condition.quiet:.0f} s, although the Kafka lag is {self.records} records"
+            )
+        problems += [self._blocked(lag) for lag in condition.lagging if lag.blocked_offset is not None]
+        return problems
 
     def _blocked(self, lag: LaggingPartition) -> str:
         """An open transaction, with the commands that find its producer and abort it: those of KIP-664."""
@@ -78,19 +87,19 @@ class PipelineCondition:
         )
 
     def line(self) -> str:
-        """All of it in one line."""
-        it = self.condition
-        owner = f"{it.owner} holds the lease" if it.lease else "nobody holds the lease"
-        batch = "no batch yet" if it.quiet is None else f"last batch {it.quiet:.0f} s ago"
-        waiting = "unknown" if self.waiting is None else str(self.records)
-        return f"pipeline: {owner}, {batch}, records that wait in Kafka: {waiting}"
+        """The condition in one line."""
+        condition = self.condition
+        owner = f"{condition.owner} holds the lease" if condition.lease else "nobody holds the lease"
+        batch = "no batch yet" if condition.quiet is None else f"last batch {condition.quiet:.0f} s ago"
+        lag = "unknown" if self.waiting is None else count(self.records, "record")
+        return f"pipeline: {owner}, {batch}, Kafka lag: {lag}"
 
     def plain(self) -> dict[str, Any]:
-        it = self.condition
+        condition = self.condition
         return {
-            "owner": it.owner,
-            "lease_seconds": round(it.lease, 1),
-            "last_batch_seconds": None if it.quiet is None else round(it.quiet, 1),
+            "owner": condition.owner,
+            "lease_seconds": round(condition.lease, 1),
+            "last_batch_seconds": None if condition.quiet is None else round(condition.quiet, 1),
             "records_waiting": None if self.waiting is None else self.records,
             "lagging_partitions": [
                 {
@@ -101,7 +110,7 @@ class PipelineCondition:
                     "blocked_offset": lag.blocked_offset,
                     "blocked_since": lag.blocked_since,
                 }
-                for lag in it.lagging
+                for lag in condition.lagging
             ],
             "problems": self.problems(),
         }
@@ -113,28 +122,29 @@ def read(
     """Waits `patience` seconds for Kafka, and for Redis (None: known to answer).
 
     Raises:
-        Unavailable, Refused: Postgres did not answer, or refused us. The result has the problems of Kafka and Redis.
+        Unavailable, Refused: Postgres did not answer, or refused the session. The result has the problems of Kafka and
+        Redis.
     """
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
-        return PipelineCondition(condition, None, None, _said_by(redis, patience), kafka.bootstrap)
-    known = postgres.offsets()  # first, so that what is read meanwhile makes no count below 0
+        return PipelineCondition(condition, None, None, _redis_error(redis, patience), kafka.bootstrap)
+    known = postgres.offsets()  # first: records that are read meanwhile must not cause a negative lag
     try:
         ends = Topics(kafka, patience).end_offsets(topics)
     except TidemarkError as problem:
-        return PipelineCondition(condition, None, one_line(problem), _said_by(redis, patience), kafka.bootstrap)
+        return PipelineCondition(condition, None, one_line(problem), _redis_error(redis, patience), kafka.bootstrap)
     waiting = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in known.items()
         for partition, offset in partitions.items()
         if (topic, partition) in ends
     }
-    return PipelineCondition(condition, waiting, None, _said_by(redis, patience), kafka.bootstrap)
+    return PipelineCondition(condition, waiting, None, _redis_error(redis, patience), kafka.bootstrap)
 
 
-def _said_by(redis: "RedisAddress | str | None", patience: float) -> str | None:
-    """None if Redis lets us in."""
+def _redis_error(redis: "RedisAddress | str | None", patience: float) -> str | None:
+    """The error of Redis; None if there is none."""
     if redis is None:
         return None
     from tidemark.sinks.redis.publish import Redis, RedisConfig  # noqa: PLC0415 - redis-py is slow to import

@@ -1,7 +1,7 @@
-"""How long the records of each Kafka partition have waited, and whether an open transaction blocks them. Pure.
+"""The lag of each Kafka partition, and whether an open transaction blocks the partition.
 
-A reader with `read_committed` gets nothing at or beyond the last stable offset: the first offset of the oldest
-transaction that is still open. If its producer hangs or is lost, the partition is blocked, though its end moves on.
+A reader with `read_committed` gets no record at or beyond the last stable offset: the first offset of the oldest open
+transaction. If the producer of that transaction hangs or is lost, the partition is blocked although its end moves on.
 """
 
 import threading
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from tidemark.app import metrics
-from tidemark.app.stream_metrics import Board, Crossings
+from tidemark.app.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
 from tidemark.sources.topic_checks import RememberedTopic, require_same, require_uncompacted
@@ -21,14 +21,22 @@ from tidemark.sources.topics import Topics
 Partition = tuple[str, int]
 
 SAMPLES: Final = 512
-"""End offsets remembered for each partition; past that every second one is dropped, so an age may look older by one gap
-between samples, and never younger."""
+"""End offsets that are stored for each partition.
+
+Beyond that, every second one is dropped: an age is then too high by at
+most the interval between two samples, and never too low."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionLag:
-    """`records` wait to be read, the oldest for `seconds`. `stable` is the last stable offset; if an open transaction
-    blocks the partition there, `blocked_seconds` is for how long, else 0."""
+    """The lag of a partition.
+
+    Attributes:
+        records: number of unread records.
+        seconds: age of the oldest unread record.
+        stable: the last stable offset.
+        blocked_seconds: for how long an open transaction has blocked the partition at `stable`; 0 if none does.
+    """
 
     records: int
     seconds: float
@@ -39,25 +47,26 @@ class PartitionLag:
 @dataclass(slots=True)
 class _Watched:
     ends: list[tuple[int, float]] = field(default_factory=list)
-    """End offsets that are not read yet, each with when it was first observed."""
+    """End offsets that are not read yet, and when each was first observed."""
     stable: int = -1
     since: float | None = None
     """When the last stable offset was first observed to be `stable`, below the end."""
 
 
 class LagTracker:
-    """Not for threads. A new process counts from what it observes first."""
+    """Computes the lag from offsets over time. Not for threads. Ages begin at the first observation of a process."""
 
     def __init__(self) -> None:
         self._watched: dict[Partition, _Watched] = {}
 
     def observe(self, partition: Partition, now: float, *, read: int, stable: int, end: int) -> PartitionLag:
-        """Take the offsets of a partition as they were asked at `now` (s, of any clock that does not go back).
+        """Add one observation of a partition, and return its lag.
 
         Args:
+            now: seconds of a monotonic clock.
             read: the offset of the next record that the pipeline reads.
             stable: the last stable offset.
-            end: the offset of the next record that will be written, of open transactions too.
+            end: the offset of the next record to be written, including open transactions.
         """
         watched = self._watched.setdefault(partition, _Watched())
         watched.ends = [(offset, at) for offset, at in watched.ends if read < offset <= end]
@@ -76,30 +85,29 @@ class LagTracker:
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # between two rounds
-ROUNDS_PER_CHECK = 15
+SECONDS = 2.0  # between two checks
+CHECKS_PER_DESCRIPTION = 15  # the configuration of the topics is checked less often
 LAGGING_SECONDS = 10.0  # a healthy pipeline reads a record sooner, and a transaction of a healthy producer ends sooner
-NOTED_SECONDS = 10.0  # between two notes of partitions that lag
-ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
+NOTED_SECONDS = 10.0  # between two notes of lagging partitions
+CHECKS_MISSING = 5  # consecutive checks without a topic: a broker that has just started may not know its topics
 
 
 Note = tuple[str, int, int, float, int | None, float | None]
 
 
-class EndOffsets:
-    """Keeps the metrics of end offsets and lag up to date. `remembered` are the topics as they were at the start.
+class LagMonitor:
+    """Updates the metrics of end offsets and lag, and checks the topics.
 
-    It also notices at run time what is checked at every start: a topic that was repartitioned or replaced, in every
-    round, and one that was compacted; `failure` is the Stop that was found, for the thread that supervises. And it logs
-    what crosses a threshold meanwhile (`app.stream_metrics`). `note` is called with the partitions that lag, as
-    `sinks.postgres.status.note_lagging` takes them; it may raise `Retry`.
+    `remembered` are the topics at the start. A topic that was repartitioned, replaced or compacted since becomes the
+    `failure`, which the supervising thread raises. The thread also logs crossed thresholds (`app.stream_metrics`).
+    `note` is called with the lagging partitions (see `sinks.postgres.status.note_lagging`), and may raise `Retry`.
     """
 
     def __init__(
         self,
         topics: Topics,
         remembered: Mapping[str, RememberedTopic],
-        board: Board,
+        board: StreamCollector,
         note: Callable[[Sequence[Note]], None] = lambda _: None,
     ) -> None:
         self._topics = topics
@@ -109,7 +117,7 @@ class EndOffsets:
         self._note = note
         self._noted: tuple[float, Sequence[Note]] | None = None
         self._lag = LagTracker()
-        self._blocked: dict[Partition, int] = {}  # the offset at which each partition that is logged is blocked
+        self._blocked: dict[Partition, int] = {}  # partitions that were logged as blocked, and their offset
         self._closing = threading.Event()
         self.failure: Stop | None = None
 
@@ -124,61 +132,61 @@ class EndOffsets:
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        away = False
-        rounds = missing = 0
-        crossings = Crossings(self._board)
+        is_away = False
+        checks = missing = 0
+        thresholds = ThresholdLog(self._board)
         while not self._closing.is_set():
-            crossings.look()
+            thresholds.check()
             try:
                 require_same(self._topics.identities(self._remembered), self._remembered)
-                read = dict(self._board.read)  # first, so that what is read meanwhile makes no lag below 0
-                stable = self._topics.stable_offsets(self._partitions)  # before the ends: it is never beyond them
+                read = dict(self._board.read)  # first: records that are read meanwhile must not cause a negative lag
+                stable = self._topics.stable_offsets(self._partitions)  # before the ends: it is never beyond an end
                 ends = self._topics.end_offsets(self._partitions)
-                if self._closing.is_set():  # it may have been long until Kafka answered, and another process reads now
+                if self._closing.is_set():  # Kafka may have taken long to answer, and another process may read now
                     return
-                self._show(read, stable, ends)
-                rounds, missing = rounds + 1, 0
-                if rounds % ROUNDS_PER_CHECK == 0:
+                self._update(read, stable, ends)
+                checks, missing = checks + 1, 0
+                if checks % CHECKS_PER_DESCRIPTION == 0:
                     require_uncompacted(self._topics.describe(self._remembered))
-                if away:
+                if is_away:
                     log.info("Kafka answers again")
-                away = False
+                is_away = False
             except Retry as error:
-                if not away:
+                if not is_away:
                     log.warning("Waiting for Kafka", problem=str(error))
-                away = True
+                is_away = True
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:
                 missing += 1
-                if not isinstance(error, TopicMissing) or missing == ROUNDS_MISSING:
+                if not isinstance(error, TopicMissing) or missing == CHECKS_MISSING:
                     self.failure = error
                     return
             self._closing.wait(SECONDS)
 
-    def _show(
+    def _update(
         self, read: Mapping[Partition, int], stable: Mapping[Partition, int], ends: Mapping[Partition, int]
     ) -> None:
         now, lags = time.monotonic(), dict[Partition, PartitionLag]()
-        for place, end in ends.items():
-            lags[place] = lag = self._lag.observe(place, now, read=read[place], stable=stable[place], end=end)
+        for key, end in ends.items():
+            lags[key] = lag = self._lag.observe(key, now, read=read[key], stable=stable[key], end=end)
             seconds, blocked = lag.seconds, lag.blocked_seconds
-            metrics.set_offsets(*place, end=end, read=read[place], seconds=seconds, blocked=blocked)
+            metrics.set_offsets(*key, end=end, read=read[key], seconds=seconds, blocked=blocked)
         self._log_blocked(lags)
-        found = [_note(place, lag) for place, lag in lags.items() if _lags(lag)]
-        if self._noted is not None and (found or not self._noted[1]):
-            same = [note[:2] for note in found] == [note[:2] for note in self._noted[1]]
-            if same and (not found or now - self._noted[0] < NOTED_SECONDS):
+        notes = [_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)]
+        if self._noted is not None and (notes or not self._noted[1]):
+            is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]
+            if is_same and (not notes or now - self._noted[0] < NOTED_SECONDS):
                 return
         try:
-            self._note(found)
-        except Retry as error:  # the batches wait for Postgres too, and say so
-            log.debug("Partitions that lag could not be noted", problem=str(error))
+            self._note(notes)
+        except Retry as error:  # the batches wait for Postgres too, and log it
+            log.debug("Could not note lagging partitions", problem=str(error))
         else:
-            self._noted = now, found
+            self._noted = now, notes
 
     def _log_blocked(self, lags: Mapping[Partition, PartitionLag]) -> None:
-        """One line when an open transaction blocks a partition, one when it does no more."""
-        blocked = {place: lag for place, lag in lags.items() if lag.blocked_seconds >= LAGGING_SECONDS}
+        """Log once when an open transaction blocks a partition, and once when it no longer does."""
+        blocked = {key: lag for key, lag in lags.items() if lag.blocked_seconds >= LAGGING_SECONDS}
         for (topic, partition), lag in blocked.items():
             if self._blocked.get((topic, partition)) != lag.stable:
                 log.warning(
@@ -191,15 +199,15 @@ class EndOffsets:
                     help="`tidemark status` prints the commands that find and abort it",
                 )
         for topic, partition in self._blocked.keys() - blocked.keys():
-            log.info("No transaction blocks the partition any more", topic=topic, partition=partition)
-        self._blocked = {place: lag.stable for place, lag in blocked.items()}
+            log.info("No transaction blocks the partition now", topic=topic, partition=partition)
+        self._blocked = {key: lag.stable for key, lag in blocked.items()}
 
 
-def _lags(lag: PartitionLag) -> bool:
+def _is_lagging(lag: PartitionLag) -> bool:
     return max(lag.seconds, lag.blocked_seconds) >= LAGGING_SECONDS
 
 
-def _note(place: Partition, lag: PartitionLag) -> Note:
+def _note(partition: Partition, lag: PartitionLag) -> Note:
     if lag.blocked_seconds < LAGGING_SECONDS:
-        return (*place, lag.records, lag.seconds, None, None)
-    return (*place, lag.records, lag.seconds, lag.stable, lag.blocked_seconds)
+        return (*partition, lag.records, lag.seconds, None, None)
+    return (*partition, lag.records, lag.seconds, lag.stable, lag.blocked_seconds)

@@ -1,5 +1,7 @@
-"""Log lines on stderr: for people on a terminal, as JSON where a machine reads them. One line is one event, also where
-a library speaks or something ends that nobody expected."""
+"""Log lines on stderr: as text for people, or as JSON for machines.
+
+One line is one event, also for lines of libraries and
+for unexpected errors. `RepeatedLog` bounds the lines that clients can cause."""
 
 import logging
 import sys
@@ -26,18 +28,20 @@ def configure(settings: Settings) -> None:
 
 
 def configure_at_first_line(settings: Settings) -> None:
-    """The same for a process that may log nothing: structlog is imported with the first line."""
-    # What these libraries complain of reaches us as an exception too, and whatever handles that logs it.
+    """`configure` for a process that may log nothing: structlog is imported with the first line."""
+    # These libraries log errors that they also raise, and the handler of the exception logs them.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    logging.getLogger().addFilter(_not_py4j)  # of a lost connection py4j tells the root logger itself
+    logging.getLogger().addFilter(_not_py4j)  # py4j logs a lost connection to the root logger
     if settings.log_format == "json":
         sys.excepthook = lambda *error: _ended(error)
-        threading.excepthook = lambda it: _ended((it.exc_type, it.exc_value or it.exc_type(), it.exc_traceback))
+        threading.excepthook = lambda args: _ended(
+            (args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+        )
     root = logging.getLogger()
-    for handler in [it for it in root.handlers if isinstance(it, _OfLibraries)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, _LibraryHandler)]:
         root.removeHandler(handler)
-    root.addHandler(_OfLibraries())
+    root.addHandler(_LibraryHandler())
     logging.captureWarnings(capture=True)
     configure_later(partial(_configure_structlog, settings))
 
@@ -49,14 +53,14 @@ def _configure_structlog(settings: Settings) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _by_the_names_that_the_reader_knows,
+        _with_setting_names,
     ]
     shape: list[Processor]
     if settings.log_format == "json":
         shape = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     else:
         colours = sys.stderr.isatty() and not settings.no_color
-        shape = [_that_no_terminal_obeys, structlog.dev.ConsoleRenderer(colors=colours)]
+        shape = [_without_control_characters, structlog.dev.ConsoleRenderer(colors=colours)]
     structlog.configure(
         processors=[*common, *shape],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
@@ -64,8 +68,8 @@ def _configure_structlog(settings: Settings) -> None:
     )
 
 
-class _OfLibraries(logging.Handler):
-    """What they log, from warnings up, as lines of ours."""
+class _LibraryHandler(logging.Handler):
+    """Writes log lines of libraries, from warnings up, in the format of this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = get_logger(record.name)
@@ -73,14 +77,14 @@ class _OfLibraries(logging.Handler):
 
 
 def _ended(error: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
-    get_logger(__name__).critical("Ended by an error that nobody expected", exc_info=error)
+    get_logger(__name__).critical("Ended by an unexpected error", exc_info=error)
 
 
-def _that_no_terminal_obeys(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
+def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: printable(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
-def _by_the_names_that_the_reader_knows(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
+def _with_setting_names(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: called(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
@@ -89,14 +93,14 @@ def _not_py4j(record: logging.LogRecord) -> bool:
 
 
 WINDOW = 60.0  # seconds
-WRITTEN = 10  # lines of one kind in a window
-SHOWN = 100  # characters of a client's text that are kept and logged
+WRITTEN = 10  # lines of one event in a window
+SHOWN = 100  # logged characters of a client's text
 
 Level = Literal["info", "warning"]
 
 
 def shortened(text: str) -> str:
-    """The beginning of a client's text, and how long it was if that is not all."""
+    """The beginning of a client's text, with the full length if it was cut."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
@@ -109,16 +113,19 @@ class _Kind:
 
 
 class RepeatedLog:
-    """For one thread. A kind is the text of an event, which must be a constant."""
+    """Writes a few lines of each event a minute, and counts the others. For one thread.
+
+    A client can cause the same event thousands of times a second. The text of an event must be a constant.
+    """
 
     def __init__(self, log: Any, now: Callable[[], float] = time.monotonic) -> None:
-        """`log` is a logger of structlog; `now` gives seconds of a clock that only goes forward."""
+        """`log` is a logger of structlog; `now` returns seconds of a monotonic clock."""
         self._log = log
         self._now = now
         self._kinds: dict[str, _Kind] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
-        """Write the line, or count it if the window has had its lines. Texts among the fields are shortened."""
+        """Write the line, or count it if the window is full. Texts of the fields are shortened."""
         self.flush()
         kind = self._kinds.setdefault(event, _Kind(level, self._now()))
         if kind.written >= WRITTEN:
@@ -128,7 +135,7 @@ class RepeatedLog:
         self._log.log(_NUMBERS[level], event, **{name: shortened(value) for name, value in fields.items()})
 
     def flush(self) -> None:
-        """Write how many lines were left out in windows that are over. To be called now and then."""
+        """Log how many lines were left out in windows that have ended. To be called regularly."""
         now = self._now()
         for event, kind in [*self._kinds.items()]:
             if now - kind.since >= WINDOW:

@@ -21,12 +21,12 @@ from tidemark.app import engine, metrics
 from tidemark.app import http_health as probes
 from tidemark.app.batches import Batches, tracing
 from tidemark.app.isolation import Isolation
-from tidemark.app.kafka_lag import EndOffsets
+from tidemark.app.kafka_lag import LagMonitor
 from tidemark.app.policies import PolicyWatch
 from tidemark.app.preflight import Start, prepare
 from tidemark.app.settings import Settings
-from tidemark.app.signals import told_to_end
-from tidemark.app.stream_metrics import Board
+from tidemark.app.signals import shutdown_event
+from tidemark.app.stream_metrics import StreamCollector
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
@@ -86,9 +86,9 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     must decide, and QueryFailed where the query fails again and again.
     """
     gc.set_threshold(*CYCLES)
-    stopping = told_to_end(_leave_late)
+    stopping = shutdown_event(_leave_late)
     metrics.STARTED.set_to_current_time()
-    board = Board(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
+    board = StreamCollector(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
     with (
@@ -143,7 +143,7 @@ class Attempt:
         self,
         settings: Settings,
         spark: engine.Engine,
-        board: Board,
+        board: StreamCollector,
         health: metrics.PipelineHealth,
         stopping: threading.Event,
         highest_token: int,
@@ -206,7 +206,7 @@ class Attempt:
             gc.collect()
             gc.freeze()  # what is known of a million streams is not looked through again and again
             sinks = self._sinks(stack, postgres, lease)
-            stack.enter_context(self._board.beside(sinks))
+            stack.enter_context(self._board.comparing(sinks))
             for sink in sinks:
                 with suppress(Unavailable):  # that is waited for when there is something to publish
                     sink.check()
@@ -222,7 +222,7 @@ class Attempt:
             )
             publisher.send_unsent()
             end_offsets = stack.enter_context(
-                EndOffsets(topics, start.topics, self._board, postgres.note_lagging).running()
+                LagMonitor(topics, start.topics, self._board, postgres.note_lagging).running()
             )
             requeue = RequeueConfig(facts, kafka.client(), producer_settings(kafka, facts))
             requeuing = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.RECALLED.inc))
@@ -281,7 +281,7 @@ class Attempt:
         running: StreamingQuery,
         lease: Lease,
         sinks: Sequence[Sink],
-        threads: Sequence[Batches | EndOffsets | LeasedThread],
+        threads: Sequence[Batches | LagMonitor | LeasedThread],
         waits: WaitWatch,
     ) -> None:
         looked = time.monotonic()

@@ -1,6 +1,6 @@
-"""The checks before the query: topics are there and fit; topics, database and what is remembered agree.
+"""Checks before the query starts: the topics exist and are suitable, and agree with the database.
 
-Topics that are missing are made where that is wanted.
+Creates missing topics if the settings say so.
 """
 
 import uuid
@@ -23,9 +23,12 @@ log = get_logger(__name__)
 
 
 def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
-    """The topics as they are, by name; `kafka_create_topics` decides whether one that is missing is made.
+    """The topics by name. A missing topic is created if `kafka_create_topics` is set.
 
-    Raises `TopicMissing`, `TopicCompacted`, and `Unavailable` where the brokers do not answer.
+    Raises:
+        TopicMissing: a topic does not exist.
+        TopicCompacted: a topic has the wrong cleanup policy.
+        Unavailable: the brokers do not answer.
     """
     wanted = plans(
         settings.kafka_facts_topic,
@@ -35,16 +38,20 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
     )
     if settings.kafka_create_topics:
         for name in topics.create_missing(wanted):
-            log.info("Made a topic", topic=name)
-    found = topics.describe(plan.name for plan in wanted)
-    require_uncompacted(found)
-    return found
+            log.info("Created a topic", topic=name)
+    states = topics.describe(plan.name for plan in wanted)
+    require_uncompacted(states)
+    return states
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What a line of batches begins with: its name, the batch that Postgres applied last (lineage and number, None
-    where none ever was), and the states as of `streaming.engine.query.by_shard`.
+    """The start of a lineage of batches.
+
+    Attributes:
+        lineage: its name.
+        after: lineage and number of the batch that Postgres applied last; None if it never applied one.
+        states: see `streaming.engine.query.by_shard`.
     """
 
     lineage: str
@@ -52,15 +59,13 @@ class Seed:
     states: dict[int, bytes]
 
     def before(self, batch: int) -> tuple[str, int] | None:
-        """The batch that is applied before `batch` of this line."""
+        """The batch that is applied before `batch` of this lineage."""
         return (self.lineage, batch - 1) if batch > 0 else self.after
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the query begins with, all of it from Postgres. `offsets` are the next to read of the `topics`; `states` are
-    those of the seed.
-    """
+    """The start of the query, from Postgres. `offsets` are the next offsets to read; `states` are those of the seed."""
 
     seed: Seed
     offsets: Offsets
@@ -70,13 +75,17 @@ class Start:
 
 
 def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
-    """Check everything that can be wrong at a start, then read from where to go on.
+    """Check the topics and the database, then read the start of the query. To be called under the lease.
 
-    To be called under the lease. Raises the Stop that names the first disagreement, but for those that `accept` gives
-    up: what they cost is written to Postgres first, so that the next start needs no acceptance.
+    Args:
+        accept: losses that the operator accepts. Their consequences are written to Postgres first, so that the next
+            start needs no acceptance.
+
+    Raises:
+        Stop: the first disagreement that is not accepted.
     """
-    found = ready(settings, topics)
-    read = {name: found[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
+    states_by_name = ready(settings, topics)
+    read = {name: states_by_name[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
     remembered = postgres.remembered()
     offsets = starting_offsets(
         read,
@@ -104,13 +113,13 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
-        deferred = [(name, it) for name, stored in postgres.states().items() for it in state.deferred(stored)]
+        deferred = [(name, item) for name, stored in postgres.states().items() for item in state.deferred(stored)]
         postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
-        # Each stream may live in another partition now: the first record after this says which.
+        # Each stream may be in another partition now: its first record shows which.
         postgres.replace_states({stream: state.without_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
-        # The lost records may have been facts: what the writers settle next was not proven empty
+        # The lost records may have been facts: ranges that writers settle next are not proven empty
         # (docs/design.md, rule 1).
         postgres.replace_states(
             {stream: state.marked_uncertain(stored) for stream, stored in postgres.states().items()}

@@ -12,7 +12,7 @@ from psycopg import errors
 from tidemark.app import http_health as probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
-from tidemark.app.signals import told_to_end
+from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.lock_waits import run_locking
@@ -45,7 +45,7 @@ class RelayPlan:
 
 def run(settings: Settings, plan: RelayPlan) -> None:
     """Relay until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
-    halt = told_to_end()
+    halt = shutdown_event()
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))

@@ -28,7 +28,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.signals import told_to_end
+from tidemark.app.signals import shutdown_event
 from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
@@ -253,7 +253,7 @@ def run(settings: Settings) -> None:
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
         server = StoppedServer(uvicorn_config, stopping, acceptor)
-        told_to_end(server.end)
+        shutdown_event(server.end)
         gc.freeze()  # objects loaded at start-up live as long as the process
         server.run(sockets=[listening])
     log.info("Stopped")

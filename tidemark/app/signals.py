@@ -1,36 +1,39 @@
-"""The signals by which a process is told to end, as an event that it can wait for."""
+"""Shutdown signals as an event that a process can wait for."""
 
 import _thread
 import signal
 import threading
 from collections.abc import Callable, Sequence
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def told_to_end(
+def shutdown_event(
     then: Callable[[], object] = lambda: None,
     *,
-    numbers: Sequence[signal.Signals] = ENDING,
+    numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
     again: signal.Handlers = signal.SIG_IGN,
 ) -> threading.Event:
-    """The event that the first of these signals sets; `then` is called after it, in a thread. For the main thread.
+    """The event that the first of these signals sets. To be called on the main thread.
 
-    What comes under the same number once more does what `again` says.
+    Python runs signal handlers on the main thread, possibly while it has the event's lock inside `wait`. Calling `set`
+    there could deadlock, so a helper thread does it; starting it with `_thread` takes no lock.
 
-    A handler runs between any two steps of the main thread, also where that has the event's lock because it begins to
-    wait; so it is another thread that sets it, and one of `_thread`, which takes no lock to begin.
+    Args:
+        then: called on the helper thread after the event is set.
+        numbers: the signals.
+        again: handler of a second signal of the same number.
     """
-    told = threading.Event()
+    shutdown = threading.Event()
 
-    def tell() -> None:
-        told.set()
+    def finish() -> None:
+        shutdown.set()
         then()
 
-    def act(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         signal.signal(number, again)
-        _thread.start_new_thread(tell, ())
+        _thread.start_new_thread(finish, ())
 
     for number in numbers:
-        signal.signal(number, act)
-    return told
+        signal.signal(number, handle)
+    return shutdown

@@ -1,5 +1,7 @@
-"""What a board shows of each stream, and of all of them in one number. Kept up with each change, so that a scrape looks
-at no stream that has no series of its own and of which nothing is to be told. Not for threads.
+"""Metrics of streams at the time of a scrape, and the log of thresholds that streams cross.
+
+There may be a million streams. Sums are updated with every change, so that a scrape reads only the streams that have
+series of their own and those that are not quiet.
 """
 
 import threading
@@ -27,12 +29,12 @@ from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.policies import Policies
 
 QUIET = Summary(0, 0, None, [], 0, None)
-"""Of a stream of which nothing is to be told: one for all of them."""
+"""The summary of every stream without pending records, gaps, linear lag and unknown writers: one object for all."""
 
 
 @dataclass(slots=True)
-class BoardEntry:
-    """`positions` are those of the writers that have not retired."""
+class StreamEntry:
+    """The metrics of one stream. `positions` has the writers that have not retired."""
 
     linear: int
     allocated: int
@@ -40,41 +42,46 @@ class BoardEntry:
     summary: Summary
 
     @classmethod
-    def of(cls, stored: bytes) -> "BoardEntry":
+    def of_state(cls, stored: bytes) -> "StreamEntry":
         if (resting := at_rest(stored)) is not None:
             return cls(resting.line, resting.line, resting.positions, QUIET)
         stream = state.decode(stored)
         signed = stream.direction.signed
-        positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
+        positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
         return cls(signed(stream.linear.position), signed(stream.allocated), positions, summarize(stream))
 
     @property
     def ended(self) -> bool:
-        """All writers have retired, and nobody is waited for."""
+        """Whether all writers have retired, and none is unknown."""
         return not self.positions and not self.summary.unknown
 
 
-class BoardEntries:
-    """Streams that have not ended, by name. `first` names the first `most` of them, the `preferred` before all.
+class StreamEntries:
+    """Streams that have not ended, by name. Not for threads.
 
-    `linear`, `allocated` and `positions` are sums, of `writers` positions; `restless` are those that are not quiet.
-    `version` changes as streams come and go; `ended` are those that have. Those at rest stay among the `stored` states,
-    with which they began, until they change or somebody looks: there may be a million of them.
+    A stream whose state has not changed since the start stays encoded until it is read.
+
+    Attributes:
+        linear: sum of the linear positions, as `allocated` is of the highest IDs.
+        positions: sum of the positions of `writers` writers.
+        active: streams that are not quiet.
+        version: changes when a stream begins or ends.
+        ended: names of the streams that have ended.
     """
 
     def __init__(self, most: int, stored: ShardedStates) -> None:
-        self.restless: dict[str, BoardEntry] = {}
+        self.active: dict[str, StreamEntry] = {}
         self.linear = self.allocated = self.positions = self.writers = 0
         self.version = 0
         self.ended: set[str] = set()
         self._streams = 0
         self._stored = stored
-        self._open: dict[str, BoardEntry] = {}
+        self._open: dict[str, StreamEntry] = {}
         self._most = most
         self._preferred: Collection[str] = ()
         self._first: list[tuple[bool, str]] | None = None
         for name, data in stored.items():
-            entry = BoardEntry.of(data)
+            entry = StreamEntry.of_state(data)
             if entry.ended:
                 self.ended.add(name)
                 continue
@@ -86,8 +93,8 @@ class BoardEntries:
     def __len__(self) -> int:
         return self._streams
 
-    def __getitem__(self, name: str) -> BoardEntry:
-        """Raises KeyError."""
+    def __getitem__(self, name: str) -> StreamEntry:
+        """The entry of a stream. Raises KeyError."""
         entry = self._find(name)
         if entry is None:
             raise KeyError(name)
@@ -98,9 +105,10 @@ class BoardEntries:
         yield from (name for name in self._stored.names() if name not in self._open and name not in self.ended)
 
     def update(self, stream: StreamEffects) -> None:
+        """Apply the effects of a batch."""
         name = stream.stream
         known = self._find(name)
-        entry = known or BoardEntry(0, 0, {}, QUIET)
+        entry = known or StreamEntry(0, 0, {}, QUIET)
         if known is not None:
             self._count(name, known, -1)
         entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, stream.summary
@@ -118,30 +126,32 @@ class BoardEntries:
             self._begin(name, entry)
 
     def prefer(self, names: Collection[str]) -> None:
+        """Put these streams before all others in `first`."""
         self._preferred, self._first = names, None
 
     def first(self) -> list[str]:
+        """The first `most` streams in the order of names, preferred ones before all others."""
         if self._first is None:
-            found = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
+            first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
             last = None
-            for name in merge(self._stored.names(), nsmallest(self._most + len(found), self._open)):
-                if len(found) >= self._most:
+            for name in merge(self._stored.names(), nsmallest(self._most + len(first), self._open)):
+                if len(first) >= self._most:
                     break
                 if name != last and name not in self.ended and name not in self._preferred:
-                    found.append((True, name))
+                    first.append((True, name))
                 last = name
-            self._first = found[: self._most]
+            self._first = first[: self._most]
         return [name for _, name in self._first]
 
-    def _find(self, name: str) -> BoardEntry | None:
+    def _find(self, name: str) -> StreamEntry | None:
         if (entry := self._open.get(name)) is not None or name in self.ended:
             return entry
         if (data := self._stored.get(name)) is None:
             return None
-        self._open[name] = found = BoardEntry.of(data)
-        return found
+        self._open[name] = entry = StreamEntry.of_state(data)
+        return entry
 
-    def _begin(self, name: str, entry: BoardEntry) -> None:
+    def _begin(self, name: str, entry: StreamEntry) -> None:
         self._open[name] = entry
         self.ended.discard(name)
         self._streams += 1
@@ -156,12 +166,12 @@ class BoardEntries:
         if self._open.pop(name, None) is not None:
             self._streams -= 1
             if self._first and self._rank(name) <= self._first[-1]:
-                self._first = None  # another moves up
+                self._first = None  # another stream takes its place
 
     def _rank(self, name: str) -> tuple[bool, str]:
         return name not in self._preferred, name
 
-    def _count(self, name: str, entry: BoardEntry, sign: int) -> None:
+    def _count(self, name: str, entry: StreamEntry, sign: int) -> None:
         self.linear += sign * entry.linear
         self.allocated += sign * entry.allocated
         self.positions += sign * sum(entry.positions.values())
@@ -171,25 +181,27 @@ class BoardEntries:
         if entry.summary == QUIET:
             entry.summary = QUIET
         elif sign > 0:
-            self.restless[name] = entry
+            self.active[name] = entry
         else:
-            del self.restless[name]
+            del self.active[name]
 
 
 log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
-NEAR = 0.5  # of a bound: what fills less of it is no series
-LONGEST = ("age", "behind_seconds")  # of streams together the highest counts, of all else the sum
+NEAR_BOUND = 0.5  # a stream that fills less of a bound has no series for it
+MAXIMA = ("age", "behind_seconds")  # of several streams the highest value counts; of other gauges the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
-NOTHING = ShardedStates(1, {})
+NO_STATES = ShardedStates(1, {})
 
-Entries = Mapping[str, BoardEntry]
+Entries = Mapping[str, StreamEntry]
 
 
 class _Sums(NamedTuple):
-    """Of the lines in Postgres and in the sink, as `compared`: of all streams, and of those that ended up to `version`
-    of the entries."""
+    """Sums of linear positions (Postgres, sink) for one result of `Sink.compared`: of all streams, and of ended ones.
+
+    The sum of ended streams is of `version` of the entries.
+    """
 
     compared: Mapping[str, tuple[int, int]]
     everything: tuple[int, int]
@@ -197,17 +209,20 @@ class _Sums(NamedTuple):
     ended: tuple[int, int]
 
 
-class Board(Collector):
-    """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition.
+class StreamCollector(Collector):
+    """The Prometheus collector of streams. One thread updates it (that of the batch); any number of threads scrape it.
 
-    The first `streams` by name, those with a policy of their own before all, have series of their own, and of their
-    writers the first `writers`; the others are one series together, so that a scrape has a bound. Streams that ended
-    and writers that retired have none.
+    Values come from the states at the start and from the effects of batches afterwards. The first `streams` streams by
+    name, streams with a policy first, have series of their own, as have the first `writers` of their writers. All
+    others share one series, so that a scrape is bounded. Streams that have ended and writers that have retired have no
+    series.
+
+    `read` has the next offset to read, by topic and partition. `now` returns seconds since 1970.
     """
 
     def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
         self.read: dict[tuple[str, int], int] = {}
-        self._entries = BoardEntries(streams, NOTHING)
+        self._entries = StreamEntries(streams, NO_STATES)
         self._copied: dict[int, _Sums] = {}
         self._least: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
@@ -220,24 +235,24 @@ class Board(Collector):
         self._sinks: Sequence[Sink] = ()
 
     def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
-        """Start from what Postgres holds, so that a restart without traffic shows every stream."""
+        """Start from what Postgres stores, so that every stream has metrics after a restart without traffic."""
         self.read.update({(topic, number): at for topic, of in offsets.items() for number, at in of.items()})
-        self._begin(BoardEntries(self._streams, states))
+        self._begin(StreamEntries(self._streams, states))
 
     def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
-        """How many a batch read that is not shown yet."""
+        """The number of offsets that a batch has read and `update` has not counted yet."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
         return sum(offset - self.read.get(place, offset) for place, offset in reached.items())
 
     def follow(self, policies: Policies) -> None:
-        """From now on, until there are others."""
+        """Use these policies from now on."""
         with self._lock:
             self._policies, self._bounds = policies, policies.bounds()
             self._entries.prefer(policies.given)
 
     @contextmanager
-    def beside(self, sinks: Sequence[Sink]) -> Iterator[None]:
-        """Show what these show, while the block runs: a process without the lease compares nothing any more."""
+    def comparing(self, sinks: Sequence[Sink]) -> Iterator[None]:
+        """Show the linear positions of these sinks during the block: a process without the lease compares none."""
         self._sinks = sinks
         try:
             yield
@@ -245,19 +260,18 @@ class Board(Collector):
             self._sinks = ()
 
     def forget(self) -> None:
-        """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever, as
-        would records that this one has not read."""
-        self._begin(BoardEntries(self._streams, NOTHING))
+        """Drop all values, because another process has the lease: gaps and lag would age without end here."""
+        self._begin(StreamEntries(self._streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
 
-    def _begin(self, entries: BoardEntries) -> None:
+    def _begin(self, entries: StreamEntries) -> None:
         with self._lock:
             entries.prefer(self._policies.given)
             self._entries, self._copied, self._least = entries, {}, None
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
-        """A batch was published."""
+        """Apply the effects of a published batch."""
         with self._lock:
             for shard in effects:
                 self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
@@ -265,7 +279,7 @@ class Board(Collector):
                     self._entries.update(stream)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Called by the scrape, on its thread."""
+        """The metrics for a scrape. Called on its thread."""
         families = {
             key: GaugeMetricFamily(name, meaning, labels=labels)
             for key, (name, labels, meaning) in STREAM_GAUGES.items()
@@ -275,7 +289,7 @@ class Board(Collector):
             entries = self._entries
             named = {stream: entries[stream] for stream in entries.first()}
             others = len(entries) - len(named)
-            restless = {stream: entry for stream, entry in entries.restless.items() if stream not in named}
+            active = {stream: entry for stream, entry in entries.active.items() if stream not in named}
             left, writers, positions = self._writers, entries.writers, entries.positions
             for stream, entry in named.items():
                 shown = sorted(entry.positions.items())[:left]
@@ -290,37 +304,38 @@ class Board(Collector):
                 for key, value in self._values(entry, now).items():
                     families[key].add_metric([stream], value)
             if others:
-                for key, value in self._together(named, restless, now).items():
+                for key, value in self._others(named, active, now).items():
                     families[key].add_metric([OTHER_STREAMS], value)
-            self._show_bounds(families["bound"], named, restless)
+            self._show_bounds(families["bound"], named, active)
             self._show_copies(families["copy"], named, others)
             self._show_thresholds(families, named, others)
-            unnamed = self._show_holders(families["held"], families["holder_silent"], now)
-        for what, count in (("streams", others), ("writers", writers), ("holders", unnamed)):
-            families["together"].add_metric([what], count)
+            unnamed = self._show_blockers(families["held"], families["holder_silent"], now)
+        for kind, count in (("streams", others), ("writers", writers), ("holders", unnamed)):
+            families["together"].add_metric([kind], count)
         return families.values()
 
-    def waiting(self) -> dict[str, dict[str, Any]]:
-        """Streams whose line is below its head for longer than it may be, each with what a log says of that."""
-        now, found = self._now(), {}
+    def blocked(self) -> dict[str, dict[str, Any]]:
+        """The fields of a log line for each stream whose linear position has lagged longer than its policy allows."""
+        now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
-            for stream, it in self._entries.restless.items():
-                behind = it.summary.behind
+            for stream, entry in self._entries.active.items():
+                behind = entry.summary.behind
                 seconds = self._age(behind.since, now) if behind is not None else 0.0
                 if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or HELD_AFTER):
                     continue
-                who = {"writer": behind.holders[0].writer, "reason": behind.holders[0].reason} if behind.holders else {}
-                found[stream] = {"stream": stream, "linear": it.linear, "ids": behind.ids, "seconds": round(seconds)}
-                found[stream] |= who
-        return found
+                fields = {"stream": stream, "linear": entry.linear, "ids": behind.ids, "seconds": round(seconds)}
+                if behind.holders:
+                    fields |= {"writer": behind.holders[0].writer, "reason": behind.holders[0].reason}
+                blocked[stream] = fields
+        return blocked
 
-    def near(self) -> dict[str, dict[str, Any]]:
-        """The same of streams and bounds of them that are filled by half or more."""
+    def near_bounds(self) -> dict[str, dict[str, Any]]:
+        """The fields of a log line for each bound of a stream that is filled by half or more."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
-                for stream, it in self._entries.restless.items()
-                for bound, used in self._used(stream, it.summary).items()
+                for stream, entry in self._entries.active.items()
+                for bound, used in self._used(stream, entry.summary).items()
             }
 
     def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
@@ -341,7 +356,7 @@ class Board(Collector):
             "completed": summary.completed / bounds.completed,
             "unknown": len(summary.unknown) / bounds.unjoined,
         }
-        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
+        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR_BOUND}
 
     def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: int) -> None:
         for setting in THRESHOLDS:
@@ -357,28 +372,28 @@ class Board(Collector):
         entries, policies = self._entries, self._policies
         if self._least is None or self._least[:2] != (entries.version, policies):
             self._least = entries.version, policies, {}
-        found = self._least[2]
-        if setting not in found:
+        least = self._least[2]
+        if setting not in least:
             named = {*entries.first()}
             values = (policies.value(stream, setting) for stream in entries if stream not in named)
-            found[setting] = min((value for value in values if value is not None), default=None)
-        return found[setting]
+            least[setting] = min((value for value in values if value is not None), default=None)
+        return least[setting]
 
     def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
         for number, sink in enumerate(self._sinks):
             compared = sink.compared()
             sums = self._sums(number, compared)
-            for place, copy in enumerate(("postgres", sink.name)):
-                if place == 0 and number > 0:
+            for index, copy in enumerate(("postgres", sink.name)):
+                if index == 0 and number > 0:
                     continue
-                shown = [(stream, compared[stream][place]) for stream in named if stream in compared]
-                for stream, line in shown:
-                    family.add_metric([stream, copy], line)
+                shown = [(stream, compared[stream][index]) for stream in named if stream in compared]
+                for stream, linear in shown:
+                    family.add_metric([stream, copy], linear)
                 if others:
-                    family.add_metric([OTHER_STREAMS, copy], sums[place] - sum(line for _, line in shown))
+                    family.add_metric([OTHER_STREAMS, copy], sums[index] - sum(linear for _, linear in shown))
 
     def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Of the streams that have not ended; all are looked at only where they were compared again."""
+        """Sums over the streams that have not ended. All streams are read only after a new comparison."""
         known, entries = self._copied.get(number), self._entries
         if known is None or known.compared is not compared:
             known = _Sums(compared, _summed(compared.values()), -1, (0, 0))
@@ -388,34 +403,34 @@ class Board(Collector):
         self._copied[number] = known
         return known.everything[0] - known.ended[0], known.everything[1] - known.ended[1]
 
-    def _show_holders(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
-        """Returns how many have no series of their own."""
+    def _show_blockers(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
+        """Returns the number of blockers without a series of their own."""
         unnamed = 0
-        held: list[tuple[float, str, Holder]] = []
-        for stream, entry in self._entries.restless.items():
+        blockers: list[tuple[float, str, Holder]] = []
+        for stream, entry in self._entries.active.items():
             if entry.summary.behind is not None:
-                found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
-                held += [it for it in found if it[0] >= HELD_AFTER]
+                rows = [(self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.behind.holders]
+                blockers += [row for row in rows if row[0] >= HELD_AFTER]
                 unnamed += entry.summary.behind.count - len(entry.summary.behind.holders)
-        held.sort(key=lambda it: (-it[0], it[1], it[2].writer))
-        for age, stream, it in held[: self._streams]:
-            labels = [stream, it.writer, it.reason]
+        blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))
+        for age, stream, blocker in blockers[: self._streams]:
+            labels = [stream, blocker.writer, blocker.reason]
             family.add_metric(labels, age)
-            if it.seen:
-                silent.add_metric(labels, now - it.seen / 1000)
-        if rest := held[self._streams :]:
+            if blocker.seen:
+                silent.add_metric(labels, now - blocker.seen / 1000)
+        if rest := blockers[self._streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed
 
-    def _together(self, named: Entries, restless: Entries, now: float) -> dict[str, float]:
-        """Those that are not named, in one: the quiet ones among them add their lines alone."""
-        values = [self._values(entry, now) for entry in (BoardEntry(0, 0, {}, QUIET), *restless.values())]
-        found = {key: (max if key in LONGEST else sum)(it[key] for it in values) for key in values[0]}
-        found["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
-        found["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
-        return found
+    def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
+        """The values of all streams that are not `named`. Quiet ones only have a linear position and a highest ID."""
+        rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
+        values = {key: (max if key in MAXIMA else sum)(row[key] for row in rows) for key in rows[0]}
+        values["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
+        values["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
+        return values
 
-    def _values(self, entry: BoardEntry, now: float) -> dict[str, float]:
+    def _values(self, entry: StreamEntry, now: float) -> dict[str, float]:
         oldest, behind = entry.summary.oldest, entry.summary.behind
         return {
             "linear": entry.linear,
@@ -429,49 +444,54 @@ class Board(Collector):
         }
 
     def _age(self, since: int | None, now: float) -> float:
-        """Of what nobody knows since when (a state of an earlier version), since this process looks."""
+        """Seconds since `since` (ms), or since the start of this process if it is None."""
         return max(0.0, now - (self._began if since is None else since / 1000))
 
 
-def _summed(lines: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    durable = shown = 0
-    for one, other in lines:
-        durable += one
-        shown += other
-    return durable, shown
+def _summed(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    postgres = sink = 0
+    for stored, published in positions:
+        postgres += stored
+        sink += published
+    return postgres, sink
 
 
-SINGLE: Final = 10  # lines of one kind and one look; with more they are one
+SINGLE: Final = 10  # lines of one kind and one check; more of them become one line
 Fields = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Crossings:
-    """One thread. `look` compares with the look before; a process that starts tells what it finds."""
+class ThresholdLog:
+    """Logs once when a stream crosses a threshold, and once when it is back. For one thread.
 
-    board: Board
-    _over: dict[str, dict[str, Fields]] = field(default_factory=dict)
+    A process logs what it finds at its first check.
+    """
 
-    def look(self) -> None:
-        self._compare("A line waits", "A line goes on", self.board.waiting())
-        self._compare("A bound is near", "A bound is far again", self.board.near())
+    collector: StreamCollector
+    _crossed: dict[str, dict[str, Fields]] = field(default_factory=dict)
 
-    def _compare(self, over: str, under: str, found: dict[str, Fields]) -> None:
-        before = self._over.get(over, {})
-        self._over[over] = found
-        _tell(log.warning, over, [it for name, it in found.items() if name not in before])
-        _tell(log.info, under, [_named(it) for name, it in before.items() if name not in found])
+    def check(self) -> None:
+        """Compare the streams with those of the last check."""
+        blocked = self.collector.blocked()
+        self._compare("The linear position is blocked", "The linear position is no longer blocked", blocked)
+        self._compare("A stream is near a bound", "A stream is no longer near a bound", self.collector.near_bounds())
+
+    def _compare(self, event: str, end: str, crossed: dict[str, Fields]) -> None:
+        before = self._crossed.get(event, {})
+        self._crossed[event] = crossed
+        _log(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
+        _log(log.info, end, [_names(fields) for name, fields in before.items() if name not in crossed])
 
 
-def _named(it: Fields) -> Fields:
-    """Without what was true when it crossed."""
-    return {name: it[name] for name in ("stream", "bound") if name in it}
+def _names(fields: Fields) -> Fields:
+    """The fields without the values at the time of crossing."""
+    return {name: fields[name] for name in ("stream", "bound") if name in fields}
 
 
-def _tell(say: Callable[..., object], what: str, found: list[Fields]) -> None:
-    found.sort(key=itemgetter("stream"))
-    if len(found) > SINGLE:
-        say(what, count=len(found), streams=[it["stream"] for it in found[:SINGLE]])
+def _log(write: Callable[..., object], event: str, lines: list[Fields]) -> None:
+    lines.sort(key=itemgetter("stream"))
+    if len(lines) > SINGLE:
+        write(event, count=len(lines), streams=[fields["stream"] for fields in lines[:SINGLE]])
         return
-    for it in found:
-        say(what, **it)
+    for fields in lines:
+        write(event, **fields)

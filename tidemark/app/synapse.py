@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from tidemark.app import http_health as probes
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
-from tidemark.app.signals import told_to_end
+from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, OthersFirst, Stopping
 from tidemark.common.postgres_session import PostgresSession
@@ -78,7 +78,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     if redis is None:
         raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: the Redis of Synapse's workers")
     address = RedisAddress(redis)
-    halt = told_to_end()
+    halt = shutdown_event()
     metrics = BridgeMetrics(CollectorRegistry())
     health = LoopHealth(metrics, "a database")
     with ExitStack() as stack:

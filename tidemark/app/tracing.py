@@ -1,8 +1,10 @@
-"""Traces of batches for an OpenTelemetry collector, over OTLP/HTTP. A thread of the SDK's sends them: no batch waits.
+"""Traces of batches for an OpenTelemetry collector, over OTLP/HTTP.
 
-A trace is one batch, and its ID comes from the batch: whoever knows query and number finds it, and attempts at one
-batch stand beside each other. Below the span `batch` are `read` (records to runs) and `state` (the state machine), as
-Spark's driver has noted them, then each sink and the dead letters.
+A thread of the SDK sends them; no batch waits for it.
+
+A batch is one trace. The ID of the trace is computed from query and number of the batch, so attempts at one batch are
+in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), with the
+times of Spark's driver, then one for each sink and one for the dead letters.
 """
 
 import time
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # that a collector may take: the pipeline ends in ten, whatever that one does
+SECONDS = 2.0  # timeout of the collector: the pipeline must end within ten seconds
 MS = 1_000_000  # ns
-SPARK = ("read", "state")  # the stages of a batch, in their order
+SPARK = ("read", "state")  # the stages of a batch in Spark, in order
 
 
 def trace_of(query: str, number: int) -> int:
@@ -45,7 +47,7 @@ def trace_of(query: str, number: int) -> int:
 
 @contextmanager
 def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
-    """What is not sent at the end is sent, or given up with a collector that does not answer."""
+    """Trace batches during the block. At the end, unsent spans are sent, or dropped after the timeout."""
     named = {"service.name": "tidemark-pipeline", "service.instance.id": owner, "service.version": OURS}
     ids = _BatchIds()
     provider = TracerProvider(resource=Resource.create(named), id_generator=ids, shutdown_on_exit=False)
@@ -58,7 +60,7 @@ def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
 
 
 class _BatchIds(RandomIdGenerator):
-    """Gives each root span the trace of the batch in hand: there is one at a time."""
+    """Gives each root span the trace ID of the current batch. There is one batch at a time."""
 
     trace = 0
 
@@ -67,21 +69,21 @@ class _BatchIds(RandomIdGenerator):
 
 
 class _Exporter(SpanExporter):
-    """Says once that the collector takes nothing, and once that it does again."""
+    """Logs once when the collector fails, and once when it accepts spans again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
-        self._away = False
+        self._is_failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
-        away = result is not SpanExportResult.SUCCESS
-        if away and not self._away:
-            log.warning("The collector takes no traces; they are left out", endpoint=self._endpoint)
-        if self._away and not away:
-            log.info("The collector takes traces again", endpoint=self._endpoint)
-        self._away = away
+        is_failing = result is not SpanExportResult.SUCCESS
+        if is_failing and not self._is_failing:
+            log.warning("The collector does not accept traces; dropping them", endpoint=self._endpoint)
+        if self._is_failing and not is_failing:
+            log.info("The collector accepts traces again", endpoint=self._endpoint)
+        self._is_failing = is_failing
         return result
 
     def shutdown(self) -> None:
@@ -123,22 +125,22 @@ class _BatchSpans:
         )
 
     def published(self, published: "Published") -> None:
-        """The steps came one after the other, and the last one has just ended."""
+        """Record the steps, which ran one after the other. The last one has just ended."""
         at = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():
             at = self._span(name, at, at + int(seconds * 1e9))
         self._root.set_attribute("tidemark.repeated", published.repeated)
 
     def _span(self, name: str, began: int, ended: int) -> int:
-        """Times in ns since 1970; gives the end."""
+        """Record a child span; times are ns since 1970. Returns `ended`."""
         self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
         return ended
 
 
 def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
-    """When each stage of the job that this thread's query ran last began and ended (ms since 1970), in their order.
+    """Begin and end (ms since 1970) of each stage of the last job of this thread's query, in order.
 
-    Waits until Spark has noted it, which takes some ms. What it does not tell is left out.
+    Waits some ms until Spark has recorded them. Stages without times are left out.
     """
     context = session.sparkContext
     spark = context._jsc.sc()
@@ -148,7 +150,7 @@ def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
         return
     of_job = spark.statusStore().job(max(jobs)).stageIds().mkString(" ").split()
     for stage in sorted(map(int, of_job)):
-        told = spark.statusStore().lastStageAttempt(stage)
-        began, ended = told.submissionTime(), told.completionTime()
+        stage_data = spark.statusStore().lastStageAttempt(stage)
+        began, ended = stage_data.submissionTime(), stage_data.completionTime()
         if began.isDefined() and ended.isDefined():
             yield began.get().getTime(), ended.get().getTime()

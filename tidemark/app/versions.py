@@ -1,7 +1,10 @@
-"""Which versions may run side by side: pipeline, sidecar and schema differ by one minor version at most.
+"""Versions that may run together: pipeline and sidecar may differ by one minor version.
 
-The schema says itself what works with it (`common.migrations`); states carry a format (`streaming.core.codec`).
-Here it is the versions of the processes, as a change of what stands in Redis needs no schema."""
+Also finds a Java that is recent enough.
+
+A migration of the schema names the oldest code that it works with (`common.migrations`), and states have a format
+(`streaming.core.codec`). The versions of processes are compared because a change of the keys in Redis needs no schema.
+"""
 
 import re
 import shutil
@@ -17,19 +20,19 @@ _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 
 
 def require_neighbour(pipeline: str, ours: str = OURS) -> None:
-    """For a process that reads what `pipeline` publishes; "" is unknown. Raises `VersionSkew`."""
+    """Check the version of the `pipeline` whose data this process reads; "" is unknown. Raises `VersionSkew`."""
     if abs(_ahead(pipeline, ours)) > 1:
         raise VersionSkew(ours, pipeline)
 
 
 def require_successor(last: str, ours: str = OURS) -> None:
-    """For a pipeline that goes on where `last` ended: any earlier one, or the next. Raises `VersionSkew`."""
+    """Check that a pipeline may continue after version `last`: an earlier one, or the next. Raises `VersionSkew`."""
     if _ahead(last, ours) > 1:
         raise VersionSkew(ours, last)
 
 
 def _ahead(theirs: str, ours: str) -> int:
-    """By how many minor versions; of another major version, by more than any may."""
+    """The number of minor versions by which `theirs` is ahead; 1000 for each major version."""
     if not (one := _NUMBERS.match(theirs)) or not (other := _NUMBERS.match(ours)):
         return 0
     majors = int(one[1]) - int(other[1])
@@ -48,15 +51,15 @@ class JavaUnfit(Stop):
 
 
 def find_java(java_home: Path | None) -> str:
-    """The `java` program, of `java_home` where that is set, else the first on the PATH; raises `JavaUnfit`."""
+    """The `java` program of `java_home`, or the first one on the PATH. Raises `JavaUnfit`."""
     program = str(java_home / "bin" / "java") if java_home else "java"
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         raise JavaUnfit(f"there is no {program}" if java_home else "there is none on the PATH")
-    answer = subprocess.run([found, "-version"], env=server_environment(), capture_output=True, text=True, check=False)
+    answer = subprocess.run([path, "-version"], env=server_environment(), capture_output=True, text=True, check=False)
     version = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
     if version is None:
-        raise JavaUnfit(f"`{found} -version` does not say its version")
+        raise JavaUnfit(f"`{path} -version` does not print a version")
     if int(version[1]) < OLDEST:
-        raise JavaUnfit(f"{found} is Java {version[1]}")
-    return found
+        raise JavaUnfit(f"{path} is Java {version[1]}")
+    return path

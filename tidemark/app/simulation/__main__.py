@@ -13,7 +13,7 @@ import msgspec
 
 from tidemark.app import logs, relay
 from tidemark.app.settings import load
-from tidemark.app.signals import told_to_end
+from tidemark.app.signals import shutdown_event
 from tidemark.app.simulation import room_services, services
 from tidemark.app.simulation.processes import ProcessRole
 from tidemark.common.errors import TidemarkError
@@ -21,7 +21,7 @@ from tidemark.common.errors import TidemarkError
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stopping = told_to_end(numbers=[signal.SIGTERM])
+    stopping = shutdown_event(numbers=[signal.SIGTERM])
     role = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessRole)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = load()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tidemark.app.settings import Settings
-from tidemark.app.signals import told_to_end
+from tidemark.app.signals import shutdown_event
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
 from tidemark.app.simulation.processes import SimulationDatabases
@@ -61,7 +61,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
         own = _services_server(settings, plan, stack)
         workload = WORKLOADS[workload_name](plan, verify=verify)
         databases = _prepare_databases(settings, workload, own.server.dsn() if own else settings.postgres())
-        stopping = told_to_end(again=signal.SIG_DFL)
+        stopping = shutdown_event(again=signal.SIG_DFL)
         verification = stack.enter_context(workload.verification(databases, settings.postgres()))
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
         injector = stack.enter_context(_running(databases, workload, servers))

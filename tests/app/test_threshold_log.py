@@ -5,7 +5,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from tests.streaming.builders import Shard, join, position, rdata
-from tidemark.app.stream_metrics import SINGLE, Board, Crossings
+from tidemark.app.stream_metrics import SINGLE, StreamCollector, ThresholdLog
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds
@@ -18,14 +18,14 @@ class Watched:
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.now = 0.0
         self.shard = Shard(bounds=bounds or Bounds())
-        self.board = Board(now=lambda: self.now)
-        self._crossings = Crossings(self.board)
+        self.board = StreamCollector(now=lambda: self.now)
+        self._crossings = ThresholdLog(self.board)
 
     def at(self, now: float) -> list[dict[str, object]]:
         self.now = now
         self.board.load(ShardedStates(4, by_shard(self.shard.states, 4)), {})
         with capture_logs() as told:
-            self._crossings.look()
+            self._crossings.check()
         return [dict(it) for it in told]
 
 
@@ -36,7 +36,7 @@ def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
     assert watched.at(5.0) == []
     assert watched.at(12.0) == [
         {
-            "event": "A line waits",
+            "event": "The linear position is blocked",
             "log_level": "warning",
             "stream": "events",
             "linear": 0,
@@ -48,7 +48,9 @@ def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
     ]
     assert watched.at(90.0) == []
     watched.shard.feed(position("a", 0, 4, epoch=1))
-    assert watched.at(91.0) == [{"event": "A line goes on", "log_level": "info", "stream": "events"}]
+    assert watched.at(91.0) == [
+        {"event": "The linear position is no longer blocked", "log_level": "info", "stream": "events"}
+    ]
     assert watched.at(99.0) == []
 
 
@@ -58,7 +60,7 @@ def test_the_policy_of_a_stream_says_how_long_is_long() -> None:
     watched.board.follow(Policies({"events": {"behind_seconds": 60}}))
     watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1))
     assert watched.at(50.0) == []
-    assert [it["event"] for it in watched.at(70.0)] == ["A line waits"]
+    assert [it["event"] for it in watched.at(70.0)] == ["The linear position is blocked"]
 
 
 def test_many_that_cross_together_are_one_line() -> None:
@@ -69,7 +71,7 @@ def test_many_that_cross_together_are_one_line() -> None:
         watched.shard.feed(*(replace(it, stream=f"s{number:02}") for it in told))
     (line,) = watched.at(90.0)
     assert (line["event"], line["count"], line["streams"]) == (
-        "A line waits", SINGLE + 1, [f"s{number:02}" for number in range(SINGLE)],
+        "The linear position is blocked", SINGLE + 1, [f"s{number:02}" for number in range(SINGLE)],
     )  # fmt: skip
 
 
@@ -78,5 +80,5 @@ def test_a_bound_that_is_half_full_is_told() -> None:
     watched = Watched()
     watched.board.follow(Policies({"events": {"pending_bound": 4}}))
     watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1), rdata("a", 8, 7, epoch=1))
-    told = [it for it in watched.at(2.0) if it["event"] == "A bound is near"]
+    told = [it for it in watched.at(2.0) if it["event"] == "A stream is near a bound"]
     assert [(it["bound"], it["used"]) for it in told] == [("pending", 0.5)]
