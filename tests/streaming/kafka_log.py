@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from confluent_kafka import Producer
@@ -10,7 +11,8 @@ from tests.streaming.builders import contents
 from tests.waiting import eventually
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.ingest.consumer import Messages, RawConsumer
+from tidemark.streaming.ingest.consumer import ObjectConsumer, ObjectMessages
+from tidemark.streaming.ingest.native_consumer import NativeConsumer, NativeMessages
 from tidemark.streaming.ingest.ranges import Ends
 from tidemark.streaming.ingest.record_batch import Fetched
 
@@ -67,13 +69,13 @@ def values(part: Fetched) -> list[bytes]:
 class Seen:
     """How many messages a consumer has handed over."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count, consume = 0, RawConsumer.consume
+    def __init__(self, patch: pytest.MonkeyPatch, consumer: type[NativeConsumer | ObjectConsumer]) -> None:
+        self.count, consume = 0, consumer.consume
 
         @contextmanager
-        def counted(consumer: RawConsumer, most: int, timeout: float) -> Iterator[Messages]:
-            with consume(consumer, most, timeout) as messages:
+        def counted(*arguments: Any) -> Iterator[NativeMessages | ObjectMessages]:
+            with consume(*arguments) as messages:
                 self.count += len(messages.codes)
                 yield messages
 
-        patch.setattr(RawConsumer, "consume", counted)
+        patch.setattr(consumer, "consume", counted)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.ingest.edges import Edges
 from tidemark.streaming.ingest.kernels import MOST_STEPS, arrange
+from tidemark.streaming.ingest.record_batch import Edges
 
 
 def made(groups: list[int], prevs: list[int]) -> Edges:

@@ -18,7 +18,7 @@ from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.core.effects import ShardEffects
-from tidemark.streaming.ingest import edges as link
+from tidemark.streaming.ingest import edge_chains
 from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import PlannedRange
@@ -39,7 +39,7 @@ def _compiled_code_takes_all() -> Iterator[None]:
     """Also what is few. In the tests of the other modules all is read one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "FEW", 0)
-        patch.setattr(link, "FEW", 0)
+        patch.setattr(edge_chains, "FEW", 0)
         yield
 
 

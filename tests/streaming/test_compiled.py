@@ -80,6 +80,7 @@ HARMED: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
     "sum only": lambda file: os.truncate(file, 32),
     "flipped": _flip,
+    "without the classes that it needs": lambda file: file.write_bytes(module._sum(file, b"old") + b"old"),
     "open to all": lambda file: file.chmod(0o666),
     "open to the group": lambda file: file.chmod(0o664),
     "a link": _link,

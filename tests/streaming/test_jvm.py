@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 from tidemark.common.environment import LOCALE
-from tidemark.streaming.engine.jvm import set_environment
+from tidemark.streaming.engine.jvm import Jvm, set_environment
 from tidemark.streaming.engine.spark import SparkSettings, configuration
 
 DYING = """
@@ -59,3 +60,14 @@ def test_what_is_meant_for_another_spark_is_removed(tmp_path: Path, monkeypatch:
     assert os.environ["SPARK_LOCAL_HOSTNAME"] == "localhost"
     assert os.environ["LC_ALL"] == LOCALE
     assert [*Path(os.environ["SPARK_CONF_DIR"]).iterdir()] == []
+
+
+def test_a_warning_of_slow_decoding_is_repeated_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each Python worker logs it on its own output, which becomes lines at `debug`."""
+    jvm = Jvm.__new__(Jvm)
+    jvm._begin, jvm._lines, jvm._repeated = [], deque(), set()
+    for line in ("08:00 [warning] Slow decoding: no numba", "08:01 [warning] Slow decoding: no numba", "other"):
+        jvm._note(line)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "Spark says" not in line]
+    assert len(warnings) == 1
+    assert "Slow decoding: no numba" in warnings[0]

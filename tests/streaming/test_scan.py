@@ -15,9 +15,8 @@ from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
 from tidemark.streaming.ingest import field_scan as scan
 from tidemark.streaming.ingest import json_scan as json_values
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.edges import Edges
 from tidemark.streaming.ingest.incarnations import Incarnations, Met
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.record_batch import Edges, Fetched
 from tidemark.streaming.wire.records import ROW, Topic, read
 
 ODD = [*(value or b"" for value, _ in BAD.values()), *GOOD.values()]
@@ -50,7 +49,7 @@ def scanned(records: Sequence[Record]) -> tuple[Edges, Incarnations, list[int]]:
     """What compiled code takes, and the places of those that it leaves."""
     decoder = Decoder(Topic.FACTS)
     left = decoder._scan(fetched(records))
-    return decoder.edges(), decoder.incarnations, left
+    return decoder.edges(), decoder.incarnations, [*left]
 
 
 # -- text that is nearly a record

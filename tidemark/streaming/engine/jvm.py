@@ -23,6 +23,7 @@ from tidemark.common.environment import LOCALE, Foreign, forget
 from tidemark.common.errors import SparkDied
 from tidemark.common.failure_cause import failure_cause, is_noise
 from tidemark.common.log import get_logger
+from tidemark.streaming.ingest.jit_loader import SLOW_DECODING
 
 DRIVER_OPTIONS = "spark.driver.extraJavaOptions"
 
@@ -55,6 +56,7 @@ class Jvm:
     def __init__(self, conf: SparkConf) -> None:
         self._begin: list[str] = []
         self._lines: deque[str] = deque(maxlen=LINES)
+        self._repeated: set[str] = set()
         reading, writing = os.pipe()
         relay = Thread(target=self._relay, args=(reading,), name="jvm-output", daemon=True)
         relay.start()
@@ -97,6 +99,10 @@ class Jvm:
     def _note(self, line: str) -> None:
         """Log the line, and keep it if it may name the cause of an end: one of the first lines, or of the last."""
         log.debug("Spark says", line=line)
+        _, found, warning = line.partition(SLOW_DECODING)
+        if found and warning not in self._repeated:  # each new worker warns again
+            self._repeated.add(warning)
+            log.warning(f"{SLOW_DECODING}{warning}")
         if not is_noise(line):
             (self._begin if len(self._begin) < LINES else self._lines).append(line)
 

@@ -1,1 +1,41 @@
-"""From messages in Kafka to the runs of a batch: consumer, compiled decoder, compaction, and the Spark data source."""
+"""From messages in Kafka to packets of runs: what a Python worker of Spark does with the records of a batch.
+
+The way of a record:
+
+1. `source` is the data source that Spark sees. Its planner asks where the partitions end (`ranges.Ends`), bounds the
+   batch, and cuts it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
+2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader knows transactions, holes in the offsets
+   and lost records. Its consumer comes from `consumer`.
+3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in
+   another, offsets and times as arrays of numbers. No Python object exists for a record.
+4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `incarnations` numbers each
+   (stream, writer, epoch), so that edges can be rows of an array (`record_batch.Edges`).
+5. When a task has read a range, `compact` cuts the edges at the JOIN and RETIRE records of their stream, sorts and
+   links them into chains (`edge_chains.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of
+   140 bytes becomes about 13 bytes. The state function takes the packets from here (`core.batch`).
+
+Each step that handles single records exists twice, and both forms give the same result:
+
+    step                   fast form                          slow form
+    consume a message      native_consumer (C, by ctypes)     consumer.ObjectConsumer (confluent-kafka)
+    copy its bytes         kernels.gather                     ctypes.string_at
+    decode a record        field_scan.scan, with json_scan    wire.records.read
+    sort edges             kernels.arrange                    numpy
+
+`wire.records.read` defines what a record means. The scanner takes a record only if its meaning is certain, and leaves
+all others to `read`; only `read` gives the reason for a rejection.
+
+The slow forms are used in three cases:
+
+- There are few records. Loading numba takes 0.4 s of CPU, so a process with little traffic never loads it. The limits
+  are `Decoder.FEW`, `edge_chains.FEW` and `native_consumer._FEW`.
+- numba is missing or broken (`jit_loader`). A record then takes about 12 µs of CPU instead of 0.5 µs.
+- confluent-kafka hides the symbols of librdkafka (`consumer`). A message then takes about 2 µs instead of 0.3 µs.
+
+In the last two cases the worker logs one warning that begins with "Slow decoding". The pipeline repeats the warning in
+its own log. Nothing else changes.
+
+Compiled code (`field_scan`, `json_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
+An image contains these files: `python -m tidemark.app.compile_ahead` writes them. Compiled functions allocate nothing:
+their callers pass arrays with enough room, and get back how much was used.
+"""

@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.edges import Edges, link
+from tidemark.streaming.ingest.edge_chains import link
 from tidemark.streaming.ingest.incarnations import Incarnation
-from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.ingest.record_batch import Edges, Fetched, PlannedRange
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Rejected, shard_of
 from tidemark.streaming.wire.records import ROW, Topic

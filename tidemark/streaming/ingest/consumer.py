@@ -1,239 +1,118 @@
-"""A consumer of librdkafka as C has it, which gives messages as addresses.
+"""The consumer of Kafka's messages: the native one, or confluent-kafka's if librdkafka's symbols cannot be found.
 
-confluent-kafka makes an object of each message, and of its key, its value and its time: a third of all that a record
-cost. So we call the library that confluent-kafka is linked with ourselves, by its public interface (rdkafka.h), whose
-layout of a message is part of its ABI. Everything else that talks to Kafka does it by confluent-kafka.
+Both have the same methods, so `ranges` uses either. All methods raise `KafkaException`, and are for one thread.
 """
 
-import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any, Final
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException, cimpl
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
-from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
-from tidemark.streaming.values.intervals import Ids
+from tidemark.common.log import get_logger
+from tidemark.streaming.ingest.jit_loader import SLOW_DECODING
+from tidemark.streaming.ingest.record_batch import Fetched
 from tidemark.streaming.wire.runs import Mask
 
-_Pointer = ctypes.c_void_p
-_ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p, _Pointer)
-_library = ctypes.CDLL(cimpl.__file__)
+try:
+    from tidemark.streaming.ingest.native_consumer import NativeConsumer
 
-_CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
-_OK: Final = 0
-_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
-_FEW: Final = 100
-"""Messages: fewer are looked at one by one, and a process that never has more never loads what is compiled."""
+    _native_error: ImportError | None = None
+except ImportError as error:
+    _native_error = error
 
+log = get_logger(__name__)
 
-class _TopicPartition(ctypes.Structure):
-    """A rd_kafka_topic_partition_t, as far as it is ours to fill in."""
-
-    _fields_ = (("topic", ctypes.c_char_p), ("partition", ctypes.c_int32), ("offset", ctypes.c_int64))
+CONSUMER_WARNING = f"{SLOW_DECODING}: librdkafka cannot be called; a message takes about 2 µs of CPU instead of 0.3 µs"
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    try:
-        found = getattr(_library, name)
-    except AttributeError:
-        raise ImportError(f"the librdkafka of {cimpl.__file__} cannot be called: it has no {name}") from None
-    found.restype, found.argtypes = result, arguments
-    return found
+def open_consumer(
+    config: Mapping[str, str], on_error: Callable[[KafkaError], None]
+) -> "NativeConsumer | ObjectConsumer":
+    """Open a consumer, and log a warning if it is the slow one.
 
+    Args:
+        config: settings by librdkafka's names.
+        on_error: called on the thread that consumes, with errors that concern no message.
 
-_conf_new = _function("rd_kafka_conf_new", _Pointer)
-_conf_set = _function(
-    "rd_kafka_conf_set", ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t
-)
-_conf_destroy = _function("rd_kafka_conf_destroy", None, _Pointer)
-_conf_set_error_cb = _function("rd_kafka_conf_set_error_cb", None, _Pointer, _ErrorCallback)
-_new = _function("rd_kafka_new", _Pointer, ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_size_t)
-_last_error = _function("rd_kafka_last_error", ctypes.c_int)
-_poll_set_consumer = _function("rd_kafka_poll_set_consumer", ctypes.c_int, _Pointer)
-_queue_get_consumer = _function("rd_kafka_queue_get_consumer", _Pointer, _Pointer)
-_queue_destroy = _function("rd_kafka_queue_destroy", None, _Pointer)
-_consumer_close = _function("rd_kafka_consumer_close", ctypes.c_int, _Pointer)
-_destroy = _function("rd_kafka_destroy", None, _Pointer)
-_list_new = _function("rd_kafka_topic_partition_list_new", _Pointer, ctypes.c_int)
-_list_add = _function(
-    "rd_kafka_topic_partition_list_add", ctypes.POINTER(_TopicPartition), _Pointer, ctypes.c_char_p, ctypes.c_int32
-)
-_list_destroy = _function("rd_kafka_topic_partition_list_destroy", None, _Pointer)
-_assign = _function("rd_kafka_assign", ctypes.c_int, _Pointer, _Pointer)
-_consume = _function(
-    "rd_kafka_consume_batch_queue", ctypes.c_ssize_t, _Pointer, ctypes.c_int, _Pointer, ctypes.c_size_t
-)
-_topic_name = _function("rd_kafka_topic_name", ctypes.c_char_p, _Pointer)
-_message_errstr = _function("rd_kafka_message_errstr", ctypes.c_char_p, _Pointer)
-_message_timestamp = _function("rd_kafka_message_timestamp", ctypes.c_int64, _Pointer, _Pointer)
-_message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
-
-
-class RawConsumer:
-    """`config` by librdkafka's names; `on_error` is called on the thread that consumes. All of it raises
-    `KafkaException`, and is for one thread.
+    Raises:
+        KafkaException: librdkafka refuses the settings.
     """
+    if _native_error is None:
+        return NativeConsumer(config, on_error)
+    log.warning(CONSUMER_WARNING, cause=str(_native_error))
+    return ObjectConsumer(config, on_error)
+
+
+class ObjectConsumer:
+    """confluent-kafka's consumer, with the methods of `NativeConsumer`."""
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
-        def error_cb(_client: int, code: int, reason: bytes, _opaque: int) -> None:
-            on_error(KafkaError(code, reason.decode(errors="replace")))
-
-        callback = _ErrorCallback(error_cb)
-        self._client = _client(config, callback)
-        _check(_poll_set_consumer(self._client))
-        self._queue = _queue_get_consumer(self._client)
-        self._addresses = np.empty(0, np.int64)
-        # The callback as well: C holds no reference to it, and may call it until the end.
-        self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
+        self._consumer = Consumer({**config, "error_cb": on_error})
+        self.close = weakref.finalize(self, self._consumer.close)
         self.close.atexit = False
 
     def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
-        """Read these partitions, by topic and number, and no other, each from its offset on."""
+        """Read these partitions and no others.
+
+        Args:
+            offsets: topic, partition number and first offset of each.
+        """
         self._check_open()
-        places = _list_new(0)
-        try:
-            for topic, partition, offset in offsets:
-                _list_add(places, topic.encode(), partition).contents.offset = offset
-            _check(_assign(self._client, places))
-        finally:
-            _list_destroy(places)
+        self._consumer.assign([TopicPartition(topic, number, offset) for topic, number, offset in offsets])
 
     def unassign(self) -> None:
+        """Read no partition."""
         self._check_open()
-        _check(_assign(self._client, None))
+        self._consumer.unassign()
 
     @contextmanager
-    def consume(self, most: int, timeout: float) -> Iterator["Messages"]:
-        """At most so many messages, which are gone behind the block; waits `timeout` seconds for what is missing."""
+    def consume(self, most: int, timeout: float) -> Iterator["ObjectMessages"]:
+        """Wait up to `timeout` seconds for `most` messages."""
         self._check_open()
-        if len(self._addresses) < most:
-            self._addresses = np.empty(most, np.int64)
-        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, most)
-        if count < 0:
-            _check(_last_error())
-        try:
-            yield Messages(self._addresses[:count])
-        finally:
-            _release(self._addresses[:count])
+        yield ObjectMessages(self._consumer.consume(most, timeout))
 
     def _check_open(self) -> None:
         if not self.close.alive:
             raise RuntimeError("the consumer is closed")
 
 
-class Messages:
-    """Of several partitions, and errors among them: `codes` are 0 for a record."""
+class ObjectMessages:
+    """Messages of several partitions, and errors among them: `codes` are 0 for a record."""
 
-    def __init__(self, addresses: Ids) -> None:
-        self._addresses = addresses
-        words = _joined(addresses, np.full(len(addresses), 8 * _WORDS)).view(np.int64).reshape(-1, _WORDS).T
-        self.codes = words[0].astype(np.int32)
-        self._handles = words[1]
-        self._partitions = words[2].astype(np.int32)
-        self._values = words[3:5]
-        self._keys = words[5:7]
-        self.offsets = words[7]
-
-    def by_partition(self) -> dict[tuple[str, int], Mask]:
-        """Which of them are of each topic and partition; errors may be of none."""
-        handles, partitions = self._handles, self._partitions
-        first = handles[:1], partitions[:1]
-        if (handles == first[0]).all() and (partitions == first[1]).all():  # mostly: a set costs 60 ns a message
-            handles, partitions = first
-        found: dict[tuple[str, int], Mask] = {}
-        for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
-            if handle:
-                place = _topic_name(handle).decode(), partition
-                mask = (self._handles == handle) & (self._partitions == partition)
-                found[place] = found[place] | mask if place in found else mask
-        return found
-
-    def error(self, at: int) -> KafkaError:
-        """What one of them says, and of which partition, if it is of one."""
-        text = (_message_errstr(int(self._addresses[at])) or b"").decode(errors="replace")
-        if handle := int(self._handles[at]):
-            text = f"{_topic_name(handle).decode()}[{self._partitions[at]}]: {text}"
-        return KafkaError(int(self.codes[at]), text)
-
-    def fetched(self, chosen: Mask) -> Fetched:
-        """Those that were chosen, none of them an error."""
-        places = slice(None) if chosen.all() else chosen
-        values, keys = self._values[:, places], self._keys[:, places]
-        return Fetched(
-            _joined(*values),
-            _bounds(values[1]),
-            _joined(*keys),
-            _bounds(keys[1]),
-            np.ascontiguousarray(self.offsets[places]),
-            _times(self._addresses[places]),
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+        errors = [message.error() for message in messages]
+        self.codes = np.array([0 if error is None else error.code() for error in errors], np.int32)
+        self.offsets = np.array(
+            [-1 if message.offset() is None else message.offset() for message in messages], np.int64
         )
 
+    def by_partition(self) -> dict[tuple[str, int], Mask]:
+        """A mask of the messages for each topic and partition. Errors may belong to none."""
+        masks: dict[tuple[str, int], Mask] = {}
+        for index, message in enumerate(self._messages):
+            if message.topic() is not None:
+                partition = message.topic(), message.partition()
+                mask = masks.setdefault(partition, np.zeros(len(self._messages), np.bool_))
+                mask[index] = True
+        return masks
 
-def _joined(addresses: Ids, lengths: Ids) -> Bytes:
-    """What lies in memory at each of the addresses, one after the other."""
-    if len(addresses) < _FEW:
-        return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
-    found = np.empty(int(lengths.sum()), np.uint8)
-    _memory().gather(np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), found.ctypes.data)
-    return read_only(found)
+    def error(self, index: int) -> KafkaError:
+        """The error at `index`; its text names the partition if there is one."""
+        message = self._messages[index]
+        text = message.error().str()
+        if message.topic() is not None:
+            text = f"{message.topic()}[{message.partition()}]: {text}"
+        return KafkaError(message.error().code(), text)
 
-
-def _bounds(lengths: Ids) -> Ids:
-    return np.concatenate(([0], np.cumsum(lengths)))
-
-
-def _times(messages: Ids) -> Ids:
-    if len(messages) < _FEW:
-        return np.array([_message_timestamp(it, None) for it in messages.tolist()], np.int64)
-    found = np.empty_like(messages)
-    _memory().times(_address_of(_message_timestamp), messages, found)
-    return found
-
-
-def _release(messages: Ids) -> None:
-    if len(messages) < _FEW:
-        for it in messages.tolist():
-            _message_destroy(it)
-    else:
-        _memory().release(_address_of(_message_destroy), messages)
-
-
-def _memory() -> ModuleType:
-    from tidemark.streaming.ingest import kernels as memory  # noqa: PLC0415  # see _FEW
-
-    return memory
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, _Pointer).value or 0
-
-
-def _client(config: Mapping[str, str], callback: Any) -> int:
-    text = ctypes.create_string_buffer(512)
-    conf = _conf_new()
-    for name, value in config.items():
-        if _conf_set(conf, name.encode(), value.encode(), text, len(text)) != _OK:
-            _conf_destroy(conf)
-            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
-    _conf_set_error_cb(conf, callback)
-    client: int | None = _new(_CONSUMER, conf, text, len(text))  # which has the configuration then
-    if client is None:
-        code = _last_error()
-        _conf_destroy(conf)
-        raise KafkaException(KafkaError(code, text.value.decode(errors="replace")))
-    return client
-
-
-def _close(client: int, queue: int, _callback: Any) -> None:
-    _consumer_close(client)
-    _queue_destroy(queue)
-    _destroy(client)
-
-
-def _check(code: int) -> None:
-    if code != _OK:
-        raise KafkaException(KafkaError(code))
+    def fetched(self, chosen: Mask) -> Fetched:
+        """The records in the mask `chosen`, none of them an error."""
+        records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
+        return Fetched.of(
+            [record.key() for record in records],
+            [record.value() for record in records],
+            self.offsets[chosen],
+            np.array([record.timestamp()[1] for record in records], np.int64),
+        )

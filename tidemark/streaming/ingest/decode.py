@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Raw
 
 from tidemark.common.errors import BadRecord
-from tidemark.streaming.ingest.edges import Edges
 from tidemark.streaming.ingest.incarnations import Incarnations
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.jit_loader import load_field_scan
+from tidemark.streaming.ingest.record_batch import Edges, Fetched
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
@@ -154,10 +154,11 @@ class Decoder:
             self._take(fetched, at)
         self.next_offset = max(self.next_offset, int(fetched.offsets.max()) + 1)
 
-    def _scan(self, fetched: Fetched) -> list[int]:
-        """The places of the records that are left."""
-        from tidemark.streaming.ingest import field_scan as scan  # noqa: PLC0415  # see FEW
-
+    def _scan(self, fetched: Fetched) -> Iterable[int]:
+        """Take what compiled code understands. Returns the indexes of the other records, all if numba is missing."""
+        scan = load_field_scan()
+        if scan is None:
+            return range(fetched.size)
         self.incarnations.warm(fetched.size)
         left = np.empty(fetched.size, np.int64)
         why, first, leaving = scan.NEW, 0, 0
@@ -169,8 +170,8 @@ class Decoder:
                 self.incarnations.meet(met, fetched.values)
             elif why == scan.FULL:
                 self._scanned = self._scanned.longer(self._count, len(fetched.value(first)) + 1)
-        found: list[int] = left[:leaving].tolist()
-        return found
+        indexes: list[int] = left[:leaving].tolist()
+        return indexes
 
     def _take(self, fetched: Fetched, at: int) -> None:
         """What `records.read` says of a record."""

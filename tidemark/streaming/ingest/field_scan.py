@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidemark.streaming.ingest.edges import Edges
-from tidemark.streaming.ingest.incarnations import IncarnationTable, Met
+from tidemark.streaming.ingest.incarnations import Incarnations, IncarnationTable, Met
 from tidemark.streaming.ingest.jit_cache import compiled, kept
 from tidemark.streaming.ingest.json_scan import (
     CLOSE_LIST,
@@ -29,7 +28,7 @@ from tidemark.streaming.ingest.json_scan import (
     value,
     word,
 )
-from tidemark.streaming.ingest.record_batch import Bytes, Fetched
+from tidemark.streaming.ingest.record_batch import Bytes, Edges, Fetched
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
 
@@ -458,3 +457,9 @@ def scan(
         edges.times[count:stop] = fetched.times[at]
         count = stop
     return Scanned(DONE, len(fetched.offsets), count, left, _NOBODY)
+
+
+def compile_all() -> None:
+    """Compile `scan` and all that it calls, or load them from the cache."""
+    zero = np.zeros(1, np.int64)
+    scan(Fetched.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.room(1), 0, zero, 0)

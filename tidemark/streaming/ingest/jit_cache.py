@@ -25,6 +25,9 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from tidemark.common.home_directory import default_home
+from tidemark.common.log import get_logger
+
+log = get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +79,11 @@ class CodeFiles:
         found = next(filter(None, (_read(place / name) for place in self._places)), None)
         if not found:
             return None
-        return CompileResult._rebuild(target, *pickle.loads(found))  # type: ignore[no-untyped-call]
+        try:
+            return CompileResult._rebuild(target, *pickle.loads(found))  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001  # what it names has moved since: compile again, and overwrite it
+            log.info("Compiling again: the cached code cannot be loaded", name=name, cause=str(error))
+            return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if result.library.has_dynamic_globals:
@@ -92,10 +99,15 @@ class CodeFiles:
         found = hashlib.sha256()
         versions = python_version(), *(library.__version__ for library in (numba, llvmlite, np))
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-        arguments = [(str(it), getattr(it, "fields", None)) for it in signature]
+        arguments = [(str(it), getattr(it, "fields", None), _module_of(it)) for it in signature]
         for part in (versions, codegen.magic_tuple(), settings, arguments, *_parts(self._dispatcher, set())):
             found.update(repr(part).encode())
         return f"{self._dispatcher.__name__}-{found.hexdigest()[:32]}"
+
+
+def _module_of(argument: Any) -> str | None:
+    """The module of a named tuple's class, which the cached code imports."""
+    return getattr(getattr(argument, "instance_class", None), "__module__", None)
 
 
 def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:

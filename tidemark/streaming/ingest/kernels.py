@@ -6,13 +6,14 @@ for small ones they use numpy.
 
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tidemark.streaming.ingest.edges import Edges
 from tidemark.streaming.ingest.jit_cache import compiled, kept
+from tidemark.streaming.ingest.record_batch import Edges
 from tidemark.streaming.values.intervals import Ids
 
 MOST_STEPS: Final = 32
@@ -117,3 +118,12 @@ def release(function: int, messages: Ids) -> None:
     """`rd_kafka_message_destroy` of each message."""
     for at in range(len(messages)):
         _call_release(function, messages[at])
+
+
+def compile_all() -> None:
+    """Compile all functions of this module, or load them from the cache."""
+    none = np.zeros(0, np.int64)
+    arrange(Edges.room(0), Edges.room(0), np.zeros(2, np.int64), Edges.room(1))
+    gather(none, none, 0)
+    times(0, none, none)
+    release(0, none)

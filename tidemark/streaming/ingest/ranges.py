@@ -13,7 +13,7 @@ from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, To
 
 from tidemark.common.errors import Unavailable
 from tidemark.common.kafka_errors import ErrorListener, concerns_group
-from tidemark.streaming.ingest.consumer import RawConsumer
+from tidemark.streaming.ingest.consumer import open_consumer
 from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
 from tidemark.streaming.wire.records import Topic
 
@@ -63,7 +63,7 @@ class RangeReader:
         self._most = _AT_FIRST
         self._errors = ErrorListener(client["bootstrap.servers"])
         with self._errors.explaining():
-            self._consumer = RawConsumer({**client, **READING}, self._errors)
+            self._consumer = open_consumer({**client, **READING}, self._errors)
 
     def read(self, wanted: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, Fetched]]:
         """The records of ranges of as many partitions, fetched together: those of each in order, but nothing is said of

@@ -13,7 +13,10 @@ from tests.streaming.kafka_log import PARTITIONS, Log, Seen, values
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.ingest import consumer as librdkafka
+from tidemark.streaming.ingest import native_consumer
+from tidemark.streaming.ingest import ranges as module
+from tidemark.streaming.ingest.consumer import ObjectConsumer
+from tidemark.streaming.ingest.native_consumer import NativeConsumer
 from tidemark.streaming.ingest.ranges import Ends, RangeReader
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
@@ -24,8 +27,16 @@ def log(connection: KafkaConnection, prefix: str) -> Log:
     return Log(connection, prefix)
 
 
+@pytest.fixture(params=[NativeConsumer, ObjectConsumer])
+def consumer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NativeConsumer | ObjectConsumer]:
+    """The class that reads messages: both must give the same."""
+    chosen: type[NativeConsumer | ObjectConsumer] = request.param
+    monkeypatch.setattr(module, "open_consumer", chosen)
+    return chosen
+
+
 @pytest.fixture
-def reader(log: Log) -> Iterator[RangeReader]:
+def reader(log: Log, consumer: type[NativeConsumer | ObjectConsumer]) -> Iterator[RangeReader]:
     reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
     yield reader
     reader.close()
@@ -76,6 +87,7 @@ def test_an_open_transaction_is_not_read_into(log: Log, reader: RangeReader) -> 
     assert numbers(reader, 1, log.end()) == [(1, 1), (2, 2)]
 
 
+@pytest.mark.usefixtures("consumer")
 def test_records_that_are_gone_are_not_passed_over(log: Log, admin: AdminClient) -> None:
     """Rule 5: a range that begins before the oldest record raises, and says so."""
     log.send(*range(5))
@@ -101,7 +113,7 @@ def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: 
 @pytest.mark.parametrize("few", [1, 100_000])
 def test_many_messages_come_as_few_do(few: int, log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """By compiled code, and one by one: nulls, what is empty, bytes of all kinds, and what is larger than the rest."""
-    monkeypatch.setattr(librdkafka, "_FEW", few)
+    monkeypatch.setattr(native_consumer, "_FEW", few)
     random, now = Random(few), int(time.time() * 1000)
     sent: list[tuple[bytes | None, bytes | None, int]] = [
         (
@@ -127,6 +139,7 @@ def test_a_reader_that_is_closed_says_so(reader: RangeReader) -> None:
         next(reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)]))
 
 
+@pytest.mark.usefixtures("consumer")
 def test_a_setting_that_librdkafka_does_not_know_is_named() -> None:
     with pytest.raises(Refused, match=r"no\.such\.setting"):
         RangeReader({"bootstrap.servers": "127.0.0.1:1", "no.such.setting": "1"}, {Topic.FACTS: "f"})
@@ -169,7 +182,10 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
 
 
 def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_behind_it(
-    log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch
+    log: Log,
+    reader: RangeReader,
+    consumer: type[NativeConsumer | ObjectConsumer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pipeline that catches up reads ranges with far more behind them than in them, and none of that is gone
     through."""
@@ -177,7 +193,7 @@ def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_be
     log.begin(2)
     log.abort()
     log.send(*range(20_000))
-    seen = Seen(monkeypatch)
+    seen = Seen(monkeypatch, consumer)
     assert numbers(reader, 0, 3) == [(0, 1)]
     assert numbers(reader, 1, 3) == []
     assert numbers(reader, 2, 5) == [(3, 0), (4, 1)]
@@ -199,3 +215,70 @@ def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -
     kafka.stop()
     kafka.start()
     assert ends.beyond({log.name: {0: 1}}) == {log.name: {0: 1}}
+
+
+# -- ranges of several partitions that are fetched together
+
+
+@pytest.mark.parametrize("few", [1, 100_000])
+@pytest.mark.usefixtures("consumer")
+def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConnection, prefix: str) -> None:
+    """Of both topics, one of which is at its end at once, one has only holes, one goes on for long behind its end, and
+    one is empty."""
+    log, control = Log(connection, prefix), Log(connection, f"{prefix}.control")
+    log.send(*range(2_000))
+    log.begin(1, 2, 3, partition=1)
+    log.abort()
+    control.send(*range(100, 110))
+    control.send(7, partition=1)
+    reader = RangeReader(connection.client(), {Topic.FACTS: log.name, Topic.CONTROL: control.name}, patience=60)
+    wanted = [
+        PlannedRange(Topic.FACTS, 0, 5, 9),
+        PlannedRange(Topic.FACTS, 1, 0, 4),
+        PlannedRange(Topic.CONTROL, 0, 3, 10),
+        PlannedRange(Topic.CONTROL, 1, 1, 1),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_consumer, "_FEW", few)
+        for _ in range(20):
+            found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
+            for it, part in reader.read(wanted):
+                found[it] += map(int, values(part))
+            assert found == dict(zip(wanted, [[5, 6, 7, 8], [], [*range(103, 110)], []], strict=True))
+    reader.close()
+
+
+def test_what_lies_behind_ranges_is_not_gone_through_for_the_others(
+    connection: KafkaConnection,
+    prefix: str,
+    consumer: type[NativeConsumer | ObjectConsumer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A range that is at its end is fetched no more, whichever comes first; and what comes again comes whole."""
+    log = Log(connection, prefix, partitions=12)
+    for partition in range(12):
+        log.send(*range(3_000), partition=partition)
+    reader = RangeReader(connection.client(), {Topic.FACTS: log.name}, patience=60)
+    seen = Seen(monkeypatch, consumer)
+    for start, size in ((0, 1), (1, 2), (1_000, 40), (0, 1)):
+        wanted = [PlannedRange(Topic.FACTS, it, start, start + size) for it in range(12)]
+        found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
+        for it, part in reader.read(wanted):
+            found[it] += map(int, values(part))
+        assert all(of == [*range(start, start + size)] for of in found.values())
+    assert seen.count < 12 * 3_000
+    reader.close()
+
+
+@pytest.mark.usefixtures("consumer")
+def test_one_of_several_ranges_that_never_comes_raises(connection: KafkaConnection, prefix: str) -> None:
+    """Rule 9, whatever the others hold; it is named."""
+    log = Log(connection, prefix)
+    log.send(0, 1)
+    log.send(0, partition=1)
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.5)
+    with pytest.raises(Unavailable, match=rf"{log.name}\[1\] from 1 to 3"):
+        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 2), PlannedRange(Topic.FACTS, 1, 0, 3)]))
+    with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 2 to 9, nor of 1 other ranges"):
+        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 9), PlannedRange(Topic.FACTS, 1, 0, 3)]))
+    reader.close()

@@ -1,0 +1,238 @@
+"""Consumes messages of Kafka without Python objects, by calling the librdkafka in confluent-kafka with ctypes.
+
+confluent-kafka makes an object of each message, its key, its value and its time: a third of the CPU of a record. This
+module uses the public C interface of the same library (rdkafka.h); the layout of its messages is part of its ABI. The
+import raises ImportError if the symbols of librdkafka cannot be found. `consumer` falls back to confluent-kafka then.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+from confluent_kafka import KafkaError, KafkaException, cimpl
+
+from tidemark.streaming.ingest.jit_loader import load_kernels
+from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
+from tidemark.streaming.values.intervals import Ids
+from tidemark.streaming.wire.runs import Mask
+
+_Pointer = ctypes.c_void_p
+_ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p, _Pointer)
+
+_CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
+_OK: Final = 0
+_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
+_FEW: Final = 100
+"""Messages: fewer are looked at one by one, and a process that never has more never loads what is compiled."""
+
+
+class _TopicPartition(ctypes.Structure):
+    """A rd_kafka_topic_partition_t, as far as it is ours to fill in."""
+
+    _fields_ = (("topic", ctypes.c_char_p), ("partition", ctypes.c_int32), ("offset", ctypes.c_int64))
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    try:
+        function = getattr(ctypes.CDLL(cimpl.__file__), name)
+    except (AttributeError, OSError):
+        raise ImportError(f"{cimpl.__file__} has no symbol {name}") from None
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_conf_new = _function("rd_kafka_conf_new", _Pointer)
+_conf_set = _function(
+    "rd_kafka_conf_set", ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t
+)
+_conf_destroy = _function("rd_kafka_conf_destroy", None, _Pointer)
+_conf_set_error_cb = _function("rd_kafka_conf_set_error_cb", None, _Pointer, _ErrorCallback)
+_new = _function("rd_kafka_new", _Pointer, ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_size_t)
+_last_error = _function("rd_kafka_last_error", ctypes.c_int)
+_poll_set_consumer = _function("rd_kafka_poll_set_consumer", ctypes.c_int, _Pointer)
+_queue_get_consumer = _function("rd_kafka_queue_get_consumer", _Pointer, _Pointer)
+_queue_destroy = _function("rd_kafka_queue_destroy", None, _Pointer)
+_consumer_close = _function("rd_kafka_consumer_close", ctypes.c_int, _Pointer)
+_destroy = _function("rd_kafka_destroy", None, _Pointer)
+_list_new = _function("rd_kafka_topic_partition_list_new", _Pointer, ctypes.c_int)
+_list_add = _function(
+    "rd_kafka_topic_partition_list_add", ctypes.POINTER(_TopicPartition), _Pointer, ctypes.c_char_p, ctypes.c_int32
+)
+_list_destroy = _function("rd_kafka_topic_partition_list_destroy", None, _Pointer)
+_assign = _function("rd_kafka_assign", ctypes.c_int, _Pointer, _Pointer)
+_consume = _function(
+    "rd_kafka_consume_batch_queue", ctypes.c_ssize_t, _Pointer, ctypes.c_int, _Pointer, ctypes.c_size_t
+)
+_topic_name = _function("rd_kafka_topic_name", ctypes.c_char_p, _Pointer)
+_message_errstr = _function("rd_kafka_message_errstr", ctypes.c_char_p, _Pointer)
+_message_timestamp = _function("rd_kafka_message_timestamp", ctypes.c_int64, _Pointer, _Pointer)
+_message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
+
+
+class NativeConsumer:
+    """`config` by librdkafka's names; `on_error` is called on the thread that consumes. All of it raises
+    `KafkaException`, and is for one thread.
+    """
+
+    def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
+        def error_cb(_client: int, code: int, reason: bytes, _opaque: int) -> None:
+            on_error(KafkaError(code, reason.decode(errors="replace")))
+
+        callback = _ErrorCallback(error_cb)
+        self._client = _client(config, callback)
+        _check(_poll_set_consumer(self._client))
+        self._queue = _queue_get_consumer(self._client)
+        self._addresses = np.empty(0, np.int64)
+        # The callback as well: C holds no reference to it, and may call it until the end.
+        self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
+        self.close.atexit = False
+
+    def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
+        """Read these partitions, by topic and number, and no other, each from its offset on."""
+        self._check_open()
+        places = _list_new(0)
+        try:
+            for topic, partition, offset in offsets:
+                _list_add(places, topic.encode(), partition).contents.offset = offset
+            _check(_assign(self._client, places))
+        finally:
+            _list_destroy(places)
+
+    def unassign(self) -> None:
+        self._check_open()
+        _check(_assign(self._client, None))
+
+    @contextmanager
+    def consume(self, most: int, timeout: float) -> Iterator["NativeMessages"]:
+        """At most so many messages, which are gone behind the block; waits `timeout` seconds for what is missing."""
+        self._check_open()
+        if len(self._addresses) < most:
+            self._addresses = np.empty(most, np.int64)
+        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, most)
+        if count < 0:
+            _check(_last_error())
+        try:
+            yield NativeMessages(self._addresses[:count])
+        finally:
+            _release(self._addresses[:count])
+
+    def _check_open(self) -> None:
+        if not self.close.alive:
+            raise RuntimeError("the consumer is closed")
+
+
+class NativeMessages:
+    """Of several partitions, and errors among them: `codes` are 0 for a record."""
+
+    def __init__(self, addresses: Ids) -> None:
+        self._addresses = addresses
+        words = _joined(addresses, np.full(len(addresses), 8 * _WORDS)).view(np.int64).reshape(-1, _WORDS).T
+        self.codes = words[0].astype(np.int32)
+        self._handles = words[1]
+        self._partitions = words[2].astype(np.int32)
+        self._values = words[3:5]
+        self._keys = words[5:7]
+        self.offsets = words[7]
+
+    def by_partition(self) -> dict[tuple[str, int], Mask]:
+        """Which of them are of each topic and partition; errors may be of none."""
+        handles, partitions = self._handles, self._partitions
+        first = handles[:1], partitions[:1]
+        if (handles == first[0]).all() and (partitions == first[1]).all():  # mostly: a set costs 60 ns a message
+            handles, partitions = first
+        found: dict[tuple[str, int], Mask] = {}
+        for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
+            if handle:
+                place = _topic_name(handle).decode(), partition
+                mask = (self._handles == handle) & (self._partitions == partition)
+                found[place] = found[place] | mask if place in found else mask
+        return found
+
+    def error(self, at: int) -> KafkaError:
+        """What one of them says, and of which partition, if it is of one."""
+        text = (_message_errstr(int(self._addresses[at])) or b"").decode(errors="replace")
+        if handle := int(self._handles[at]):
+            text = f"{_topic_name(handle).decode()}[{self._partitions[at]}]: {text}"
+        return KafkaError(int(self.codes[at]), text)
+
+    def fetched(self, chosen: Mask) -> Fetched:
+        """Those that were chosen, none of them an error."""
+        places = slice(None) if chosen.all() else chosen
+        values, keys = self._values[:, places], self._keys[:, places]
+        return Fetched(
+            _joined(*values),
+            _bounds(values[1]),
+            _joined(*keys),
+            _bounds(keys[1]),
+            np.ascontiguousarray(self.offsets[places]),
+            _times(self._addresses[places]),
+        )
+
+
+def _joined(addresses: Ids, lengths: Ids) -> Bytes:
+    """What lies in memory at each of the addresses, one after the other."""
+    if (kernels := _kernels(len(addresses))) is None:
+        return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
+    joined = np.empty(int(lengths.sum()), np.uint8)
+    kernels.gather(np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), joined.ctypes.data)
+    return read_only(joined)
+
+
+def _bounds(lengths: Ids) -> Ids:
+    return np.concatenate(([0], np.cumsum(lengths)))
+
+
+def _times(messages: Ids) -> Ids:
+    if (kernels := _kernels(len(messages))) is None:
+        return np.array([_message_timestamp(message, None) for message in messages.tolist()], np.int64)
+    times = np.empty_like(messages)
+    kernels.times(_address_of(_message_timestamp), messages, times)
+    return times
+
+
+def _release(messages: Ids) -> None:
+    if (kernels := _kernels(len(messages))) is None:
+        for message in messages.tolist():
+            _message_destroy(message)
+    else:
+        kernels.release(_address_of(_message_destroy), messages)
+
+
+def _kernels(count: int) -> ModuleType | None:
+    """Compiled code for `count` messages; None if they are few, or if there is no compiler."""
+    return None if count < _FEW else load_kernels()
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, _Pointer).value or 0
+
+
+def _client(config: Mapping[str, str], callback: Any) -> int:
+    text = ctypes.create_string_buffer(512)
+    conf = _conf_new()
+    for name, value in config.items():
+        if _conf_set(conf, name.encode(), value.encode(), text, len(text)) != _OK:
+            _conf_destroy(conf)
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
+    _conf_set_error_cb(conf, callback)
+    client: int | None = _new(_CONSUMER, conf, text, len(text))  # which has the configuration then
+    if client is None:
+        code = _last_error()
+        _conf_destroy(conf)
+        raise KafkaException(KafkaError(code, text.value.decode(errors="replace")))
+    return client
+
+
+def _close(client: int, queue: int, _callback: Any) -> None:
+    _consumer_close(client)
+    _queue_destroy(queue)
+    _destroy(client)
+
+
+def _check(code: int) -> None:
+    if code != _OK:
+        raise KafkaException(KafkaError(code))
