@@ -82,13 +82,18 @@ QUIET: Series = {
     f"tidemark_relay_active{{{RELAY}}}": always(1),
     f"tidemark_relay_last_poll_timestamp_seconds{{{RELAY}}}": CLOCK,
     f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
+    f"tidemark_relay_blocked_streams{{{RELAY},{STREAM}}}": always(0),
+    f"tidemark_relay_oversized_facts{{{RELAY},{STREAM}}}": always(0),
     f"tidemark_synapse_publishing{{{BRIDGE}}}": always(1),
     f"tidemark_synapse_publishing{{{NEXT}}}": always(0),  # another pod that waits for its turn
+    f"tidemark_synapse_started_timestamp_seconds{{{BRIDGE}}}": always(-86400),
     f"tidemark_synapse_sent_timestamp_seconds{{{BRIDGE}}}": CLOCK,
     f"tidemark_synapse_sent_timestamp_seconds{{{NEXT}}}": always(0),
     f"tidemark_synapse_listening{{{BRIDGE}}}": always(1),
     f"tidemark_synapse_listening{{{NEXT}}}": always(0),
     f"tidemark_synapse_silent_writers{{{BRIDGE},{STREAM}}}": always(0),
+    f"tidemark_synapse_late_total{{{BRIDGE},{STREAM}}}": always(0),
+    f"tidemark_synapse_oversized{{{BRIDGE},{STREAM}}}": always(0),
     BEHIND % "event1": always(0),
     BEHIND % "event2": always(0),
 }
@@ -266,6 +271,11 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {f"tidemark_relay_oldest_transaction_seconds{{{RELAY},{WRITER}}}": f"_x10 60+60x{HOUR}"},
         {"TidemarkRelayTransactionOld"},
     ),
+    "a sequence is unfit": ({one("tidemark_relay_blocked_streams"): since(10)}, {"TidemarkRelayStreamBlocked"}),
+    "a fact is too large for the topic": (
+        {one("tidemark_relay_oversized_facts"): since(10)},
+        {"TidemarkRelayFactTooLarge"},
+    ),
     "the bridge to Synapse is gone": (
         {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if BRIDGE in series},
         {"TidemarkBridgeSilent"},
@@ -289,6 +299,10 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "one worker of Synapse says nothing, of which Tidemark's own alerts tell": ({BEHIND % "event1": ages(10)}, set()),
     "a worker is not started": ({one("tidemark_synapse_silent_writers"): since(10)}, {"TidemarkBridgeWaits"}),
+    "a record of Synapse is too large for the topic": (
+        {one("tidemark_synapse_oversized"): since(10)},
+        {"TidemarkBridgeRecordTooLarge"},
+    ),
     "a transaction of a dead worker holds all": (
         {OLDEST: f"_x10 60+60x{HOUR}", BEHIND % "event1": ages(10), BEHIND % "event2": ages(10)},
         {"TidemarkBridgeTransactionOld"},
@@ -298,6 +312,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
 EVENTS: dict[str, tuple[Series, set[str]]] = {
     "a dead letter": ({one("tidemark_dead_letters_total"): since(30)}, {"TidemarkDeadLetters"}),
     "a late fact": ({one("tidemark_records_total"): since(30)}, {"TidemarkLateCompletions"}),
+    "a late fact of Synapse": ({one("tidemark_synapse_late_total"): since(30)}, {"TidemarkBridgeLateFacts"}),
     "an operator's SKIP": ({one("tidemark_operator_overrides_total"): since(30)}, {"TidemarkForced"}),
     "a new timeline": ({one("tidemark_source_regressions_total"): since(30)}, {"TidemarkSourceRegressed"}),
 }
@@ -472,7 +487,8 @@ def test_the_first_event_of_a_counter_is_told(rules: Path, event: str) -> None:
     """The process began at minute 30, and its first scrape finds the event counted already."""
     series, alerts = EVENTS[event]
     first = {name: f"_x30 {always(1)}" for name in series}
-    began = {one("tidemark_started_timestamp_seconds"): "_x30 1790+0x60"}
+    names = ("tidemark_started_timestamp_seconds", "tidemark_synapse_started_timestamp_seconds")
+    began = {one(name): "_x30 1790+0x60" for name in names}
     check(rules, QUIET | first | began, {29: set(), 31: alerts, 50: set()})
 
 

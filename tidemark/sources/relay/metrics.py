@@ -7,13 +7,13 @@ from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction
 
 
 class RelayMetrics(LoopMetrics):
-    """Those of one process, in a registry of its own or of the caller's choice."""
+    """The metrics of one relay process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.active = Gauge(
             "tidemark_relay_active",
-            "1 while this process relays, 0 while it waits for a server or for another relay to end. 0 everywhere:"
+            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
             " facts wait in the service's database.",
             registry=registry,
         )
@@ -24,13 +24,13 @@ class RelayMetrics(LoopMetrics):
         )
         self.heartbeat = Gauge(
             "tidemark_relay_heartbeat_timestamp_seconds",
-            "When the loop of a process that relays last went round (s since 1970). Older than a minute: it hangs.",
+            "Time of the last round of an active relay's loop (s since 1970). Older than a minute: it hangs.",
             registry=registry,
         )
         self.last_poll = Gauge(
             "tidemark_relay_last_poll_timestamp_seconds",
-            "When the database was last looked at (s since 1970). Standing still while it relays: Kafka does not take"
-            " what it sends, or the database does not answer.",
+            "Time of the last query of the database (s since 1970). Not rising while the relay is active: Kafka does"
+            " not accept records, or the database does not answer.",
             registry=registry,
         )
         self.facts = Counter(
@@ -44,14 +44,14 @@ class RelayMetrics(LoopMetrics):
         )
         self.undecided = Gauge(
             "tidemark_relay_undecided_ids",
-            "IDs that are given out and not decided. Staying above 0: a transaction is open and holds the stream;"
+            "IDs that are given out and not decided. Staying above 0: an open transaction blocks the stream;"
             " `tidemark relay blockers` names it.",
             ["stream"],
             registry=registry,
         )
         self.kept = Gauge(
             "tidemark_relay_outbox_ids",
-            "IDs above the floor, whose rows are still in the database. Rising: a transaction holds the stream, or"
+            "IDs above the floor, whose rows are still in the database. Rising: a transaction blocks the stream, or"
             " Kafka is away or too slow.",
             ["stream"],
             registry=registry,
@@ -63,18 +63,18 @@ class RelayMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.held = Gauge(
+        self.blocked = Gauge(
             "tidemark_relay_blocked_streams",
-            "1 while the stream is held because its sequence is unfit: no new ID of the stream is decided. The log says"
-            " why, and what to do.",
+            "1 while no new ID of the stream is decided, because its sequence is unfit. The log has the problem and the"
+            " statement that repairs it.",
             ["stream"],
             registry=registry,
         )
         self.oldest = Gauge(
             "tidemark_relay_oldest_transaction_seconds",
-            "How long the oldest open transaction that holds a stream has been open, by the writer in whose name it has"
-            " appended (empty: nothing of that name was told yet); none where none is open. Rising: it hangs, readers"
-            " wait for it; `tidemark relay blockers` names it.",
+            "Age of the oldest open transaction that blocks a stream, by the writer in whose name it has appended"
+            " (empty: no fact of that name was sent yet); no series if none is open. Rising: it hangs, and readers wait"
+            " for it; `tidemark relay blockers` names it.",
             ["stream", "writer"],
             registry=registry,
         )

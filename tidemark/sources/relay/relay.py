@@ -152,10 +152,10 @@ class AppendRelay(RunLoop):
         for stream in {*held, *self._held}:
             if held.get(stream) != self._held.get(stream):
                 if stream in held:
-                    log.warning("A stream is held", stream=stream, problem=held[stream])
+                    log.warning("A stream is blocked", stream=stream, problem=held[stream])
                 else:
-                    log.info("A stream goes on", stream=stream)
-            self._metrics.held.labels(stream).set(stream in held)
+                    log.info("A stream continues", stream=stream)
+            self._metrics.blocked.labels(stream).set(stream in held)
         self._held = held
 
     def _room(self) -> int:

@@ -9,90 +9,100 @@ from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction
 
 
 class BridgeMetrics(LoopMetrics):
-    """Those of one process, in a registry of its own or of the caller's choice."""
+    """The metrics of one bridge process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.started = Gauge(
+            "tidemark_synapse_started_timestamp_seconds",
+            "Time at which the process began (s since 1970).",
+            registry=registry,
+        )
+        self.started.set_to_current_time()
         self.active = Gauge(
             "tidemark_synapse_publishing",
-            "1 while this process tells what Synapse writes, 0 while it waits for a server or for another one to end."
-            " 0 everywhere: nothing is told, and nothing is lost.",
+            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
+            " no fact is sent, and none is lost.",
             registry=registry,
         )
         self.standby = Gauge(
-            "tidemark_synapse_standby", "1 while this process waits because another one speaks.", registry=registry
+            "tidemark_synapse_standby",
+            "1 while this process waits because another bridge works on its streams.",
+            registry=registry,
         )
         self.heartbeat = Gauge(
             "tidemark_synapse_heartbeat_timestamp_seconds",
-            "When the loop last went round (s since 1970). Older than a minute: it hangs.",
+            "Time of the last round of the loop (s since 1970). Older than a minute: it hangs.",
             registry=registry,
         )
         self.sent = Gauge(
             "tidemark_synapse_sent_timestamp_seconds",
-            "When Kafka last took of what is told, or had all of it (s since 1970). Standing still while it speaks:"
-            " Kafka takes nothing, or the loop hangs.",
+            "Time at which Kafka last acknowledged a record, or had all of them (s since 1970). Not rising while the"
+            " bridge is active: Kafka does not accept records, or the loop hangs.",
             registry=registry,
         )
         self.listening = Gauge(
             "tidemark_synapse_listening",
-            "1 while Synapse's channel is subscribed. 0: Redis is away, and nothing can be told.",
+            "1 while Synapse's replication channel is subscribed. 0: Redis is away, and no position can advance.",
             registry=registry,
         )
         self.lines = Gauge(
-            "tidemark_synapse_lines", "Lines heard on Synapse's channel since the process began.", registry=registry
+            "tidemark_synapse_lines",
+            "Lines received on Synapse's replication channel since the process began.",
+            registry=registry,
         )
         self.facts = Counter(
             "tidemark_synapse_facts",
-            "Facts that were told: they are noted, and go to Kafka until it has acknowledged them.",
+            "Facts that were written to the bridge's outbox. They are sent until Kafka has acknowledged them.",
             ["stream"],
             registry=registry,
         )
         self.unseen = Counter(
             "tidemark_synapse_unseen",
-            "Ranges that were told as unseen: of overwritten rows nobody knows whether there was one. Readers read the"
-            " table there.",
+            "Ranges that were published as unseen: overwritten rows may have been in them. Readers read the table"
+            " there.",
             ["stream"],
             registry=registry,
         )
         self.late = Counter(
             "tidemark_synapse_late",
-            "Facts that the tables had where everything was told, published as late: two processes had one worker_name,"
-            " or a sequence went back. Any is a fault outside of the bridge, which its log names.",
+            "Facts that the tables had where everything was published, which were published as late: two processes had"
+            " one worker_name, or a sequence went back. Any is a fault outside of the bridge, which its log names.",
             ["stream"],
             registry=registry,
         )
         self.oversized = Gauge(
             "tidemark_synapse_oversized",
-            "1 for a stream whose next record is above the topic's max.message.bytes: it waits, the log names the"
-            " record with its ID and size. Raise max.message.bytes of the topic.",
+            "1 for a stream whose next record is above the topic's max.message.bytes: the stream waits, and the log"
+            " names the record with its ID and size. Raise max.message.bytes of the topic.",
             ["stream"],
             registry=registry,
         )
         self.lag_ids = Gauge(
             "tidemark_synapse_lag_ids",
-            "IDs that are given out and not told, by the writer that has not gone past them. Staying above 0: that"
-            " worker holds the stream, or is gone and not retired.",
+            "IDs that are given out and not published, by the writer that has not passed them. Staying above 0: that"
+            " worker blocks the stream, or is gone and not retired.",
             ["stream", "writer"],
             registry=registry,
         )
         self.lag_seconds = Gauge(
             "tidemark_synapse_lag_seconds",
-            "For how long no more of the writer has been told, while IDs beyond are given out. Of every writer of a"
-            " stream at once: nobody is heard, or a transaction of a dead worker is open.",
+            "For how long the writer's position has not advanced while IDs beyond it are given out. Of every writer of"
+            " a stream at once: no worker is received, or a transaction of a dead worker is open.",
             ["stream", "writer"],
             registry=registry,
         )
         self.silent = Gauge(
             "tidemark_synapse_silent_writers",
-            "Workers for whose first word a stream waits that has not begun. Staying above 0: one is not started, or is"
-            " misspelt in --writers; the log names them.",
+            "Workers that have not announced a position yet, of a stream that has not begun. Staying above 0: one is"
+            " not started, or is misspelt in --writers; the log names them.",
             ["stream"],
             registry=registry,
         )
         self.oldest = Gauge(
             "tidemark_synapse_oldest_transaction_seconds",
-            "How long the oldest transaction has been open that writes to the tables of a stream that is behind."
-            " Rising: it hangs, readers wait for it; `tidemark synapse blockers` names it.",
+            "Age of the oldest transaction that writes to the tables of a stream that lags. Rising: it hangs, and"
+            " readers wait for it; `tidemark synapse blockers` names it.",
             ["stream"],
             registry=registry,
         )

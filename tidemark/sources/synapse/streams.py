@@ -139,9 +139,9 @@ class StreamPublisher:
         if (unfit := queries.unfit(synapse, self.of.stream)) != self.blocked_reason:
             self.blocked_reason = unfit
             if unfit:
-                log.error("A stream of Synapse is held", stream=self.of.name, problem=unfit)
+                log.error("A stream of Synapse is blocked", stream=self.of.name, problem=unfit)
             else:
-                log.info("A stream of Synapse goes on", stream=self.of.name)
+                log.info("A stream of Synapse continues", stream=self.of.name)
 
     def age(self, synapse: Connection, own: Connection, now: int) -> None:
         """Rows that Synapse may have deleted by `now`, the clock of its server in ms, prove nothing."""
@@ -170,8 +170,8 @@ class StreamPublisher:
             flush_wal(synapse)
             state.publish_late(own, self.known, self.published, late)
             log.error(
-                "Synapse's tables have facts where everything was told: they are published as late. Did two processes"
-                " have one worker_name, or was a sequence set back?",
+                "Synapse's tables have facts where everything was published: they are published as late. Two processes"
+                " had one worker_name, or a sequence was set back",
                 stream=self.of.name, ids=[fact.id for fact in late][:20], count=len(found),
             )  # fmt: skip
         if newest is None:

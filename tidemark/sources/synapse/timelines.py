@@ -70,7 +70,7 @@ def begin(
         evidence.go_back(connection, name, published, at)
         anew = _turn(connection, known, seen, at, head)
     log.warning(
-        "Synapse's database went back: a new timeline of the stream begins, and what lies beyond the ID is told again",
+        "Synapse's database went back: a new timeline of the stream begins, and what follows the ID is published again",
         stream=name, reason=why, id=at, published=known.reach, given_out=head,
     )  # fmt: skip
     return anew, published
