@@ -61,27 +61,27 @@ def states(url: str) -> list[int]:
 def test_one_that_waits_is_alive_and_says_for_what(url: str, health: metrics.PipelineHealth) -> None:
     """Before its query runs a pipeline waits for servers or the lease: to be left alone, and not to be relied on."""
     assert states(url) == [200, 503]
-    health.stands("no executor has come")
+    health.set_state("no executor has come")
     assert asked(f"{url}/readyz") == (503, "no executor has come")
 
 
 def test_one_whose_query_runs_is_ready(url: str, health: metrics.PipelineHealth) -> None:
     """The loop went round a moment ago and says that the next batch can run."""
-    health.stands(None)
+    health.set_state(None)
     metrics.HEARTBEAT.set(NOW - 1)
     assert states(url) == [200, 200]
 
 
 def test_one_whose_loop_stands_still_is_not_alive(url: str, health: metrics.PipelineHealth) -> None:
     """A heartbeat that is older than 15 s while the query is said to run: the process hangs."""
-    health.stands(None)
+    health.set_state(None)
     metrics.HEARTBEAT.set(NOW - metrics.STALE_SECONDS)
     assert states(url) == [503, 200]
 
 
 def test_every_other_path_is_the_scrape(url: str, health: metrics.PipelineHealth) -> None:
     """Prometheus finds the metrics at /metrics."""
-    health.stands("no executor has come")
+    health.set_state("no executor has come")
     assert "\ntidemark_pipeline_ready 0.0" in asked(f"{url}/metrics")[1]
 
 

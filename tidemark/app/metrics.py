@@ -1,7 +1,7 @@
-"""Every metric of the pipeline: its name, its kind, what it means and what to do when it moves.
+"""Every metric of the pipeline: its name, its kind, its meaning, and what to do when it moves.
 
-`docs/reference/metrics.md` shows them (`make docs`). Only the driver changes them: nothing scrapes Spark's workers.
-What is known of each stream comes from `app.stream_metrics` at the time of the scrape.
+`docs/reference/metrics.md` is made from this module (`make docs`). Only the driver changes metrics: nothing scrapes
+Spark's workers. `app.stream_metrics` computes the metrics of streams at the time of a scrape.
 """
 
 from bisect import bisect_left
@@ -17,10 +17,10 @@ from tidemark.streaming.values.limits import Reason
 
 
 class BatchHistogram(Histogram):
-    """Without labels."""
+    """A histogram without labels that counts many observations at once."""
 
     def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
-        """Each amount so many times, as `observe` would count them."""
+        """Count pairs of an amount and its number of observations."""
         total, found = 0.0, [0] * len(self._upper_bounds)
         for amount, count in amounts:
             total += amount * count
@@ -32,158 +32,161 @@ class BatchHistogram(Histogram):
 
 REGISTRY = CollectorRegistry()
 
-# The loop goes round twice a second; the meaning of the heartbeat below names the same bound.
+# The loop runs twice a second. The description of the heartbeat below names the same bound.
 STALE_SECONDS = 15.0
 
-# A record's timestamp comes from the clock of its producer. Outside of these bounds it is in another unit or wrong.
-# Inside, a pipeline that reads a backlog of weeks still shows its true latency.
+# The timestamp of a record is from the clock of its producer. Outside of these bounds its unit or the clock is wrong.
+# A pipeline that reads a backlog of weeks still shows the true latency.
 OLDEST_PLAUSIBLE_SECONDS = 30 * 86_400.0
 AHEAD_PLAUSIBLE_SECONDS = 3600.0
 
 RECORDS = Counter(
     "tidemark_records",
-    "Records by outcome, each fact of a RUN counted: applied, held (their writer never joined), deferred (too much of"
-    " their writer is pending; they come again), duplicate, late, batch (rows without a number),"
-    " forgotten (completed IDs dropped at a bound). `held` or `late` rising: see `tidemark status` for the writer.",
+    "Records by outcome; each fact of a RUN counts. applied; buffered: the writer never joined; deferred: the writer"
+    " has too many pending records, and these are requeued; duplicate; late; batch: rows without an ID; forgotten:"
+    " completed IDs dropped at a bound. If buffered or late rises: `tidemark status` names the writer.",
     ["outcome"],
     registry=REGISTRY,
 )
 DEAD_LETTERS = Counter(
     "tidemark_dead_letters",
-    "Records sent to the dead letters, by reason; a RUN is one. Any rise means a writer that breaks the contract: read"
-    " the topic, its headers name partition, offset and what is wrong.",
+    "Records sent to the dead letters, by reason; a RUN counts once. Any rise means that a writer breaks the contract:"
+    " read the topic, whose headers name partition, offset and defect.",
     ["reason"],
     registry=REGISTRY,
 )
 RECALLED = Counter(
     "tidemark_requeued_records",
-    "Records that were put off (`deferred` of tidemark_records_total) and produced to the facts topic again. Not rising"
-    " although gaps close: `tidemark status` says what hinders it.",
+    "Deferred records (`deferred` of tidemark_records_total) that were produced to the facts topic again. If it does"
+    " not rise although gaps close: `tidemark status` names the problem.",
     registry=REGISTRY,
 )
 REGRESSIONS = Counter(
     "tidemark_source_regressions",
-    "New timelines of streams: a database went back (restored, or a failover lost commits), so IDs are given out again."
-    " Readers must repair what was reused.",
+    "New timelines of streams: a database was restored, or a failover lost commits, so IDs are given out again. Readers"
+    " must repair the reused IDs.",
     registry=REGISTRY,
 )
 FORCED = Counter(
     "tidemark_operator_overrides",
-    "What operators settled without a writer's evidence, by kind of record: SKIP, RETIRE, JOIN. `tidemark.skips` in"
-    " Postgres says who did it, and why; readers read the table for what it passed over.",
+    "Operator overrides that settled IDs without the writer's evidence, by kind of record: SKIP, RETIRE, JOIN. The"
+    " table `tidemark.skips` in Postgres has operator and reason; readers must read the skipped range from the source"
+    " table.",
     ["kind"],
     registry=REGISTRY,
 )
 BATCH_SECONDS = Histogram(
     "tidemark_batch_seconds",
-    "Wall time of a batch in the driver, from Spark's result to the last sink. Near the trigger's pace is normal;"
-    " rising with flat traffic points at a sink.",
+    "Wall time of a batch in the driver, from Spark's result to the last sink. A value near the trigger interval is"
+    " normal. If it rises with constant traffic, a sink is slow.",
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6),
 )
 SINK_SECONDS = Histogram(
     "tidemark_sink_seconds",
-    "Time of one batch in one sink, waiting for it included.",
+    "Time of one batch in one sink, including waits for the sink.",
     ["sink"],
     registry=REGISTRY,
     buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 60),
 )
 SINK_FAULTS = Gauge(
     "tidemark_sink_errors",
-    "Streams that a sink cannot show by a fault of their own, while it shows the others: their readers wait."
-    " `tidemark status` names each of them and what the sink said.",
+    "Streams that a sink cannot publish because of their data, while it publishes the others. Their readers wait."
+    " `tidemark status` names each stream and the error of the sink.",
     ["sink"],
     registry=REGISTRY,
 )
 CLOCK = Gauge(
     "tidemark_clock_difference_seconds",
-    "Seconds by which the clock of the pipeline's host is ahead of Postgres's; below 0: behind. Asked once a minute."
-    " Times in the history are the host's. Set both by NTP: while they differ, history is dropped late.",
+    "Seconds by which the clock of the pipeline's host is ahead of Postgres's; negative: behind. Measured once a"
+    " minute. The history has the times of the host. Set both clocks by NTP: while they differ, history is dropped"
+    " late.",
     registry=REGISTRY,
 )
 LATENCY = BatchHistogram(
     "tidemark_completion_to_published_seconds",
-    "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",
+    "Time from the Kafka timestamp of a writer's oldest record in a batch to its advance in Redis: one observation for"
+    " each advance.",
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2, 5, 10, 60),
 )
 IMPLAUSIBLE_TIMES = Counter(
     "tidemark_implausible_timestamps",
-    "Advances whose oldest record has a Kafka timestamp more than 30 days old or more than an hour ahead of this host's"
-    " clock: tidemark_completion_to_published_seconds leaves them out. Rising: a producer sets timestamps in another"
-    " unit than milliseconds, or its clock is wrong.",
+    "Advances whose oldest record has a Kafka timestamp more than 30 days old, or more than an hour ahead of this"
+    " host's clock. tidemark_completion_to_published_seconds leaves them out. If it rises: a producer sets timestamps"
+    " in another unit than milliseconds, or its clock is wrong.",
     registry=REGISTRY,
 )
 KAFKA_END = Gauge(
     "tidemark_kafka_end_offset",
-    "The offset of the next record that will be written, asked of the brokers and not of the query: it moves even"
-    " when the query is dead.",
+    "The offset of the next record to be written, from the brokers and not from the query: it moves even if the"
+    " query is dead.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
 KAFKA_READ = Gauge(
     "tidemark_kafka_read_offset",
-    "The offset of the next record to read, as committed to Postgres.",
+    "The offset of the next record to read, as committed in Postgres.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
 KAFKA_LAG = Gauge(
     "tidemark_kafka_lag_records",
-    "End minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat. Below 0: Kafka has"
-    " lost records that were read, or is another one.",
+    "End offset minus read offset. If it rises: the pipeline is too slow or has stopped; compare with the heartbeat."
+    " Negative: Kafka has lost records that were read, or it is another cluster.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
 KAFKA_LAG_SECONDS = Gauge(
     "tidemark_kafka_lag_seconds",
-    "For how long the oldest record of a partition that is not read has been waiting, as this process observed it.",
+    "Age of the oldest unread record of a partition, as this process has observed it.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
 KAFKA_BLOCKED_SECONDS = Gauge(
     "tidemark_kafka_blocked_seconds",
-    "For how long an open Kafka transaction has kept the last stable offset of a partition from moving, 0 while none"
-    " does. Nothing beyond that offset can be read, and every position of the partition stays. `tidemark status` prints"
-    " the commands that find the producer and abort its transaction.",
+    "Seconds for which an open Kafka transaction has blocked the last stable offset of a partition; 0 if none does. No"
+    " record beyond that offset can be read, and no position of the partition moves. `tidemark status` prints the"
+    " commands that find the producer and abort its transaction.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
 KAFKA_GAUGES = KAFKA_END, KAFKA_READ, KAFKA_LAG, KAFKA_LAG_SECONDS, KAFKA_BLOCKED_SECONDS
 STARTED = Gauge(
     "tidemark_started_timestamp_seconds",
-    "When this process began (s since 1970). What it counts is 0 then, so that alerts see what the first scrape finds.",
+    "Start of this process (s since 1970). Its counters are 0 then, so that alerts see what the first scrape finds.",
     registry=REGISTRY,
 )
 HEARTBEAT = Gauge(
     "tidemark_heartbeat_timestamp_seconds",
-    "When the pipeline's own loop last went round (s since 1970). Older than 15 s: the process hangs, restart it.",
+    "Time of the last run of the pipeline's own loop (s since 1970). Older than 15 s: the process hangs; restart it.",
     registry=REGISTRY,
 )
 LAST_BATCH = Gauge(
     "tidemark_last_batch_timestamp_seconds",
-    "When the last batch was published (s since 1970), or the query began that has published none yet. Old while"
-    " the lag is not 0: the query stands still.",
+    "Time at which the last batch was published (s since 1970), or at which a query without a batch began. If it is old"
+    " while the lag is not 0: the query has stopped.",
     registry=REGISTRY,
 )
 READY = Gauge(
     "tidemark_pipeline_ready",
-    "1 while the query runs, holds the lease and has an executor for its batches; 0 while it starts, or waits for one"
-    " of them or for a server: /readyz on the same port says for what.",
+    "1 if the query runs, has the lease and has an executor for its batches; 0 if it starts, or waits for one of"
+    " them or for a server: /readyz on the same port names it.",
     registry=REGISTRY,
 )
 LEASE_TOKEN = Gauge(
     "tidemark_lease_token",
-    "The fencing token of the lease that this process holds, 0 while it holds none. Two processes never show the same.",
+    "The fencing token of the lease of this process; 0 if it has none. Two processes never have the same token.",
     registry=REGISTRY,
 )
 RETRIES = Counter(
     "tidemark_retries",
-    "Attempts that failed and will be made again, by what did not answer.",
+    "Failed attempts that are retried, by the server that did not answer.",
     ["what"],
     registry=REGISTRY,
 )
 
-# Prometheus sees no increase in a counter that was not there before.
+# Prometheus does not see the first increase of a counter that did not exist before.
 for _outcome in ("applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"):
     RECORDS.labels(_outcome)
 for _reason in Reason:
@@ -191,12 +194,12 @@ for _reason in Reason:
 for _kind in ("SKIP", "RETIRE", "JOIN"):
     FORCED.labels(_kind)
 
-STREAM_GAUGES = {  # from the board: name, labels, meaning
+STREAM_GAUGES = {  # of `app.stream_metrics`: name, labels, description
     "position": (
         "tidemark_position",
         ["stream", "writer"],
-        "A writer's position (negative on a backward stream), until it retires. Standing still while others move: look"
-        " at its gap.",
+        "The position of a writer (negative in a backward stream), until it retires. If it does not move while"
+        " others do: see its gap.",
     ),
     "linear": (
         "tidemark_linear_position",
@@ -206,54 +209,54 @@ STREAM_GAUGES = {  # from the board: name, labels, meaning
     "allocated": (
         "tidemark_allocated_position",
         ["stream"],
-        "The head of a stream: the highest ID that a record named. Moving while the linear position stands:"
-        " tidemark_linear_blocked_seconds names who is waited for.",
+        "The highest ID of a stream that a record has named. If it moves while the linear position does not:"
+        " tidemark_linear_blocked_seconds names the blocker.",
     ),
     "copy": (
         "tidemark_sink_linear_position",
         ["stream", "copy"],
-        "The linear position of a stream in `postgres` and in `redis`, as the pipeline compared them last: once a"
-        " minute, less often of very many, before it mends. Further on than tidemark_allocated_position: something went"
-        " back to an older state.",
+        "The linear position of a stream in `postgres` and in `redis` at the last comparison, before the refill: once a"
+        " minute, less often with very many streams. If it is beyond tidemark_allocated_position: a server was set back"
+        " to an older state.",
     ),
     "bound": (
         "tidemark_bound_used_ratio",
         ["stream", "bound"],
-        "How much of a bound a stream fills, from a half on. At 1: `pending` (TIDEMARK_PENDING_BOUND): records of that"
-        " writer are put off; `completed` (TIDEMARK_COMPLETED_BOUND): the linear position gets cautious; `unknown`:"
-        " further writers that never joined are refused. `tidemark gaps` names what fills it.",
+        "The part of a bound that a stream fills, from 0.5 on. At 1: `pending` (TIDEMARK_PENDING_BOUND): records of"
+        " that writer are deferred; `completed` (TIDEMARK_COMPLETED_BOUND): the linear position may move later;"
+        " `unknown`: records of further writers that never joined are rejected. `tidemark gaps` names the cause.",
     ),
     "pending": (
         "tidemark_pending_ids",
         ["stream"],
-        "Completed IDs that wait above their writer's position for a gap to close.",
+        "Completed IDs beyond their writer's position, which wait for a gap to close.",
     ),
     "gaps": ("tidemark_gaps", ["stream"], "Open gaps of a stream."),
     "age": (
         "tidemark_oldest_gap_age_seconds",
         ["stream"],
-        "Age of the oldest gap, or of the writer held longest, counted from first sight; 0 while there is none."
-        " Past what a transaction may take: `tidemark status` names the blocker.",
+        "Age of the oldest gap, or of the oldest record of an unknown writer, since it was first seen; 0 if there is"
+        " none. If it exceeds the time of a transaction: `tidemark status` names the blocker.",
     ),
     "behind": (
         "tidemark_linear_lag_ids",
         ["stream"],
-        "How far the linear position is below the highest ID that a record named.",
+        "Distance of the linear position from the highest ID that a record has named.",
     ),
     "behind_seconds": (
         "tidemark_linear_lag_seconds",
         ["stream"],
-        "For how long IDs are given out that the linear position has not passed; 0 while there are none. If the"
+        "Seconds since there are IDs beyond the linear position; 0 if there are none. If the"
         " position follows slowly, the value stays about the same; if the position is blocked, it rises with the"
         " clock: tidemark_linear_blocked_seconds names the blocker.",
     ),
     "held": (
         "tidemark_linear_blocked_seconds",
         ["stream", "writer", "reason"],
-        "How long a writer has blocked the linear position of a stream, from 10 s on. `reason`: a `gap`; an open"
-        " `transaction` that the writer reported; `unknown`: it never joined; `silent`: no gap, but it has published"
-        " nothing beyond its position. At most TIDEMARK_METRICS_MAX_STREAMS blockers have a series, the longest first;"
-        " the longest of the others stands for all. `tidemark status` shows more.",
+        "Seconds for which a writer has blocked the linear position of a stream, from 10 s on. `reason`: a `gap`; an"
+        " open `transaction` that the writer reported; `unknown`: it never joined; `silent`: no gap, but no record"
+        " beyond its position. At most TIDEMARK_METRICS_MAX_STREAMS blockers have a series, the longest first; one"
+        " series has the longest of the others. `tidemark status` shows more.",
     ),
     "holder_silent": (
         "tidemark_blocker_last_seen_seconds",
@@ -265,63 +268,64 @@ STREAM_GAUGES = {  # from the board: name, labels, meaning
     "unknown": (
         "tidemark_unknown_writers",
         ["stream"],
-        "Incarnations that never joined; while there is one the stream's linear position stays.",
+        "Writers that never joined; while there is one, the linear position of the stream does not move.",
     ),
     "policy_gap_seconds": (
         "tidemark_policy_gap_seconds",
         ["stream"],
-        "How old a gap of the stream may get, and how long its line may stand, before it is an alert: by its policy"
-        " (`tidemark policy`), else TIDEMARK_GAP_SECONDS. Of streams without a series the least, as in all of these.",
+        "Age of a gap of the stream, and time without a move of its linear position, that cause an alert: from its"
+        " policy (`tidemark policy`), else TIDEMARK_GAP_SECONDS. For streams without a series the lowest value, as in"
+        " all of these metrics.",
     ),
     "policy_silent_seconds": (
         "tidemark_policy_silent_seconds",
         ["stream"],
-        "For how long a writer of the stream may say nothing before it counts as silent: by its policy, else"
+        "Time without a record after which a writer of the stream counts as silent: from its policy, else"
         " TIDEMARK_SILENT_SECONDS.",
     ),
     "policy_behind_seconds": (
         "tidemark_policy_linear_lag_seconds",
         ["stream"],
-        "How far behind the stream's line may be in seconds, whoever holds it; none where no policy says so.",
+        "The linear lag of the stream in seconds that causes an alert; absent if no policy sets it.",
     ),
     "policy_behind_ids": (
         "tidemark_policy_linear_lag_ids",
         ["stream"],
-        "How far behind the stream's line may be in IDs, whoever holds it; none where no policy says so.",
+        "The linear lag of the stream in IDs that causes an alert; absent if no policy sets it.",
     ),
     "together": (
         "tidemark_series_omitted",
         ["what"],
         "Streams, writers and blockers (`holders`) beyond TIDEMARK_METRICS_MAX_STREAMS and"
-        " TIDEMARK_METRICS_MAX_WRITERS. They have no series of their own: the series `other streams` is their sum, or"
-        " of ages the highest. `tidemark status` lists them all.",
+        " TIDEMARK_METRICS_MAX_WRITERS. They have no series of their own: the series `other streams` has their sum, or"
+        " the highest age. `tidemark status` lists all of them.",
     ),
 }
 
 
 class PipelineHealth:
-    """What probes are told of the pipeline; its own loop says how things stand, and READY shows it."""
+    """The state of the pipeline for probes. The pipeline's own loop sets it, and READY shows it."""
 
     registry = REGISTRY
 
     def __init__(self) -> None:
-        self._lacks: str | None = "Spark starts"
+        self._waits_for: str | None = "Spark starts"
 
-    def stands(self, lacks: str | None) -> None:
-        """`lacks` is what the pipeline waits for, None where its next batch can run."""
-        self._lacks = lacks
-        READY.set(lacks is None)
+    def set_state(self, waits_for: str | None) -> None:
+        """Set what the pipeline waits for; None if its next batch can run."""
+        self._waits_for = waits_for
+        READY.set(waits_for is None)
 
     def lacks(self) -> str | None:
-        return self._lacks
+        return self._waits_for
 
     def hangs(self, now: float) -> str | None:
-        stale = self._lacks is None and now - reading(HEARTBEAT) >= STALE_SECONDS
-        return "the loop stands still" if stale else None
+        is_stale = self._waits_for is None and now - reading(HEARTBEAT) >= STALE_SECONDS
+        return "the loop has stopped" if is_stale else None
 
 
 def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
-    """Observe the latency of advances, from how many have the same oldest record time (ms)."""
+    """Observe the latency of advances. `oldest` maps the time of the oldest record (ms) to the number of advances."""
     latencies = {published_at - time / 1000: count for time, count in oldest.items()}
     plausible = {
         seconds: count
@@ -333,8 +337,14 @@ def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
 
 
 def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: float, blocked: float) -> None:
-    """The offsets of the next record to be written and of the next one to read; for how many seconds records between
-    them have waited, and for how many an open transaction has blocked the partition."""
+    """Set the metrics of a partition.
+
+    Args:
+        end: offset of the next record to be written.
+        read: offset of the next record to read.
+        seconds: age of the oldest unread record.
+        blocked: seconds for which an open transaction has blocked the partition.
+    """
     KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
     KAFKA_LAG.labels(topic, partition).set(end - read)
@@ -343,7 +353,7 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
 
 
 def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:
-    """A batch was published; one that is published again after a failure is counted again."""
+    """Count a published batch. A batch that is published again after a failure is counted again."""
     BATCH_SECONDS.observe(seconds)
     LAST_BATCH.set(published.published_at)
     for step, waited in published.seconds.items():

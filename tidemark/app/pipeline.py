@@ -128,7 +128,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     raise
                 pause = backoff.next()
                 log.warning("Trying again", problem=str(error), pause=pause)
-                health.stands(str(error))
+                health.set_state(str(error))
                 stopping.wait(pause)
             finally:
                 if attempt.prepared:  # what was accepted is mended; what is lost from now on was not accepted
@@ -185,7 +185,7 @@ class Attempt:
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check()
             require_successor(postgres.pipeline_version())
-            self._health.stands("another pipeline holds the lease, or has not let it run out yet")
+            self._health.set_state("another pipeline holds the lease, or has not let it run out yet")
             lease = stack.enter_context(
                 Lease.acquire(
                     settings.postgres,
@@ -196,7 +196,7 @@ class Attempt:
             )
             metrics.LEASE_TOKEN.set(lease.token)
             stack.callback(metrics.LEASE_TOKEN.set, 0)
-            self._health.stands("the query starts")
+            self._health.set_state("the query starts")
             topics = Topics(kafka)
             start = prepare(settings, postgres, topics, accept)
             self.prepared = True
@@ -264,7 +264,7 @@ class Attempt:
         try:
             yield running
         finally:
-            self._health.stands("the query ended")
+            self._health.set_state("the query ended")
             if not batches.finish(LAST_BATCH_SECONDS):
                 # It may wait for a server; what it has in hand is read again by the next query.
                 log.warning("The query ended, and a batch of it still waits for a server")
@@ -309,7 +309,7 @@ class Attempt:
                 lacks = waits.problem if self._local or there else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():
                     log.warning("No batch can run", problem=lacks)
-                self._health.stands(lacks)
+                self._health.set_state(lacks)
             self._stopping.wait(0.5)
 
 
