@@ -21,12 +21,12 @@ from tidemark.sources.synapse.channel import SynapseChannel
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (BridgePlan("hs", ["typing"]), "typing is not told: it lives in its writer's memory"),
-        (BridgePlan("hs", ["pushers"]), "pushers is not told: what its tables prove was not looked into"),
+        (BridgePlan("hs", ["typing"]), "typing is not published: it lives in its writer's memory"),
+        (BridgePlan("hs", ["pushers"]), "pushers is not published: what its tables prove was not looked into"),
         (BridgePlan("hs", ["evnets"]), "'evnets' is none of events, backfill, "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
-        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not told: add --stream"),
+        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not published: add --stream"),
         (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not 1 to 255 characters"),
     ],
 )
@@ -50,9 +50,9 @@ def test_streams_are_told_once_by_their_prefix() -> None:
         (["--server-name", "hs"], "TIDEMARK_SYNAPSE_DSN: is not set"),
     ],
 )
-def test_what_is_missing_is_told(reported_positions: list[str], why: str) -> None:
+def test_what_is_missing_is_told(words: list[str], why: str) -> None:
     """With exit code 2."""
-    done = CliRunner().invoke(main, ["synapse", *reported_positions])
+    done = CliRunner().invoke(main, ["synapse", *words])
     assert (done.exit_code, why in done.output) == (2, True), done.output
 
 

@@ -1,4 +1,5 @@
-"""`tidemark relay`: sends what was appended in a service's database to Kafka; prepares it; names who holds it."""
+"""`tidemark relay`: sends appended facts of a service's database to Kafka; makes its schema; names blocking
+transactions."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
 
 
 def find_topic(settings: Settings) -> None:
-    """Raises `Unavailable` also where there is no such topic: whoever makes it may begin after the relay."""
+    """Raises `Unavailable` also if there is no such topic: the program that creates it may start after the relay."""
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
     except TopicMissing as problem:
@@ -86,7 +87,7 @@ class LoopHealth:
     def hangs(self, now: float) -> str | None:
         is_active = probes.reading(self.metrics.active) == 1
         is_stale = is_active and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
-        return "the loop stands still" if is_stale else None
+        return "the loop does not run" if is_stale else None
 
     def lacks(self) -> str | None:
         """None also for a standby: a new release cannot do more while the old one works."""
@@ -139,9 +140,9 @@ class RetireOrder:
 
 
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
-    """End the writer's epochs; the relay tells so when everything below has been told.
+    """End the writer's epochs, which the relay publishes when everything below is published.
 
-    Raises `Refused` where there is no such writer, and `OthersFirst` where it has something open, or facts of it wait.
+    Raises `Refused` if there is no such writer, and `OthersFirst` if it has open transactions or unpublished facts.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
@@ -158,8 +159,8 @@ def _streams_of(session: PostgresSession, writer: str) -> list[str]:
         rows = connection.execute(
             """
             select stream from tidemark.append_writers known
-            join tidemark.append_streams using (number) join tidemark.append_progress told using (number)
-            where known.writer = %s and known.state in ('joining', 'joined') and told.writer <> known.writer
+            join tidemark.append_streams using (number) join tidemark.append_progress progress using (number)
+            where known.writer = %s and known.state in ('joining', 'joined') and progress.writer <> known.writer
             order by stream
             """,
             [writer],
@@ -182,11 +183,11 @@ def _retired(session: PostgresSession, writer: str, stream: str) -> int:
 
 
 def blockers(dsn: str, say: Say) -> None:
-    """Say which open transactions hold a stream."""
+    """Print the open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
         found = queries.blockers(connection)
     for each in found:
         say(str(each))
     if not found:
-        say("no open transaction holds a stream")
+        say("no open transaction blocks a stream")

@@ -48,11 +48,11 @@ class BridgePlan:
         named = dict(map(_writers, self.writers))
         for stream in [*self.streams, *named]:
             if stream in REFUSED:
-                raise BadSetting("--stream", f"{stream} is not told: {REFUSED[stream]}")
+                raise BadSetting("--stream", f"{stream} is not published: {REFUSED[stream]}")
             if stream not in STREAMS:
                 raise BadSetting("--stream", f"{stream!r} is none of {', '.join(STREAMS)}")
         if unused := named.keys() - {*self.streams}:
-            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not told: add --stream")
+            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not published: add --stream")
         found = [
             BridgedStream(STREAMS[name], self.prefix + name, named.get(name, ()))
             for name in dict.fromkeys(self.streams)
@@ -151,7 +151,7 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
             id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
             say(f"{gone.writer} ends at {id} of {stream}")
         if not streams:
-            there = f"there are {', '.join(known)}" if known else "no bridge has told one here"
+            there = f"there are {', '.join(known)}" if known else "no bridge has published one here"
             say(f"no stream has a writer {gone.writer} beside others, that has not retired: {there}")
 
 

@@ -1,6 +1,6 @@
-"""Transactions of a database that is read as evidence: which of them run, who they are, in which history of the server.
+"""Transactions of a database that is read as evidence: which run, who runs them, and which history of the server it is.
 
-For the relay and the bridge, each of which reads what others have committed and says what they have not.
+The relay and the bridge use them: both read what others have committed, and decide what was not committed.
 """
 
 import re
@@ -17,19 +17,23 @@ from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIO
 
 @dataclass(frozen=True, slots=True)
 class ServerHistory:
-    """`database` changes where the database is another: system, timeline, database, its table (a restore makes it
-    anew). A disk image that is put back has the same; but it has a `server` that began later.
-    """
+    """`database` identifies system, timeline, database and one of its tables, which a restore makes anew. A disk
+    image that is put back has the same `database`, but a `server` that started later."""
 
     database: str
     server: str
 
 
 def server_history(connection: Connection, where: str, table: str) -> ServerHistory:
-    """`table` is one that a restore makes anew. Raises `Unavailable` on a standby.
+    """The history of the server now. Raises `Unavailable` on a standby.
 
-    The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after the
-    next checkpoint.
+    The timeline is that of the write-ahead log that is being written: pg_control_checkpoint() shows a promotion only
+    after the next checkpoint.
+
+    Args:
+        connection: a session of the database.
+        where: its address, for messages.
+        table: a table that a restore makes anew.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
@@ -48,9 +52,9 @@ def server_history(connection: Connection, where: str, table: str) -> ServerHist
 
 
 def end_own_transaction(connection: Connection) -> None:
-    """A snapshot lists only what runs below the last transaction that has ended; what is above may run or not exist.
+    """Use up a transaction number. A snapshot lists only running transactions below the last one that has ended.
 
-    So one of our own ends: whoever had an ID before this call is listed from now on.
+    So every transaction that had a number before this call is listed from now on.
     """
     connection.execute("select pg_current_xact_id()")
 
@@ -79,10 +83,10 @@ _VALUE = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty.
+    """`pid` is None for a prepared transaction, which `gid` names. What this user may not see is empty.
 
-    `writer`: in whose name it has appended, several where they share a lock; empty where no fact of that name was told.
-    `database`: where it runs.
+    `writer`: the writer in whose name it has appended, several if they share a lock; empty if no fact of that name was
+    published. `database`: where it runs.
     """
 
     stream: str
@@ -97,18 +101,18 @@ class OpenTransaction:
     database: str = ""
 
     def age(self, now: datetime) -> float:
-        """Seconds; 0 where this user may not see since when."""
+        """Seconds since it began; 0 if this user may not see that."""
         return 0.0 if self.since is None else (now - self.since).total_seconds()
 
     def __str__(self) -> str:
-        writer = f"writer {self.writer or 'not told yet'}"
+        writer = f"writer {self.writer or 'not published yet'}"
         return f"{self.stream}: {writer}, {self.process}" + (f": {self.query or '-'}" if self.pid is not None else "")
 
     @property
     def who(self) -> str:
         """For an OPEN record: the query without its values, which are the service's own."""
         query = f": {_VALUE.sub('?', self.query)}" if self.pid is not None and self.query else ""
-        return f"writer {self.writer or 'not told yet'}, {self.process}{query}"
+        return f"writer {self.writer or 'not published yet'}, {self.process}{query}"
 
     @property
     def process(self) -> str:
@@ -144,7 +148,7 @@ class TransactionReports:
         self._named: dict[str, list[str]] = {}
 
     def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
-        """What is to be told of the transactions that hold streams now, the oldest first."""
+        """The records for the transactions that block streams now, the oldest first."""
         for name, (writer, epoch) in self.reporters.items():
             old = [it for it in found if it.stream == name and is_old(it, now)]
             known = [it.process for it in old]  # a query is named, but the next one is nothing new
@@ -171,7 +175,7 @@ class OldestOpenGauge:
 
 
 def is_old(transaction: OpenTransaction, now: datetime) -> bool:
-    """Whether it is worth telling; of one whose begin this user may not see nobody knows better."""
+    """Whether a transaction is worth a report; so is one whose start this user may not see."""
     return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 

@@ -110,7 +110,7 @@ class DisorderedWorld(World):
     def held(self) -> str:
         """Why the relays that run hold the stream."""
         deciders = [relay._decider for relay in self.relays]
-        return "; ".join(str(it.held.get(self.stream)) for it in deciders if isinstance(it, Decider))
+        return "; ".join(str(it.blocked.get(self.stream)) for it in deciders if isinstance(it, Decider))
 
     def secure(self, *, on: bool, tables: Sequence[str] = TABLES) -> None:
         """A house rule: row level security on every table, and no policy; not on one that a transaction has locked."""

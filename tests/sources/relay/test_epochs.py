@@ -127,7 +127,7 @@ def test_the_database_may_be_named_as_a_writer(sql: psycopg.Connection) -> None:
 def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:
     """Under another one its facts would come twice, from two writers."""
     begun(sql)
-    with pytest.raises(BadSetting, match="stream orders of this database was told as 'shop', not as 'store'"):
+    with pytest.raises(BadSetting, match="stream orders of this database was published as 'shop', not as 'store'"):
         epochs.begin(sql, ServerHistory("one", "1"), "store")
 
 

@@ -48,7 +48,7 @@ class Looking:
         self._truth = truth
         self._locks = locks
         self.evidence = StreamEvidence(0, several=several)
-        self.lines = WriterChains(dict.fromkeys(NAMES, 0)) if several else None
+        self.chains = WriterChains(dict.fromkeys(NAMES, 0)) if several else None
         self.told: set[int] = set()
         self.voids: set[int] = set()
         self.edges: dict[str, set[tuple[int, int]]] = defaultdict(set)
@@ -70,16 +70,16 @@ class Looking:
             for id in [*found, *new]:
                 writer = facts.get(id, OWN)
                 self._tell(OWN if writer == BEAT else writer, id)
-                if self.lines is not None and writer == BEAT:
-                    self.lines.beat(id)
-        if self.lines is not None:
-            for name, prev, id in self.lines.announce(self._open_to):
+                if self.chains is not None and writer == BEAT:
+                    self.chains.beat(id)
+        if self.chains is not None:
+            for name, prev, id in self.chains.announce(self._open_to):
                 self.edges[name].add((prev, id))
 
     def _tell(self, writer: str, id: int) -> None:
         self.edges[writer].add((id - 1, id))
-        if self.lines is not None:
-            self.lines.own(writer, Intervals.from_ids(np.array([id])))
+        if self.chains is not None:
+            self.chains.own(writer, Intervals.from_ids(np.array([id])))
 
     def _open_to(self, name: str) -> Intervals:
         return self.evidence.open_to(None if name == OWN else {self._truth.number(name)})

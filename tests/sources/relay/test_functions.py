@@ -129,7 +129,7 @@ def test_a_stream_ends_where_all_of_it_is_told(ready: str, sql: psycopg.Connecti
         with pytest.raises(errors.ObjectInUse, match=f"'history' has open transactions: pid {other.info.backend_pid}"):
             sql.execute(call.encode())
         other.rollback()
-    with pytest.raises(errors.ObjectNotInPrerequisiteState, match="'history' has what the relay has not told yet"):
+    with pytest.raises(errors.ObjectNotInPrerequisiteState, match="'history' has IDs that the relay has not"):
         sql.execute(call.encode())
     sql.execute("update tidemark.append_progress set floor = -1 where number = 2")
     assert one(sql, call) == -1

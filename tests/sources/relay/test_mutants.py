@@ -101,9 +101,9 @@ class Hasty(Decider):
     def round(self, most_bytes: int) -> Steps:
         decided = yield from super().round(most_bytes)
         for each in self._streams.values():
-            if each.lines is not None and not each.evidence.open:
-                each.lines.beat(each.evidence.head)
-                if announced := each.lines.announce(each.open_to):
+            if each.chains is not None and not each.evidence.open:
+                each.chains.beat(each.evidence.head)
+                if announced := each.chains.announce(each.open_to):
                     decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
         return decided
 

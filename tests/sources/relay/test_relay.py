@@ -430,14 +430,15 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
 
     assert said("migrate", "--stream", "orders") == "the schema is up to date\nmade stream orders\n"
     assert said("migrate", "--stream", "orders") == "the schema is up to date\nthere is stream orders\n"
-    assert said("blockers") == "no open transaction holds a stream\n"
+    assert said("blockers") == "no open transaction blocks a stream\n"
     command = [sys.executable, "-m", "tidemark", "relay", "--writer", "shop", "--metrics", "127.0.0.1:0"]
     with subprocess.Popen(command, env=child_environment(changes)) as process:
         try:
             with open_transaction(ready) as held:
                 line = said("blockers")
                 assert line.startswith(
-                    f"orders: writer not told yet, pid {held.info.backend_pid} in database {held.info.dbname} since 20"
+                    f"orders: writer not published yet, pid {held.info.backend_pid} in database {held.info.dbname}"
+                    " since 20"
                 )
                 assert "idle in transaction, user postgres, application checkout: select tidemark.append_many" in line
                 held.commit()

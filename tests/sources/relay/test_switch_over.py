@@ -144,7 +144,7 @@ def test_facts_that_were_not_published_hold_the_stream_until_the_sequence_is_set
         site.relay.round()
     decider = site.relay._decider
     assert decider is not None
-    assert str(decider.held["orders"]).endswith("run: SELECT setval('tidemark.append_ids_1', 8)")
+    assert str(decider.blocked["orders"]).endswith("run: SELECT setval('tidemark.append_ids_1', 8)")
     with psycopg.connect(site.green, autocommit=True) as green:
         green.execute("select setval('tidemark.append_ids_1', 8)")
     site.append(1)

@@ -261,7 +261,7 @@ class SteppedRelay:
 
     def _beats(self) -> bool:
         assert self._decider is not None
-        return any(each.lines and each.lines.behind(each.evidence.head) for each in self._decider._streams.values())
+        return any(each.chains and each.chains.behind(each.evidence.head) for each in self._decider._streams.values())
 
     def _give_way(self) -> None:
         """Others were here, or somebody new: begin anew."""

@@ -197,7 +197,7 @@ def test_worker_that_gets_another_name(site: SynapseSite) -> None:
         site.settle()
         assert core.retired == {"event2"}
         lives = CliRunner().invoke(main, ["synapse", "retire", "event3"], env=site.variables)
-        assert (lives.exit_code, "event3 lives: it was heard" in lives.output) == (2, True), lives.output
+        assert (lives.exit_code, "event3 is alive: it announced a position" in lives.output) == (2, True), lives.output
     finally:
         server.rewrite({"events": ["event1", "event2"]})
     server.send(site.room_of("event2"), "alice", "by its first name")

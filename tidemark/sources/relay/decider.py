@@ -1,7 +1,7 @@
-"""Decides, on one connection, what became of each ID: the looks at the database in their order (docs/design.md 4b).
+"""Decides what became of each ID: runs the queries of the database in their order (docs/design.md 4b).
 
-Any number of these may work on one database at once, and stop or be killed between any two steps: what is decided
-follows from the database, so they only repeat each other.
+Any number of deciders may work on one database at once, and stop or be killed between any two steps. What is decided
+follows from the database alone, so they only repeat each other.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -30,9 +30,10 @@ every few seconds."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """IDs of one stream that stand for good, also if the server crashes: `facts` in order, `voids` without a fact.
+    """IDs of one stream whose outcome is final, also if the server crashes: `facts` in order, and `voids` without a
+    fact.
 
-    `emptied` have no row and were published before the database went back: nothing more of them is to come.
+    `emptied` are IDs without a row that were published before the database went back. They may have had a fact.
     """
 
     stream_epoch: StreamEpoch
@@ -42,11 +43,11 @@ class Decision:
     emptied: Intervals = EMPTY
 
     def without_rows(self) -> "Decision":
-        """The same for those who only count and acknowledge."""
+        """The same without the rows of its facts."""
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def ids(self) -> dict[str, Intervals]:
-        """The edges of one ID each, by writer: of facts, and of voids, which the database tells in its own name."""
+        """By writer, the IDs with an edge of their own: those of facts, and for the database itself those of voids."""
         found: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:
             found.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
@@ -60,36 +61,38 @@ class Decision:
 
 @dataclass(slots=True)
 class _Stream:
-    """`lines` where there are several writers; a single one's line is cut at every ID. `ended`: where, by writer.
-    `problem`: why the stream is held.
-    """
+    """`chains` is None if the stream has one writer: its chain is cut at every ID. `ended`: by writer, the ID at
+    which its epoch ends. `problem`: why the stream is blocked."""
 
     stream_epoch: StreamEpoch
     evidence: StreamEvidence
-    lines: WriterChains | None
+    chains: WriterChains | None
     acknowledged: Intervals = field(default=EMPTY)
     rows_sent: Intervals = field(default=EMPTY)
     problem: SequenceUnfit | None = None
     ended: dict[str, int] = field(default_factory=dict)
 
     def end(self, writer: str, id: int) -> None:
-        """The writer has nothing between the floor and `id`, and joins again before anything beyond it is told."""
+        """The writer has no fact between the floor and `id`. It joins again before anything beyond `id` is
+        published."""
         known = self.stream_epoch.writers.get(writer)
-        if known is not None and known.last < id and writer not in self.ended and self.lines is not None:
+        if known is not None and known.last < id and writer not in self.ended and self.chains is not None:
             self.ended[writer] = id
-            self.lines.end(writer)
+            self.chains.end(writer)
 
     def open_to(self, writer: str) -> Intervals:
-        """The database's own line passes nothing that anybody may have: so it guards the linear position."""
+        """The undecided IDs that may be the writer's. The database's own chain passes no undecided ID, so that it
+        holds the linear position back."""
         return self.evidence.open_to(
             None if writer == self.stream_epoch.own else self.stream_epoch.writers[writer].numbers
         )
 
 
 class Decider:
-    """Of one connection to the database, which is not in a transaction: with another one everything begins anew.
+    """Decides the IDs that are seen on one connection, which is not in a transaction. A new connection needs a new
+    decider.
 
-    `stream_epochs` have joined. One thread.
+    `stream_epochs` have joined. For one thread.
     """
 
     def __init__(self, connection: Connection, stream_epochs: Iterable[StreamEpoch]) -> None:
@@ -111,7 +114,7 @@ class Decider:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the outbox holds more than the last round could take."""
+        """Whether the outbox holds more than the last round could read."""
         return any(each.evidence.unseen for each in self._streams.values())
 
     @property
@@ -127,12 +130,12 @@ class Decider:
         }
 
     @property
-    def lines(self) -> int:
-        """How many writers a beat tells of, over all streams."""
-        return sum(len(each.lines) for each in self._streams.values() if each.lines is not None)
+    def chain_count(self) -> int:
+        """The number of chains that a beat cuts, over all streams."""
+        return sum(len(each.chains) for each in self._streams.values() if each.chains is not None)
 
     @property
-    def held(self) -> dict[str, SequenceUnfit]:
+    def blocked(self) -> dict[str, SequenceUnfit]:
         """By stream: why none of its new IDs is decided."""
         return {
             each.stream_epoch.stream.name: each.problem for each in self._streams.values() if each.problem is not None
@@ -141,7 +144,7 @@ class Decider:
     def round(self, most_bytes: int) -> Steps:
         """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
         yield "heads"
-        snapshots = {stream.number: look for stream, look in sequences.heads(self._connection).items()}
+        snapshots = {stream.number: snapshot for stream, snapshot in sequences.heads(self._connection).items()}
         self.is_outdated |= snapshots.keys() != self._streams.keys()
         if self._strays.is_due:
             yield "strays"
@@ -158,13 +161,15 @@ class Decider:
             transactions.end_own_transaction(self._connection)
         yield "running"
         running = transactions.running_transactions(self._connection)
-        held = None
+        lock_owners = None
         if any(each.evidence.needs_locks for each in observed):
             yield "lock_holders"
-            held = queries.lock_holders(self._connection, running)
+            lock_owners = queries.lock_holders(self._connection, running)
         for each in observed:
             number = each.stream_epoch.stream.number
-            each.evidence.observe(heads[number], running, None if held is None else held.get(number, frozenset()))
+            each.evidence.observe(
+                heads[number], running, None if lock_owners is None else lock_owners.get(number, frozenset())
+            )
         decided, left, pages = list[Decision](), most_bytes, 0
         for each in _from(observed, self._paged + 1):
             if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
@@ -174,7 +179,7 @@ class Decider:
                 pages += 1
                 self._paged = each.stream_epoch.stream.number
                 decided += self._decide(each, asked, page)
-            if each.lines is not None and (announced := each.lines.announce(each.open_to)):
+            if each.chains is not None and (announced := each.chains.announce(each.open_to)):
                 decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
         if decided:
             yield "durable"
@@ -185,21 +190,21 @@ class Decider:
             queries.record_upto(self._connection, heads_sent)
         return decided
 
-    def _head(self, each: _Stream, look: StreamSnapshot | None) -> int:
+    def _head(self, each: _Stream, snapshot: StreamSnapshot | None) -> int:
         """Up to where IDs may be decided. Rows or a sequence that went back end this decider."""
         known = each.evidence.head
-        if look is None:
+        if snapshot is None:
             return known  # it was dropped
         stream = each.stream_epoch.stream
-        head = sequences.head(self._connection, stream, look, max(known, look.reached))
+        head = sequences.head(self._connection, stream, snapshot, max(known, snapshot.reached))
         stray = self._strays.found.get(stream.number, StrayRows(None, None))
-        each.problem = look.sequence.problem(stream)
+        each.problem = snapshot.sequence.problem(stream)
         if each.problem is None and (stray.highest or 0) > head:
-            each.problem = look.sequence.lags_table(stream, max(stray.highest or 0, look.reached))
-        self.is_outdated |= (look.version, look.floor) != (each.stream_epoch.version, each.evidence.floor)
+            each.problem = snapshot.sequence.lags_table(stream, max(stray.highest or 0, snapshot.reached))
+        self.is_outdated |= (snapshot.version, snapshot.floor) != (each.stream_epoch.version, each.evidence.floor)
         if each.problem is not None:
             return known
-        self.is_outdated |= head < max(known, look.reached) or stray.lowest is not None or look.foreign > 0
+        self.is_outdated |= head < max(known, snapshot.reached) or stray.lowest is not None or snapshot.foreign > 0
         return head
 
     def _wants(self, each: _Stream, head: int) -> bool:
@@ -223,18 +228,18 @@ class Decider:
             return []
         published = each.stream_epoch.published
         decided = Decision(each.stream_epoch, page.facts, empty.above(published), (), empty.upto(published))
-        if each.lines is not None:
+        if each.chains is not None:
             for writer, ids in decided.ids().items():
-                each.lines.own(writer, ids)
+                each.chains.own(writer, ids)
             for fact in page.facts:
                 if fact.writer == BEAT:
-                    each.lines.beat(fact.id)
+                    each.chains.beat(fact.id)
         return [decided]
 
     def beat(self) -> Generator[str]:
-        """Have the lines of several writers cut at the head, where one ends below it."""
+        """Write a beat for each stream with several writers, one of which has a chain that ends below the head."""
         for each in self._streams.values():
-            if each.lines is not None and each.lines.behind(each.evidence.head):
+            if each.chains is not None and each.chains.behind(each.evidence.head):
                 yield "beat"
                 queries.beat(self._connection, each.stream_epoch.stream)
 
@@ -244,17 +249,17 @@ class Decider:
         each.rows_sent = each.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():
             each.acknowledged = each.acknowledged.union(ids)
-            if each.lines is not None:
-                each.lines.acknowledged(writer, ids)
-        if each.lines is not None:
+            if each.chains is not None:
+                each.chains.acknowledged(writer, ids)
+        if each.chains is not None:
             for writer, ids in edges(decided.announced).items():
-                each.lines.acknowledged(writer, ids)
+                each.chains.acknowledged(writer, ids)
 
     def settle(self, most: int | None = None) -> Generator[str]:
-        """Raise the floors to where everything is in Kafka, and delete the rows below; of `most` streams, if given, and
-        of the others in the next calls.
+        """Raise the floors to where everything is in Kafka, and delete the rows below.
 
-        A writer that ended there is to be retired: begin anew.
+        Args:
+            most: streams to settle in this call; None for all. The next calls settle the others.
         """
         settled = 0
         for each in _from([*self._streams.values()], self._settled + 1):
@@ -262,8 +267,8 @@ class Decider:
                 break
             floor = each.evidence.floor
             reached = each.acknowledged.reach(floor)
-            if each.lines is not None:
-                reached = each.lines.floor(reached)
+            if each.chains is not None:
+                reached = each.chains.floor(reached)
             if reached > floor:
                 settled += 1
                 self._settled = each.stream_epoch.stream.number
@@ -275,8 +280,8 @@ class Decider:
                 each.evidence.floor = reached
                 each.acknowledged = each.acknowledged.above(reached)
                 each.rows_sent = each.rows_sent.above(reached)
-                if each.lines is not None:
-                    each.lines.settled(reached)
+                if each.chains is not None:
+                    each.chains.settled(reached)
                 self.is_outdated |= any(id <= reached for id in each.ended.values())
 
 
@@ -287,5 +292,5 @@ def _from(streams: Sequence[_Stream], number: int) -> list[_Stream]:
 
 def _begun(stream_epoch: StreamEpoch) -> _Stream:
     several = len(stream_epoch.writers) > 1
-    lines = WriterChains({writer.name: writer.last for writer in stream_epoch.writers.values()}) if several else None
-    return _Stream(stream_epoch, StreamEvidence(stream_epoch.floor, several=several), lines)
+    chains = WriterChains({writer.name: writer.last for writer in stream_epoch.writers.values()}) if several else None
+    return _Stream(stream_epoch, StreamEvidence(stream_epoch.floor, several=several), chains)

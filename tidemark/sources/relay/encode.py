@@ -1,6 +1,6 @@
-"""The records of what is decided (docs/design.md 3): no two relays cut its edges differently, whenever they look.
+"""The Kafka records of a decision (docs/design.md 3). Every relay makes the same edges of the same IDs.
 
-How many edges share a record is another matter: that means the same, however many.
+Only how many edges share a record may differ, which does not change the meaning.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,11 +38,18 @@ class _RecordEdge:
 
 
 def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """A record for each row of each fact, the last with its number, one for each ID without a fact, and one for each
-    range that is announced; IDs of facts and voids ascend.
+    """One record for each row of each fact, the last one with the ID, one for each void, and one for each announced
+    range.
 
-    Neighbouring IDs of one writer share a record, at `most` so many, up to `most_bytes`. Raises `FactUnfit` for what is
-    no JSON: nobody could tell it, and as a void it would be a lie.
+    IDs of facts and voids ascend. Neighbouring IDs of one writer share a record.
+
+    Args:
+        decided: the decision.
+        most: edges of a record at most.
+        most_bytes: bytes of a record of several edges at most.
+
+    Raises:
+        FactUnfit: a row is no JSON. It cannot be sent, and its ID is no void.
     """
     of, stream = decided.stream_epoch, decided.stream_epoch.stream.name
     signed = of.stream.towards.signed
@@ -148,7 +155,7 @@ def send(producer: RecordProducer, decided: Decision, most_facts: int) -> InFlig
 
 
 def parts(decided: Decision) -> Iterator[Decision]:
-    """The same in parts that do not take much memory: voids are ranges until they are told."""
+    """The same decision in parts that need little memory: a range of voids becomes one record for each ID."""
     if decided.facts or decided.announced or decided.emptied:
         yield Decision(decided.stream_epoch, decided.facts, EMPTY, decided.announced, decided.emptied)
     for low, high in decided.voids:

@@ -1,10 +1,10 @@
-"""The epochs in which a database is told: one from the first time on, and a new one for each timeline.
+"""The epochs in which the streams of a database are published: the first one, and a new one for each timeline.
 
-What is told follows from the database alone, so a relay that begins needs no epoch of its own: it goes on in the one
-that stands there. Only where the server or the database is another than that in which the epoch began (started again,
-restored, or failed over) does a new one begin, with a JOIN of each writer at the floor of what is there now. It says
-how far the database knows that it was told: Tidemark, which knows how far it was, sees by that whether an older disk
-was put back. A writer joins when its first fact is found, at the floor of then: nothing of it lies below.
+Everything follows from the database alone, so a relay that starts needs no epoch of its own: it continues the stored
+one. A new epoch begins only if the server or the database is another one than that in which the epoch began (started
+again, restored, or failed over). Then each writer joins at the current floor. Its JOIN says how far the database knows
+that IDs were published. Tidemark compares that with its own positions, and so detects that an older disk was put back.
+A new writer joins at the current floor when its first fact is found: no fact of it lies below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,11 @@ from tidemark.streaming.wire.records import Join, Retire, Timeline
 
 @dataclass(frozen=True, slots=True)
 class WriterEpoch:
-    """Its line was last cut at `last` (a magnitude), beyond the floor only where its epoch before has ended there.
+    """A writer of a stream in its current epoch. Its chain was last cut at `last` (a magnitude), which lies beyond the
+    floor only if the writer's epoch before ended there.
 
-    `state` is the database's word: whether Kafka has the JOIN, and that its epoch has ended. `numbers` are those by
-    which its locks are known, which others may have too.
+    `state` as stored: whether Kafka has the JOIN, and whether the epoch has ended. `numbers` are the second halves of
+    the keys of its locks, which other writers may share.
     """
 
     name: str
@@ -38,12 +39,12 @@ class WriterEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StreamEpoch:
-    """A stream; everything up to `floor` is decided, and nothing beyond `upto` was told before (magnitudes). `own` is
-    the database's own name among `writers`.
+    """A stream in its current epoch. Everything up to `floor` is decided, and nothing beyond `upto` was published
+    before (magnitudes). `own` is the name of the database itself among `writers`.
 
-    Of the writers in `retiring` nothing follows in their epochs. Up to `published` everything was published before the
-    database went back: an ID without a row there may have had a fact, so it is not declared void. `regression` says
-    why it begins a new timeline now.
+    The epochs of `retiring` writers have ended. Up to `published` everything was published before the database went
+    back: an ID without a row there may have had a fact, so it is not declared void. `regression` says why a new
+    timeline begins now.
     """
 
     stream: AppendStream
@@ -58,7 +59,7 @@ class StreamEpoch:
     regression: str = ""
 
     def name_of(self, writer: str) -> str:
-        """As Kafka knows it who is called so in the outbox."""
+        """The name on Kafka of a writer as the outbox names it."""
         return self.own if writer in {"", BEAT} else writer
 
     def acts(self) -> list[Join | Retire]:
@@ -66,9 +67,9 @@ class StreamEpoch:
         return [*self.joins(), *self._retires()]
 
     def joins(self) -> list[Join]:
-        """Those that Kafka does not have, the database's own first.
+        """The JOINs that Kafka does not have, that of the database itself first.
 
-        Behind the IDs that were there before the stream was made nobody has told anything.
+        Nothing is known about IDs that were given out before the stream was created.
         """
         first = self.timeline.after is None
         return [
@@ -115,7 +116,7 @@ def begin(
         rows = connection.execute(
             """
             select number, stream, direction, version, abs(floor),
-                coalesce((select max(upto) from tidemark.append_sent told where told.number = kept.number), 0),
+                coalesce((select max(upto) from tidemark.append_sent sent where sent.number = kept.number), 0),
                 start, kept.after, kept.writer,
                 jsonb_agg(
                     jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
@@ -130,7 +131,7 @@ def begin(
     found, why = [], {each.stream.number: each.why for each in back}
     for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
-            raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
+            raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")
         known = [
             WriterEpoch(each, epoch, last, state, frozenset({hashed, unnamed} if each == own else {hashed}))
             for each, epoch, last, state, hashed in writers
@@ -204,7 +205,7 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
 
 
 def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:
-    """Note who has appended, in the transaction that makes other relays begin anew: they do not know its line."""
+    """Store new writers, and make all relays begin anew, which do not know their chains."""
     connection.execute(
         """
         with raised as (
@@ -235,14 +236,14 @@ def _now(connection: Connection) -> int:
     return int(row[0])
 
 
-def acknowledged(connection: Connection, told: Sequence[StreamEpoch]) -> None:
+def acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
     """Kafka has their JOINs and RETIREs."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
         " where (number, writer, epoch, state) = (%s, %s, %s, %s)",
         [
             (each.stream.number, writer.name, writer.epoch, writer.state)
-            for each in told
+            for each in streams
             for writer in [*each.writers.values(), *each.retiring]
             if writer.state != "joined"
         ],

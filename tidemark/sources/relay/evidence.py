@@ -1,12 +1,13 @@
-"""What became of the IDs of one stream, by evidence out of its database (docs/design.md 4b). Pure; magnitudes only.
+"""What became of the IDs of one stream, by evidence from its database (docs/design.md 4b). Pure; magnitudes only.
 
-Three looks, in this order: how far IDs were given out (the *head*); which transactions run, and on request which of
-them hold the lock of which writer; what stands in the outbox, in a snapshot that is younger than both. Whoever reserved
-an ID up to the head was among those who ran and held the lock of its writer, or had ended. So an ID that is not in the
-outbox when all of them have ended has no fact, for ever; and one that only others can have is not this writer's.
+Three queries, in this order: how far IDs were given out (the *head*); which transactions run, and if necessary which of
+them hold the lock of which writer; the rows of the outbox, in a later snapshot than both. Each transaction that
+reserved an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all
+those transactions have ended, an ID that has no row in the outbox has no fact for ever. An ID that only other writers
+can have is not this writer's.
 
-What is remembered between the looks saves reading again and is no evidence of its own: who begins with nothing decides
-the same.
+What is remembered between two observations only saves reading again. It is no evidence: a relay that begins with
+nothing decides the same.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,10 +28,10 @@ _MARKS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """IDs that were given out before one look at who runs, and are not decided.
+    """IDs that were given out before one observation of the running transactions, and are not decided.
 
-    `waiting`: who may own them and has not ended. `absent` were looked for in the outbox since it last became fewer,
-    `unread` were not.
+    `waiting`: transactions that may own them and have not ended. `absent` IDs were not in the outbox when it was read
+    after `waiting` last shrank; `unread` IDs were not read since.
     """
 
     waiting: frozenset[LockHolder]
@@ -53,9 +54,9 @@ class _Mark:
 
 
 class StreamEvidence:
-    """Of one connection: after a crash of the server the numbers of transactions and IDs may come again.
+    """The evidence of one connection: after a crash of the server, numbers of transactions and IDs may come again.
 
-    With `several` writers it is asked whose locks are held, and not only whether one is.
+    With `several` writers it matters whose locks a transaction holds.
     """
 
     def __init__(self, floor: int, *, several: bool = False) -> None:
@@ -79,14 +80,14 @@ class StreamEvidence:
 
     @property
     def unseen(self) -> bool:
-        """Whether the outbox is to be read again without waiting for anybody."""
+        """Whether the outbox must be read again, without waiting for a transaction."""
         return any(mark.unread for mark in self._marks)
 
     @property
     def needs_locks(self) -> bool:
-        """Whether it is worth asking for the locks: an ID waits for a transaction that ran already at the look before.
+        """Whether the locks must be queried: an ID waits for a transaction that ran already at the last observation.
 
-        One that held the lock when last asked mostly holds it until it ends, so that is asked again only now and then.
+        A transaction that held the lock usually holds it until it ends, so the query is repeated rarely.
         """
         if self._several:
             unknown = any(writer is None for _, writer in self._waited_for)
@@ -122,7 +123,7 @@ class StreamEvidence:
         return found.lowest(RANGES_AT_ONCE)
 
     def open_to(self, writers: Collection[int] | None) -> Intervals:
-        """The IDs that are not decided and may be of a writer with one of these numbers; of anybody for None."""
+        """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer."""
         found = EMPTY
         for mark in self._marks:
             found = found.union(mark.unread)

@@ -1,6 +1,7 @@
-"""What the relay asks of a service's database, a statement each: every one of them sees the database as it is then.
+"""The queries and statements of the relay in a service's database. Each statement sees the database at its own time.
 
-The order in which they are asked is the proof: see `sources.relay.evidence` and `sources.relay.decider`.
+The order in which they run is the proof: see `sources.relay.evidence` and `sources.relay.decider`. The schema is made
+by the files in `migrations/` and has a version of its own; see `common.migrations`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,9 +46,9 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON (UTF-8), and none if no fact has the ID; `bytes` is what its records take.
+    """`id` is a magnitude; `rows` are JSON (UTF-8), and none if no fact has the ID; `bytes` is the size of its records.
 
-    `writer` is empty for the database itself. Of a beat the rows are the names of writers that end there.
+    `writer` is empty for the database itself. The rows of a beat are the names of the writers whose epochs end there.
     """
 
     id: int
@@ -65,7 +66,7 @@ class AppendedFact:
         return [row.decode() for row in self.rows] if self.writer == BEAT else ()
 
     def without_rows(self) -> "AppendedFact":
-        """The same for those who only count: as void as before, without the memory."""
+        """The same without the memory of its rows; `void` is unchanged."""
         return self if self.void else replace(self, rows=_SENT)
 
 
@@ -74,7 +75,8 @@ _SENT = (b"",)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Facts of the asked ranges, in order, up to the ID `upto`; and what the same snapshot says of the stream."""
+    """Facts of the queried ranges, in order, up to the ID `upto`, and the floor and version of the stream in the
+    same snapshot."""
 
     facts: Sequence[AppendedFact]
     upto: int
@@ -84,9 +86,9 @@ class Page:
 
 
 def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
-    """By number of the stream: which of the transactions that ran a moment ago hold the lock of which writer now.
+    """By number of the stream: which of the `running` transactions hold the lock of which writer now.
 
-    Whoever holds one and is none of them has reserved nothing before they were listed, or has ended.
+    A transaction that holds a lock and is not in `running` had reserved nothing when `running` was read, or has ended.
     """
     rows = connection.execute(
         """
@@ -109,7 +111,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 
 def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
-    """The facts that stand in the outbox in these ranges, the lowest first; at least one, if there is one."""
+    """The facts of the outbox in these ranges, in order; at least one, if there is one."""
     order = "asc" if stream.towards is Direction.FORWARD else "desc"
     lows, highs = signed(stream, asked)
     cursor = connection.cursor(binary=True)
@@ -142,10 +144,11 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
 
 
 def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> None:
-    """What is about to be told of these streams lies at or below the heads; all that the server has done so far
-    survives a crash: this writes to its log and waits for the disk.
+    """Store that everything that is about to be published of these streams lies at or below the heads, and wait for the
+    disk.
 
-    `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
+    `nextval` is durable only with a later commit, and so is a commit with `synchronous_commit = off`. The message in
+    the write-ahead log makes both durable.
     """
     connection.execute(
         """
@@ -160,20 +163,21 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> No
 
 
 def beat(connection: Connection, stream: AppendStream) -> None:
-    """An ID of nobody is given out, at which the line of every writer is cut."""
+    """Give out an ID that belongs to no writer, at which the chain of every writer is cut."""
     connection.execute("select tidemark.append_beat(%s)", [stream.name])
 
 
 def raise_floor(
     connection: Connection, stream: AppendStream, version: int, old: int, new: int, rows_sent: Intervals
 ) -> bool:
-    """Kafka has all up to `new`: its rows go, in the transaction that says so, and with where each line was last cut.
+    """Kafka has everything up to `new`: delete the rows and raise the floor, in one transaction.
 
-    Only `rows_sent` go, the IDs whose rows Kafka has. A row with another ID was committed after its ID was declared
-    void: the row stays, below the floor, where the next look finds it.
+    Only the rows of `rows_sent` are deleted. A row with another ID was committed after its ID was declared void: the
+    row stays below the floor, where `sequences.stray_rows` finds it. The database's own chain is cut at every ID that
+    belongs to no named writer. Writers whose epochs end there become `retiring`.
 
-    The database's own line is cut at every ID that is no named writer's. Writers that end there are to be retired.
-    Gives False where another relay was here.
+    Returns:
+        False if another relay has changed the stream.
     """
     lows, highs = signed(stream, rows_sent)
     rows = connection.execute(
@@ -269,9 +273,9 @@ _LINUX = 7200 + 9 * 75
 
 
 def silence(connection: Connection) -> float:
-    """Seconds for which the server takes a transaction for open whose host has died, as far as its settings say here.
+    """Seconds for which the server treats a transaction as open after its host has died, by its settings.
 
-    Where the server leaves keepalives to its system, these are Linux's.
+    If the server leaves keepalives to its system, those of Linux are assumed.
     """
     row = connection.execute(
         """
@@ -292,7 +296,7 @@ def session_of(dsn: Dsn, application: str) -> PostgresSession:
 
 
 def blockers(connection: Connection) -> list[OpenTransaction]:
-    """The open transactions that hold a stream, the oldest first."""
+    """The open transactions that block a stream, the oldest first."""
     rows = connection.execute(
         """
         select streams.stream,
@@ -301,7 +305,7 @@ def blockers(connection: Connection) -> list[OpenTransaction]:
                 from (
                     select writer, writer as called from tidemark.append_writers where number = streams.number
                     union all
-                    select told.writer, '' from tidemark.append_progress as told where number = streams.number
+                    select progress.writer, '' from tidemark.append_progress as progress where number = streams.number
                 ) as known
                 where hashtext(known.called)::oid = held.objid
             ), ''),

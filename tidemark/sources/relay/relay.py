@@ -1,8 +1,8 @@
-"""The process beside a service's database that sends to Kafka what was appended there (docs/design.md 4b).
+"""The relay: sends to Kafka what services appended in their database (docs/design.md 4b).
 
-It has no state of its own. While Kafka or the database is away it waits, for as long as that takes; what waits with it
-stands in the database, and what it holds in memory is bounded by bytes. One of several relays of a database works, the
-others wait for its session to end; that two might work at once costs duplicates and nothing else.
+It has no state of its own. While Kafka or the database is away it waits, without a limit of time. The facts wait in the
+database, and the memory of the relay is bounded by bytes. One of several relays of a database works, the others are on
+standby. If two worked at once, Kafka would have duplicates, and no other harm would be done.
 """
 
 import threading
@@ -39,7 +39,7 @@ _SETTLED_EVERY = 1.0
 _SETTLED_AT_ONCE = 500
 """Streams whose floors are raised between two rounds, a transaction each."""
 _BEAT_EVERY = 1.0
-_LINES_A_SECOND = 200
+_CHAINS_PER_SECOND = 200
 """Writers that beats tell of, at the most: where there are more, there are fewer beats."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
@@ -67,7 +67,7 @@ class AppendRelay(RunLoop):
         self._writer = writer or ""
         self._metrics = metrics
         self._unknown_writers: dict[int, dict[str, int]] = {}
-        self._held: dict[str, str] = {}
+        self._blocked: dict[str, str] = {}
         self._due: deque[Decision] = deque()
         self._in_flight: list[InFlight] = []
 
@@ -122,7 +122,7 @@ class AppendRelay(RunLoop):
             if not self._due and (room := self._room()) > 0:
                 self._due += (part for decided in _result(decider.round(room)) for part in parts(decided))
                 self._metrics.last_poll.set_to_current_time()
-                self._report_held(decider)
+                self._report_blocked(decider)
             while self._due and self._room() > 0:
                 self._send(self._due.popleft())
             self._process_acknowledgements(decider)
@@ -130,7 +130,7 @@ class AppendRelay(RunLoop):
             if now - settled >= _SETTLED_EVERY:
                 _result(decider.settle(_SETTLED_AT_ONCE))
                 settled = time.monotonic()
-            if now - last_beat >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
+            if now - last_beat >= max(_BEAT_EVERY, decider.chain_count / _CHAINS_PER_SECOND):
                 _result(decider.beat())
                 last_beat = now
             if self._grow_producer():
@@ -144,19 +144,19 @@ class AppendRelay(RunLoop):
                 self._halt.wait(backoff.next())
         _result(decider.settle())
 
-    def _report_held(self, decider: Decider) -> None:
-        """Name each stream that is held, once, and that it goes on."""
-        held = {stream: str(problem) for stream, problem in decider.held.items()}
-        if held == self._held:
+    def _report_blocked(self, decider: Decider) -> None:
+        """Log each stream once when it is blocked, and when it continues."""
+        blocked = {stream: str(problem) for stream, problem in decider.blocked.items()}
+        if blocked == self._blocked:
             return
-        for stream in {*held, *self._held}:
-            if held.get(stream) != self._held.get(stream):
-                if stream in held:
-                    log.warning("A stream is blocked", stream=stream, problem=held[stream])
+        for stream in {*blocked, *self._blocked}:
+            if blocked.get(stream) != self._blocked.get(stream):
+                if stream in blocked:
+                    log.warning("A stream is blocked", stream=stream, problem=blocked[stream])
                 else:
                     log.info("A stream continues", stream=stream)
-            self._metrics.blocked.labels(stream).set(stream in held)
-        self._held = held
+            self._metrics.blocked.labels(stream).set(stream in blocked)
+        self._blocked = blocked
 
     def _room(self) -> int:
         return MOST_BYTES - sum(each.size for each in self._in_flight)
@@ -165,8 +165,8 @@ class AppendRelay(RunLoop):
         self._in_flight.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
 
     def _fitting(self, decided: Decision) -> Decision:
-        """The facts that the topic takes. Of another fact no record is sent: Kafka would take its smaller records, and
-        the last of them, which has the ID, would make the fact look complete."""
+        """The facts that the topic takes. Of any other fact no record is sent. Kafka would take its smaller records,
+        and the last one, which has the ID, would make the fact look complete."""
         stream, signed = decided.stream_epoch.stream.name, decided.stream_epoch.stream.towards.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
         for fact in decided.facts:

@@ -77,7 +77,8 @@ class SequenceState:
         return self._problem(stream, f"it has {self.unfit}, so IDs may come that were taken for void", do)
 
     def lags_table(self, stream: AppendStream, highest: int) -> SequenceUnfit:
-        """The table holds a row with ID `highest` (a magnitude), which the sequence has not given out yet."""
+        """The problem of a sequence whose table has a row with ID `highest` (a magnitude), which it has not given
+        out yet."""
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
@@ -88,9 +89,9 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StreamSnapshot:
-    """A stream as it is now (magnitudes). `after`: its IDs begin behind this one. `upto`: the highest ID up to which
-    this database knows that something was published. `foreign`: 1 if the row with the floor was not written by a relay,
-    but by a restore or a replication."""
+    """The stored state of a stream (magnitudes). `after`: its IDs begin behind this one. `upto`: the highest ID up
+    to which this database knows that something was published. `foreign`: 1 if the row with the floor was not written
+    by a relay, but by a restore or a replication."""
 
     sequence: SequenceState
     after: int
@@ -145,19 +146,19 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
     raise psycopg.errors.error_from_result(result)
 
 
-def head(connection: Connection, stream: AppendStream, look: StreamSnapshot, seen: int) -> int:
-    """Up to where the sequence gave out IDs; `seen` is what it gave out before, as far as anybody knows.
+def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, seen: int) -> int:
+    """Up to where the sequence gave out IDs; `seen` is up to where it gave out IDs before, as far as is known.
 
-    A sequence that was restarted says only which ID comes next. So does a new one, before its first ID.
+    A sequence that was restarted, or is new, knows only which ID comes next.
     """
-    if look.sequence.last is not None:
-        return look.sequence.last
-    if look.sequence.unfit or seen <= look.after:
-        return look.after
+    if snapshot.sequence.last is not None:
+        return snapshot.sequence.last
+    if snapshot.sequence.unfit or seen <= snapshot.after:
+        return snapshot.after
     # Its row is read without its lock, which the call behind it takes: nobody was in the middle of taking an ID.
     row = connection.execute(
-        f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {look.sequence.name}".encode(),
-        [look.sequence.name],
+        f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {snapshot.sequence.name}".encode(),
+        [snapshot.sequence.name],
     ).fetchone()
     assert row is not None
     following, last = row
@@ -201,8 +202,8 @@ _SHARE = 0.05
 
 
 class StrayRowQuery:
-    """Looks for stray rows in every round. If one takes longer than `QUICK`, looks take a twentieth of the
-    time: dead rows that no vacuum may remove yet are passed each time."""
+    """Looks for stray rows in every round. If a query takes longer than `QUICK`, queries take a twentieth of the
+    time: dead rows that no vacuum may remove yet slow each of them down."""
 
     def __init__(self) -> None:
         self.found: Mapping[int, StrayRows] = {}
@@ -245,25 +246,26 @@ class Regression:
 
 
 def find_regressions(connection: Connection) -> list[Regression]:
-    """The streams that went back. One whose sequence is unfit is left alone: nothing of it is decided until then."""
+    """The streams that went back. A stream whose sequence is unfit is left out: nothing of it is decided until it is
+    repaired."""
     observed = heads(connection)
     strays = stray_rows(connection)
     found = list[Regression]()
-    for stream, look in observed.items():
+    for stream, snapshot in observed.items():
         stray = strays.get(stream.number, StrayRows(None, None))
-        given_out = head(connection, stream, look, look.reached)
-        if look.sequence.unfit or (stray.highest or 0) > given_out:
+        given_out = head(connection, stream, snapshot, snapshot.reached)
+        if snapshot.sequence.unfit or (stray.highest or 0) > given_out:
             continue
         signed, limits = stream.towards.signed, dict[int, str]()
-        if given_out < look.reached:
-            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(look.reached)}"
+        if given_out < snapshot.reached:
+            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.reached)}"
         if stray.lowest is not None:
             id = signed(stray.lowest)
-            limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(look.floor)}"
-        if look.foreign:
+            limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
+        if snapshot.foreign:
             limits.setdefault(given_out, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
-            floor, upto = min(look.floor, limit), min(look.upto, limit)
-            found.append(Regression(stream, look.version, floor, upto, "; ".join(limits.values())))
+            floor, upto = min(snapshot.floor, limit), min(snapshot.upto, limit)
+            found.append(Regression(stream, snapshot.version, floor, upto, "; ".join(limits.values())))
     return found

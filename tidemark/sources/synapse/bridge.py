@@ -240,7 +240,7 @@ class SynapseBridge(RunLoop):
             self._channel.ask()
             for each in self._publishers.values():
                 if not each.has_begun:
-                    log.info("Waiting for the word of every writer", stream=each.of.name, silent=each.silent)
+                    log.info("Waiting for the position of every writer", stream=each.of.name, silent=each.silent)
         self._report(
             queries.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
         )

@@ -92,7 +92,7 @@ class SynapseChannel:
                 problem = ""
             except (redis.RedisError, OSError) as error:
                 if problem != (problem := str(error)):
-                    log.warning("Synapse's channel is not heard", channel=self.name, problem=problem)
+                    log.warning("Synapse's replication channel is not subscribed", channel=self.name, problem=problem)
             finally:
                 self.connected = False
                 with suppress(redis.RedisError, OSError):

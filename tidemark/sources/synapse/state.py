@@ -240,7 +240,7 @@ def advance_stream(
                 [each.id, epochs[each.writer], known.name, each.writer, each.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
-                raise OthersFirst(f"telling stream {known.name}", "", "another bridge has sent_upto it meanwhile")
+                raise OthersFirst(f"publishing stream {known.name}", "", "another bridge has published it meanwhile")
             append_outbox(connection, known.name, values)
             sent_upto[each.writer] = each.id
         evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])
@@ -322,7 +322,7 @@ def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
         "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
     if row is None or row[0] == "active":
-        problem = f"{writer} lives: it was heard while it was to retire, and goes on in {stream}"
+        problem = f"{writer} is alive: it announced a position after the order to retire, and stays in {stream}"
         raise BadSetting("WRITER", f"{problem}; stop it and take it out of Synapse's stream_writers first")
     return int(row[1]) if row[0] == "retired" else None
 

@@ -35,7 +35,7 @@ comment on table tidemark.append_streams is 'Streams that tidemark.append knows;
 comment on column tidemark.append_streams.ids is 'The sequence of its IDs, from which only the functions take. None: the stream was dropped';
 comment on column tidemark.append_streams.after is 'Its IDs begin behind this one';
 
--- Apart from the table above, which every append reads: what is changed often grows versions while a snapshot is old.
+-- A table of its own, because every append reads the one above: rows that change often grow versions while a snapshot is old.
 create table tidemark.append_progress (
     number      integer     primary key references tidemark.append_streams on delete cascade,
     floor       bigint      not null,
@@ -51,7 +51,7 @@ create table tidemark.append_progress (
 comment on table tidemark.append_progress is 'How far the relay is with each stream';
 comment on column tidemark.append_progress.floor is
     'Every ID up to it is decided and in Kafka. Rows go only below it, with the transaction that raises it';
-comment on column tidemark.append_progress.version is 'Rises as epochs begin and writers are found: a relay that knows another one begins anew';
+comment on column tidemark.append_progress.version is 'Rises when epochs begin and writers are found: a relay that has read another version reads everything again';
 comment on column tidemark.append_progress.database is 'The history of this database in which the epochs began';
 comment on column tidemark.append_progress.start is 'The token of this history''s JOINs, which follows that of the one before';
 comment on column tidemark.append_progress.writer is 'The name under which Tidemark knows this database';
@@ -71,7 +71,7 @@ create table tidemark.append_sent (
 )
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 comment on table tidemark.append_sent is
-    'Nothing beyond the highest of them was ever told (magnitudes); it is noted before anything is. They go with the rows below the floor';
+    'Nothing beyond the highest of them was ever published (magnitudes). A row is stored before records are sent, and deleted with the rows below the floor';
 
 create table tidemark.append_writers (
     number      integer     not null references tidemark.append_streams on delete cascade,
@@ -83,7 +83,7 @@ create table tidemark.append_writers (
 );
 comment on table tidemark.append_writers is 'Writers that Tidemark knows of a stream: the database, and each that has a name of its own';
 comment on column tidemark.append_writers.last is
-    'Where its line was last cut: the JOIN, a fact, a void, a beat, its end; all of it up to here is in Kafka';
+    'Where its chain was last cut: at the JOIN, a fact, a void, a beat or its end. All of it up to here is in Kafka';
 comment on column tidemark.append_writers.state is
     'Joining until Kafka has acknowledged the JOIN of the epoch; retiring since the floor has passed its end, until Kafka has
 the RETIRE. A writer that is retired and appends again joins in a higher epoch';
@@ -105,7 +105,7 @@ comment on column tidemark.append_outbox.rows is 'JSON; of a beat the names of w
 comment on column tidemark.append_outbox.bytes is 'About what its records take';
 comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
 comment on column tidemark.append_outbox.writer is
-    'Whose fact it is: empty for the database itself; * is a beat, an ID at which the line of every writer is cut';
+    'Whose fact it is: empty for the database itself; * is a beat, an ID at which the chain of every writer is cut';
 
 -- The next ones are for the functions behind them, whose search path they have. Those have row_security = off: row level
 -- security that is forced on a table is an error, and never just no rows, because the functions rely on rows that are not
@@ -414,7 +414,7 @@ begin
         select from tidemark.append_outbox as kept where kept.number = _of.number
     ) then
         raise exception using errcode = 'object_not_in_prerequisite_state',
-            message = format('stream %L has what the relay has not told yet', drop_stream.stream);
+            message = format('stream %L has IDs that the relay has not published yet', drop_stream.stream);
     end if;
     update tidemark.append_streams as dropped set ids = null, after = _head where dropped.number = _of.number;
     update tidemark.append_writers as known set state = 'retiring', last = _head
@@ -461,10 +461,10 @@ begin
     if not found then
         raise exception using errcode = 'undefined_object',
             message = format('stream %L has no writer %L', retire_writer.stream, retire_writer.writer),
-            hint = 'It is retired, or has not appended, or the relay has not looked since it did.';
+            hint = 'It is retired, or has not appended, or the relay has not read the outbox since.';
     elsif _known.writer = (select told.writer from tidemark.append_progress as told where told.number = _of.number) then
         raise exception using errcode = 'invalid_parameter_value',
-            message = format('%L is the database itself, which speaks for all that appends there', retire_writer.writer);
+            message = format('%L is the database itself, in whose name every append without a writer is published', retire_writer.writer);
     end if;
     perform pg_current_xact_id();
     if not pg_try_advisory_xact_lock(1414087749 + _of.number, hashtext(_known.writer)) then
@@ -491,7 +491,7 @@ begin
 end
 $$;
 comment on function tidemark.retire_writer is
-    'The writer holds nobody back any more, as soon as the relay has told so; if it appends again it begins anew';
+    'The writer no longer holds positions back, once the relay has published its end. If it appends again it joins again';
 
 revoke all on function
     tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
