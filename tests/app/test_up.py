@@ -125,10 +125,10 @@ def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
     """What a shell takes from `stack.env` is what was written, whatever the home is called and whatever the shell had
     for other servers."""
     from tidemark.app.settings import load
-    from tidemark.app.stack.up import Members
+    from tidemark.app.stack.up import LocalStack
 
     home = Home(terminal.home.root / "a home; $(with) 'quotes'")
-    members = Members(home, load(), "java")
+    members = LocalStack(home, load(), "java")
     home.root.mkdir(exist_ok=True)
     path = members.write_stack_env()
     program = (

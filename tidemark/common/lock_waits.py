@@ -1,8 +1,7 @@
-"""Transactions that wait for a lock: for one second at a time, so that nobody queues behind them for longer, and with
-the sessions named that hold it.
+"""Transactions that wait for locks one second at a time, and log the sessions that have the locks.
 
-Postgres serves locks in order: a statement that waits for an ACCESS EXCLUSIVE lock blocks every later one, even a plain
-SELECT.
+A short wait is needed because Postgres grants locks in order: a statement that waits for an ACCESS EXCLUSIVE lock
+blocks every later statement, even a SELECT.
 """
 
 import threading
@@ -26,7 +25,7 @@ LOCK_TIMEOUT = 1.0
 """Seconds that one attempt waits for one lock."""
 _PAUSE, _LONGEST_PAUSE = 0.5, 5.0
 _FIRST_QUERY, _QUERY_EVERY = 0.3, 0.2
-"""Seconds after the begin of an attempt, and between two queries for who blocks it."""
+"""Seconds from the beginning of an attempt to the first query for blockers, and between two queries."""
 
 
 def run_locking(session: PostgresSession, what: str, step: Callable[[Connection], T], seconds: float = 60.0) -> T:
@@ -80,8 +79,11 @@ def sessions_of(connection: Connection, pids: list[int]) -> str:
 
 
 def with_lockers(session: PostgresSession, error: TidemarkError) -> str:
-    """The text of an error that came out of `session`. After a lock time-out it also names the sessions that have
-    locked, or wait to lock, tables of the schema `tidemark` so that others wait."""
+    """The text of an error of `session`.
+
+    After a lock timeout, it names the sessions that have, or wait for, a strong lock of a table of the schema
+    `tidemark`.
+    """
     if not isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
         return str(error)
     with suppress(TidemarkError, psycopg.Error), session.another() as other, other.use() as connection:
@@ -100,9 +102,9 @@ def with_lockers(session: PostgresSession, error: TidemarkError) -> str:
 
 
 class _BlockerQuery:
-    """Asks in a session of its own, while a statement waits, which sessions block it; a context manager.
+    """Queries the blockers of a waiting statement; a context manager.
 
-    A thread, because the connection that waits answers nothing.
+    It has a thread and a session of its own, because the waiting connection cannot answer.
     """
 
     def __init__(self, session: PostgresSession) -> None:

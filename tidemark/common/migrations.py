@@ -1,12 +1,13 @@
-"""The runner of migrations: numbered SQL files of one folder, applied in order, each in a transaction of its own.
+"""Runs migrations: numbered SQL files of one folder, applied in order, each in its own transaction.
 
-A file that was released is never edited; a change is a new file. Services never migrate, they only check.
+A released file is never edited; a change is a new file. Services never migrate, they only check the version.
 
-Versions meet while they are exchanged: the schema is migrated first, under the old code, and stays when that comes
-back. So a change first adds, and takes away one minor version later: a file says `Works with code for schema N` where
-code of that age is not disturbed by it.
+During an upgrade, old code runs in the new schema, and after a rollback it runs there again. Therefore a migration adds
+first, and a migration one minor version later removes. A file that old code can run with has the comment
+`Works with code for schema N`.
 
-Several owners share one schema, `tidemark`, in one database or in two: each has its own folder and its own versions.
+Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
+table of versions.
 """
 
 import re
@@ -30,9 +31,12 @@ _WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILIN
 
 @dataclass(frozen=True)
 class Migrations:
-    """One owner's files: those of `migrations/` in `package`, recorded in the table `tidemark.<table>`.
+    """The migrations of one part of Tidemark.
 
-    `command` is what a person runs to apply them.
+    Attributes:
+        package: the package with the folder `migrations`.
+        table: the table of versions in the schema `tidemark`.
+        command: the command that applies the migrations, for messages.
     """
 
     package: str
@@ -42,33 +46,39 @@ class Migrations:
     @cached_property
     def scripts(self) -> Mapping[int, tuple[str, str]]:
         """Version -> (file name, SQL), in ascending order."""
-        found: dict[int, tuple[str, str]] = {}
+        scripts: dict[int, tuple[str, str]] = {}
         entries = (entry for entry in (files(self.package) / "migrations").iterdir() if entry.name.endswith(".sql"))
         for entry in sorted(entries, key=lambda entry: entry.name):
             number = int(entry.name.split("_")[0])
-            assert number not in found, f"two migrations have number {number}"
-            found[number] = entry.name, entry.read_text("utf-8")
-        return found
+            assert number not in scripts, f"two migrations have number {number}"
+            scripts[number] = entry.name, entry.read_text("utf-8")
+        return scripts
 
     @property
     def wanted(self) -> int:
-        """The schema's version that this code was written for."""
+        """The version of the schema that this code was written for."""
         return max(self.scripts)
 
     def migrate(self, session: PostgresSession) -> list[int]:
-        """Bring the schema up to this version; returns the versions applied now, [] when it was up to date.
+        """Migrate the schema to this version.
 
-        Takes no lock if there is nothing to do. Otherwise it waits for each lock a second at a time, for a minute in
-        all, and logs which sessions hold it (`common.lock_waits`). Several at once are safe: each version is applied
-        by one of them. After a failure the versions before it stay applied, and a second call goes on there. A newer
-        schema is left as it is. Raises `SchemaMismatch` where that does not work with this code, and `OthersFirst`
-        where a lock was not free in time.
+        Takes no lock if there is nothing to do. Otherwise it waits for locks for up to a minute, one second at a time,
+        and logs the sessions that have them (`common.lock_waits`). Several processes may migrate at once; one of them
+        applies each version. After a failure, the versions before it stay applied, and the next call continues. A newer
+        schema is not changed.
+
+        Returns:
+            The versions that were applied now.
+
+        Raises:
+            SchemaMismatch: a newer schema does not work with this code.
+            OthersFirst: a lock was not free in time.
         """
         applied = list[int]()
         while True:
             found = run_locking(session, f"reading tidemark.{self.table}", self._found)
             if found is None:
-                # Another migration may make them at the same moment.
+                # Another process may create them at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
                     run_locking(session, f"making tidemark.{self.table}", self._make_table)
             elif missing := [number for number in self.scripts if number > found]:
@@ -80,7 +90,7 @@ class Migrations:
                 return applied
 
     def version(self, connection: Connection) -> int | None:
-        """The schema's version; 0 when nothing was applied yet, None where there is no table of versions."""
+        """The version of the schema; 0 if no migration was applied, None if there is no table of versions."""
         name = f"tidemark.{self.table}"
         if not connection.execute("select 1 where to_regclass(%s) is not null", [name]).fetchone():
             return None
@@ -89,18 +99,20 @@ class Migrations:
         return 0 if row is None else int(row[0])
 
     def check(self, connection: Connection) -> None:
-        """Raise `SchemaMismatch` unless this code can write in the schema: it was written for it, or for an older one
-        that its successor has left in working order."""
+        """Raise `SchemaMismatch` unless this code can write in the schema.
+
+        The version is the wanted one, or a newer one that works with this code.
+        """
         self.check_from(connection, self.wanted)
 
     def check_from(self, connection: Connection, oldest: int) -> None:
-        """The same, for code that can do with any schema from `oldest` on."""
+        """Raise `SchemaMismatch` unless this code can read the schema, which it can from version `oldest` on."""
         found = self.version(connection) or 0
         if not oldest <= found <= self.wanted and not self._works_for_us(connection, found):
             raise SchemaMismatch(found, self.wanted, self.command)
 
     def _found(self, connection: Connection) -> int | None:
-        """The schema's version; None if the table of versions is missing.
+        """The version of the schema; None if the table of versions is missing.
 
         Raises `SchemaMismatch` for a newer schema that does not work with this code.
         """
@@ -120,7 +132,7 @@ class Migrations:
             )
 
     def _apply(self, number: int, connection: Connection) -> bool:
-        """Whether the version was still missing. The lock keeps out other migrations and no reader of the table."""
+        """Apply a migration; returns False if another process did. The lock blocks other migrations, and no readers."""
         connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
         if (self.version(connection) or 0) >= number:
             return False
@@ -145,5 +157,5 @@ class Migrations:
 
 
 def _works_with(number: int, script: str) -> int:
-    said = _WORKS_WITH.search(script)
-    return int(said[1]) if said else number
+    comment = _WORKS_WITH.search(script)
+    return int(comment[1]) if comment else number

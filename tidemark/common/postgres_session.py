@@ -1,6 +1,6 @@
-"""One session to Postgres: opened when needed, opened again after it broke, its errors told apart by who must act.
+"""A session to Postgres that connects when needed, reconnects after a failure, and classifies errors.
 
-Not a pool: each of our threads owns a session, or takes its turn on one.
+Not a pool: each thread has its own session, or threads take turns on one.
 """
 
 import os
@@ -27,13 +27,13 @@ Row = TypeVar("Row")
 Statement: TypeAlias = LiteralString | bytes | sql.SQL | sql.Composed
 
 BRIDGE_LOCK = 1414087748
-"""The first half of the advisory locks by which `tidemark synapse` speaks, and people are told that it does; the second
-is the hash of a stream's name."""
+"""The first half of the advisory lock that `tidemark synapse` takes for each stream, which `tidemark status` reads. The
+second half is the hash of the stream's name."""
 
 Dsn: TypeAlias = str | Callable[[], str]
-"""An address, or who knows it: called at every new connection, because passwords rotate."""
+"""An address, or a function that returns it. It is called for every new connection, because passwords rotate."""
 
-# A peer that vanished without a word (its host died) must not hold a batch for the two hours that TCP would.
+# A peer whose host died must not block a batch for two hours, which is the default of TCP.
 _DEFAULTS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
@@ -43,7 +43,7 @@ _DEFAULTS = {
     "client_encoding": "UTF8",
 }
 
-# SQLSTATE classes and codes that the world mends: lost connections, resources, rolled back by the server, restarts.
+# SQLSTATE classes and codes of temporary errors: lost connections, resources, rollbacks by the server, restarts.
 _RETRIED_CLASSES = ("08", "40", "53", "58")
 _SLOW = "57014"  # statement time-out
 _RETRIED_CODES = {
@@ -57,24 +57,27 @@ _RETRIED_CODES = {
     "57P05",  # idle session
 }
 
-# What libpq says where the two sides do not trust each other; it has no code for it.
+# Messages of libpq about TLS; it has no codes for them.
 _DISTRUST = re.compile(
     r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
     r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
 )
 
 
-_LOOKS = 5
-"""Other clients of a pooler may have taken a session just then."""
+_POOLER_CHECKS = 5
+"""More than one check, because another client of the pooler may have taken the session just then."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseUse:
-    """What one part of Tidemark needs of a database, and what a person has to mend where it does not get it.
+    """How one part of Tidemark uses a database, and what a person has to do if it is refused.
 
-    `setting` names the place of the address, and `password` what else may hold a password. `refusals`: SQLSTATE, or its
-    class -> what to do. `options` are set in every session, after `SESSION_SETTINGS`. `pooled`: what to do where a
-    pooler hands out sessions by transaction; empty where that is as good.
+    Attributes:
+        setting: the setting with the address.
+        refusals: SQLSTATE, or its class -> what to do.
+        password: the setting that may have a password; empty if there is none.
+        options: set in every session, after `SESSION_SETTINGS`.
+        pooled: what to do if a pooler assigns sessions by transaction; empty if that is allowed.
     """
 
     setting: str
@@ -85,22 +88,25 @@ class DatabaseUse:
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
-    """Host, port and database of `dsn`, fit for a message: no user, no password."""
+    """Host, port and database of `dsn`, without user and password, for messages."""
     parts = {**_of_the_environment(), **_parsed(dsn, setting)}
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
-    """`dsn` with what a session of ours needs where it says nothing else."""
+    """`dsn` with the defaults of a session of Tidemark."""
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn, setting)})
 
 
 def explained(
     error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
-    """The error to raise instead; `error` itself where it is neither waited out nor refused.
+    """Convert an error of psycopg; returns `error` itself if it is neither temporary nor a refusal.
 
-    `refusals`: SQLSTATE, or its class -> what a person has to do about it. `role`: the session's user.
+    Args:
+        where: address for the message.
+        refusals: SQLSTATE, or its class -> what a person has to do.
+        role: the session's user.
     """
     code = error.sqlstate
     if (hidden := hidden_rows(error, role)) is not None:
@@ -121,32 +127,32 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def answers(dsn: str) -> bool:
-    """Whether a server answers there, whatever it says of our user."""
+    """Whether a server answers, even if it refuses the login."""
     return PGconn.ping(dsn.encode()) == Ping.OK
 
 
 def _of_the_environment() -> dict[str, str]:
-    """What libpq takes where an address leaves it out (`PGHOST` and others)."""
-    return {it.keyword.decode(): it.val.decode() for it in Conninfo.get_defaults() if it.val}
+    """The defaults of libpq for parts that an address leaves out (`PGHOST` and others)."""
+    return {option.keyword.decode(): option.val.decode() for option in Conninfo.get_defaults() if option.val}
 
 
 def _parsed(dsn: str, setting: str) -> dict[str, str]:
     try:
         return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
     except psycopg.ProgrammingError:
-        # Its text would quote the address, password and all.
+        # Its text would quote the address with the password.
         what = "is not a Postgres address; write postgresql://user:password@host:5432/database"
         raise BadSetting(setting, what) from None
 
 
 def _is_pooled(connection: Connection, wanted: str) -> bool:
-    """Whether another connection to the same address may be given the session of this one. Leaves nothing in either.
+    """Whether another client may get the session of this connection. Leaves nothing behind in either session.
 
-    A pooler answers a login itself, so the process that it named is none of the server's. Some that give each client a
-    session of its own do so too: hence the second look.
+    A pooler answers the login itself, so its process ID is not one of the server. A pooler that gives each client a
+    session of its own does so too: therefore two connections are compared.
     """
     first = _process(connection)
-    for _ in range(_LOOKS):
+    for _ in range(_POOLER_CHECKS):
         with psycopg.connect(wanted) as other:
             if _process(other) == first or _process(connection) != first:
                 return True
@@ -182,12 +188,12 @@ def fetch_value(connection: Connection, statement: Statement, parameters: Params
 
 
 class PostgresSession:
-    """A connection in autocommit that heals; a context manager. Transactions are begun by who needs them.
+    """A connection in autocommit that reconnects; a context manager. Callers begin their own transactions.
 
-    `use()` hands the connection to one thread at a time, and turns what psycopg raises into `Unavailable` (retry the
-    whole transaction: nothing of it was kept, or the commit's answer was lost) or `Refused`. A refusal counts only
-    until the first success: credentials that worked a minute ago are waited for, because libpq does not tell a wrong
-    password from a server that is out of connections.
+    `use()` gives the connection to one thread at a time, and converts errors of psycopg to `Unavailable` (retry the
+    whole transaction: it was rolled back, or the answer to the commit was lost) or `Refused`. A login is refused only
+    until the first success: afterwards it is retried, because libpq does not distinguish a wrong password from a server
+    without free connections.
     """
 
     def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
@@ -254,7 +260,7 @@ class PostgresSession:
 
     def _live(self) -> Connection:
         if self._process != os.getpid():
-            self._process, self._connection = os.getpid(), None  # of the process that we are a fork of: it goes on
+            self._process, self._connection = os.getpid(), None  # belongs to the parent process, which goes on using it
         if self._connection is None or self._connection.closed or self._connection.broken:
             made = self._connect()
             if self._database.pooled and made.is_pooled:
@@ -280,7 +286,7 @@ class PostgresSession:
                 raise Refused("Postgres", self.where, first_line(error), do) from error
             if not answers(wanted):
                 raise
-        # The server answers, but not us; or it came up between the two calls, hence once more.
+        # The server refuses the login, or it came up between the two calls: try once more.
         try:
             return SessionConnection.open(wanted, options)
         except psycopg.OperationalError as error:

@@ -1,11 +1,11 @@
 """The settings of every Postgres session that Tidemark opens, whatever the defaults of server, database and role.
 
-One statement sets them when a session is opened. It also finds out whether a pooler stands between: such a session may
-be lent to other clients after each transaction, so the settings are then set for each transaction and never stay.
-`SET` is used rather than start-up options (`options=`), which poolers refuse or lose.
+One statement sets them when a session is opened. It also detects a pooler. A pooler may give the session to another
+client after each transaction, so the settings are then local to each transaction. `SET` is used instead of start-up
+options (`options=`), which poolers refuse or lose.
 
-Sessions that belong to the caller (`tidemark.Writer`, the connection of a reader's batch) are left as they are: the
-statements on them rely on none of these settings, and the SQL functions carry `row_security` themselves.
+Sessions of the caller (`tidemark.Writer`, the connection of a reader's batch) are not changed: statements on them need
+none of these settings, and the SQL functions set `row_security` themselves.
 """
 
 import re
@@ -19,26 +19,26 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import TupleRow
 
 SESSION_SETTINGS: Mapping[str, str] = {
-    # What psycopg reads dates, intervals and texts by.
+    # The formats in which psycopg expects dates, intervals and text.
     "client_encoding": "UTF8",
     "DateStyle": "ISO, MDY",
     "IntervalStyle": "postgres",
     "TimeZone": "UTC",
     "standard_conforming_strings": "on",
-    # A row that is not there is evidence. So rows that a policy hides are an error, and never just missing.
+    # A missing row is evidence. Rows that a policy hides must therefore be an error.
     "row_security": "off",
-    # Each statement sees what was committed before it.
+    # Each statement sees everything that was committed before it.
     "default_transaction_isolation": "read committed",
-    # Nobody waits in silence for whoever has locked the tables; what may take long sets a limit of its own.
+    # No statement waits long for a lock. Long statements set their own limits.
     "lock_timeout": "10s",
     "statement_timeout": "0",
 }
 _GIVEN = ["lock_timeout", "statement_timeout"]
-"""Settings of which a start-up option in the address counts more."""
+"""Settings for which a start-up option in the address takes precedence."""
 
 BACKEND = "select pg_backend_pid()"
 
-# A session of a pooler keeps nothing of this: `set_config` is local to the statement's own transaction there.
+# In a session of a pooler, `set_config` is local to the transaction of this statement.
 _OPEN = """
 select pg_backend_pid(), current_user::text,
     count(set_config(wanted.name, wanted.value, pg_backend_pid() <> %s and not %s))
@@ -52,9 +52,16 @@ _QUOTED = re.compile(r'["«„](.+)["»“]')
 
 
 def unprepared_where_pooled(connection: _Driver, backend: TupleRow | None) -> bool:
-    """Prepare no statements behind a pooler, which gives its clients process IDs of its own: of one that lends sessions
-    for a transaction each, the next may not know what was prepared in the last. `backend`: the answer to `BACKEND`.
-    Returns whether there is a pooler."""
+    """Detect a pooler, and prepare no statements if there is one: each transaction may get another session.
+
+    A pooler gives its clients process IDs of its own.
+
+    Args:
+        backend: the answer to `BACKEND`.
+
+    Returns:
+        Whether there is a pooler.
+    """
     is_pooled = backend is None or backend[0] != connection.info.backend_pid
     if is_pooled:
         connection.prepare_threshold = None
@@ -102,7 +109,7 @@ def _local(settings: Mapping[str, str]) -> list[sql.Composed]:
 
 
 def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """One round trip: all in one text, or, in a pipeline, which takes no such texts, one after the other."""
+    """One round trip: one text with all statements, or in a pipeline, which does not accept that, separate ones."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
@@ -114,8 +121,11 @@ def _is_idle(connection: _Driver) -> bool:
 
 
 class SessionConnection(psycopg.Connection[TupleRow]):
-    """A connection in autocommit with `SESSION_SETTINGS`. Behind a pooler each statement outside a transaction gets a
-    transaction of its own, so a statement that refuses transactions (CONCURRENTLY) fails there."""
+    """A connection in autocommit with `SESSION_SETTINGS`.
+
+    Behind a pooler, each statement outside a transaction gets its own transaction. A statement that refuses
+    transactions (CONCURRENTLY) fails there.
+    """
 
     role = ""
     is_pooled = False
@@ -124,7 +134,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
 
     @classmethod
     def open(cls, conninfo: str, more: Mapping[str, str] | None = None) -> Self:
-        """Connect and apply the settings, and `more`, in one round trip. Raises what psycopg raises."""
+        """Connect, and apply the settings and `more` in one round trip. Raises errors of psycopg."""
         made = cls.connect(conninfo, autocommit=True)
         try:
             made.apply({**SESSION_SETTINGS, **(more or {})})
@@ -140,8 +150,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         self.role = "" if row is None else row[1]
 
     def keep(self, more: Mapping[str, str]) -> None:
-        """Apply the settings, and `more`, to the session itself, which a pooler lends to nobody else while we are
-        connected."""
+        """Apply the settings and `more` to the session, which no other client gets while this one is connected."""
         self.execute(_OPEN, _opening(self, {**SESSION_SETTINGS, **more}, is_own=True), prepare=False)
         self.is_pooled, self._settings, self.cursor_factory = False, [], psycopg.Cursor
 
@@ -179,7 +188,7 @@ class AsyncSessionConnection(psycopg.AsyncConnection[TupleRow]):
 
     @classmethod
     async def open(cls, conninfo: str, more: Mapping[str, str] | None = None) -> Self:
-        """As of `SessionConnection`."""
+        """See `SessionConnection.open`."""
         made = await cls.connect(conninfo, autocommit=True)
         try:
             await made.apply({**SESSION_SETTINGS, **(more or {})})

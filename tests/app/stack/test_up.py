@@ -11,7 +11,7 @@ from tidemark.app.settings import load
 from tidemark.app.stack import processes as server_module
 from tidemark.app.stack.home import AlreadyRunning, Home
 from tidemark.app.stack.processes import ServerProcess, StartFailed, free_port, listens
-from tidemark.app.stack.up import Members, Supervisor
+from tidemark.app.stack.up import LocalStack, Supervisor
 
 
 class ListeningServer(ServerProcess):
@@ -164,9 +164,7 @@ def test_a_start_that_hangs_has_failed(own_home: Home) -> None:
     server.script = "import time; print('error: the disk does not answer', flush=True); time.sleep(600)"
     with pytest.raises(StartFailed) as failed:
         server.start()
-    problem = (
-        "listener did not start: no answer, and no sign of life for 3 s: error: the disk does not answer; its log: "
-    )
+    problem = "listener did not start: no answer, and no activity for 3 s: error: the disk does not answer; its log: "
     assert str(failed.value) == f"{problem}{own_home.log('listener')}"
     assert not server.running
 
@@ -208,7 +206,7 @@ def test_settings_for_other_servers_do_not_reach_the_stack(own_home: Home, monke
         "TIDEMARK_KAFKA_PASSWORD": "secret",
         "TIDEMARK_CHECKPOINT_STORE": "s3a://bucket/tidemark",
     }
-    members = Members(own_home, load(), "java")
+    members = LocalStack(own_home, load(), "java")
     for name, text in mine.items():
         monkeypatch.setenv(name, text)
     for process in (members.pipeline(), members.relay(), members.sidecar()):

@@ -1,4 +1,4 @@
-"""Where the local stack keeps its files, and who may use them: one directory, one stack at a time."""
+"""The directory of the local stack, which one stack uses at a time, and a name for a user without one."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from tidemark.common.errors import Stop
 
 
 class AlreadyRunning(Stop):
-    """Another `tidemark up` holds this home; `pid` is its process."""
+    """Another `tidemark up` uses this directory; `pid` is its process."""
 
     def __init__(self, root: Path, pid: str) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class AlreadyRunning(Stop):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The layout of TIDEMARK_HOME. Directories come into being when they are asked for."""
+    """The layout of TIDEMARK_HOME. Directories are created at their first use."""
 
     root: Path
 
@@ -56,9 +56,9 @@ class Home:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the home for this process; raises `AlreadyRunning`.
+        """Lock the directory for this process. Raises `AlreadyRunning`.
 
-        The claim is a file lock, so it ends with the process however that dies; the number in the file is for people.
+        The file lock ends with the process. The number in the file is for people.
         """
         path = self.pid("up")
         with path.open("a+") as file:
@@ -80,21 +80,21 @@ _LIBRARIES = ("usr/lib/libnss_wrapper.so", "usr/lib64/libnss_wrapper.so", "usr/l
 class NeedsNamedUser(Stop):
     def __init__(self, uid: int) -> None:
         super().__init__(
-            f"Postgres and Spark refuse to run as user {uid}, who has no name on this machine: add a line for that user"
+            f"Postgres and Spark refuse to run as user {uid}, which has no name here: add a line for that user"
             " to /etc/passwd, or install libnss_wrapper (Debian, Ubuntu: `apt-get install libnss-wrapper`)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class NamedUser:
-    """What gives the user of a program a name: the beginning of its command line, and variables."""
+    """The prefix of a command line, and variables, that give its user a name."""
 
     command: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def named_user(directory: Path) -> NamedUser:
-    """What a program needs so that this user has a name: nothing, a user namespace, or a library (nss_wrapper).
+    """How a program gets a name for this user: nothing to do, a user namespace, or a library (nss_wrapper).
 
     Args:
         directory: for files that must be there as long as the program runs.
@@ -109,7 +109,7 @@ def named_user(directory: Path) -> NamedUser:
     unshare = ["unshare", "--user", f"--map-user={pwd.getpwnam('nobody').pw_uid}"]
     if _succeeds([*unshare, "true"]):
         return NamedUser(unshare)
-    library = next((path for place in _LIBRARIES for path in Path("/").glob(place)), None)
+    library = next((path for pattern in _LIBRARIES for path in Path("/").glob(pattern)), None)
     if library is None:
         raise NeedsNamedUser(uid)
     passwd, group = directory / "passwd", directory / "group"

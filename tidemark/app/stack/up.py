@@ -1,4 +1,4 @@
-"""The processes of the local stack: their ports, the settings by which others reach them, and their supervisor."""
+"""The local stack: its processes, their ports, the settings to connect to them, and their supervisor."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,8 @@ class PortTaken(Stop):
         self.port = port
 
 
-class Members:
-    """The processes, not started yet. A port of 0 in `settings` is replaced by a free one, for the stack's life."""
+class LocalStack:
+    """The processes of a stack, not started. A port of 0 in `settings` is replaced by a free port."""
 
     def __init__(self, home: Home, settings: Settings, java: str) -> None:
         self.home = home
@@ -58,8 +58,8 @@ class Members:
         return PipelineProcess(self.home, self._metrics_port, self._own())
 
     def sidecar(self, note: str = "") -> SidecarProcess:
-        told = {"TIDEMARK_SIDECAR_BANNER": note} if note else {}
-        return SidecarProcess(self.home, self._sidecar_port, {**self._own(), **told})
+        banner = {"TIDEMARK_SIDECAR_BANNER": note} if note else {}
+        return SidecarProcess(self.home, self._sidecar_port, {**self._own(), **banner})
 
     def relay(self) -> RelayProcess:
         return RelayProcess(self.home, free_port(), self._own())
@@ -81,7 +81,7 @@ class Members:
                 raise PortTaken(name, port, problem)
 
     def variables(self) -> Mapping[str, str]:
-        """The stack's settings by variable."""
+        """The settings of the stack, by variable."""
         return {
             "TIDEMARK_HOME": str(self.home.root),
             "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
@@ -103,20 +103,20 @@ class Members:
         }
 
     def _own(self) -> Mapping[str, str]:
-        """The settings of a process of the stack: those that lead to servers of the user's own are empty."""
-        return {**dict.fromkeys(_leading_elsewhere(), ""), **self.variables()}
+        """The settings of a process of the stack. Settings of other servers are empty."""
+        return {**dict.fromkeys(_server_variables(), ""), **self.variables()}
 
     def write_stack_env(self) -> Path:
-        """Lines for a shell to source. For the owner's eyes: it holds the password of Postgres."""
+        """Write a file for a shell to source. Only its owner may read it: it contains the password of Postgres."""
         path = self.home.stack_env
         variables = {**self.variables(), **self.postgres.libpq}
-        elsewhere = [*libpq_variables(), *(f"{name}{end}" for name in _leading_elsewhere() for end in ("", "_FILE"))]
+        elsewhere = [*libpq_variables(), *(f"{name}{end}" for name in _server_variables() for end in ("", "_FILE"))]
         write_stack_env(path, variables, [name for name in elsewhere if name not in variables])
         return path
 
 
-def _leading_elsewhere() -> list[str]:
-    """Variables of settings about servers that are not the stack's: their passwords, certificates and addresses."""
+def _server_variables() -> list[str]:
+    """Variables of settings of servers: addresses, passwords and certificates."""
     kept = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
     names = [name for name in Connections.model_fields if name not in kept and not name.endswith("_topic")]
     return [*map(variable, names), variable("checkpoint_store")]
@@ -138,7 +138,7 @@ class _Supervised:
 
 @dataclass
 class Supervisor:
-    """Starts a process again that died, with back-off, and says so.
+    """Restarts processes that have ended, with back-off, and prints a line about it.
 
     `tick` is called about twice a second by one thread; it never waits for a server to answer.
     """

@@ -22,7 +22,7 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.processes import STORY, ServerProcess, redis_program
-from tidemark.app.stack.up import Members, Supervisor
+from tidemark.app.stack.up import LocalStack, Supervisor
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
 from tidemark.common.environment import Foreign, child_environment, forget
@@ -48,7 +48,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         if ignored:
             _say(f"ignored, because the stack has servers of its own: {', '.join(ignored)}")
         java = find_java(settings.java_home)
-        members = Members(home, settings, java)
+        members = LocalStack(home, settings, java)
         _end_leftovers(members)
         members.require_free_ports()
         # The one request to the internet: it needs the user's proxy and certificates.
@@ -93,7 +93,7 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_leftovers(members: Members) -> None:
+def _end_leftovers(members: LocalStack) -> None:
     """End what an `up` that was killed left behind, readers before the servers that they read from."""
     for server in [*members.demo(), members.sidecar(), members.relay(), members.pipeline(), *members.servers]:
         if pid := server.end_leftover():
@@ -101,7 +101,7 @@ def _end_leftovers(members: Members) -> None:
 
 
 @contextmanager
-def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
+def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
     """Everything started, in the order in which it was; ended in the reverse order whatever happens."""
     running: list[ServerProcess] = [*members.servers]
     try:
@@ -157,7 +157,7 @@ def _start(server: ServerProcess) -> None:
     _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
 
-def _invite(members: Members, seconds: float) -> None:
+def _invite(members: LocalStack, seconds: float) -> None:
     tidemark = _shown("tidemark", Path(sys.executable).parent / "tidemark")
     redis_cli = _shown("redis-cli", Path(redis_program("redis-cli")))
     psql = _shown("psql", Path(postgres_program("psql")))
