@@ -42,5 +42,5 @@ def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
     """In one line, before anything is started."""
     monkeypatch.setattr(module, "_succeeds", lambda command: False)
     monkeypatch.setattr(module, "_LIBRARIES", [])
-    with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, who has no name on this machine"):
+    with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, which has no name here"):
         named_user(tmp_path)
