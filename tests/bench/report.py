@@ -51,24 +51,25 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
 _HEAD = """\
 # Benchmarks
 
-Written by `make bench` (`python -m tests.bench`; `soak` only by name); do not edit. Every figure comes from real
-servers started for it on the machine named beside it, and a run whose final positions in Redis are not exactly those
-of the workload gives no figure.
+For engineers who compare Tidemark with alternatives, or plan its size. `make bench` writes this page; `soak` runs
+only by name. Every figure comes from real servers that were started for it on the machine named beside it. A run
+whose final positions in Redis are wrong gives no figure.
 
-How it is measured: the topic is filled before; each contestant is a process of its own, started afresh each round, and
-gets the machine to itself. Tidemark is a `tidemark pipeline` with default settings. Its rate is taken between the
-transactions of two batches, so it holds reading, computing and both sinks in full. The two on Spark are timed by
-Spark's own progress of each batch. Core time is what all processes of a contestant but the broker took, by /proc, over
-the stretch of its rate: of Tidemark the driver, the JVM, the Python workers, Postgres and Redis. Facts complete out of
-order: each writer has several transactions open at a time, one in a hundred takes twenty times as long as the others,
-one in 33 rolls back.
+**How it is measured.** The topic is filled before. Each contestant is a process of its own, started anew in each
+round, and has the machine to itself. Tidemark is a `tidemark pipeline` with default settings. Its rate is measured
+between the transactions of two batches, so it includes reading, computing and both sinks. The contestants on Spark
+are timed by Spark's progress reports. Core time is the time of all processes of a contestant except the broker: for
+Tidemark the driver, the JVM, the Python workers, Postgres and Redis.
 
-The competitors write their positions nowhere, keep no evidence of how an ID was settled and no history, know no linear
-position and refuse no record, which is to their advantage. They are shown all the same: who needs none of that may well
-write one. Those on the JVM (tests/bench/java) are built by Maven, and left out with a word where there is no `mvn` or
-no `javac`. They read to the end of the topic, and have no figure unless every writer's position is the true one there.
-Kafka Streams has no changelog topic, a cache of 64 MiB before RocksDB and larger polls; what else it has are defaults.
-The Java loop is a consumer a thread and a map.
+**The workload.** Facts complete out of order. Each writer has several transactions open at a time. One in a hundred
+takes twenty times as long as the others, and one in 33 rolls back.
+
+**The alternatives** write their positions nowhere. They keep no evidence and no history, have no linear position, and
+reject no record. All of this is to their advantage: if you need none of it, one of them may be enough. Those on the
+JVM (tests/bench/java) are built by Maven, and are left out if there is no `mvn` or `javac`. They read to the end of
+the topic, and have no figure unless every writer's position is right there. Kafka Streams has no changelog topic, a
+cache of 64 MiB before RocksDB and larger polls, and otherwise its defaults. The Java loop is one consumer for each
+thread, and a map.
 """
 
 
