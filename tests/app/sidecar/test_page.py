@@ -84,10 +84,10 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     pipeline.publish(moved("orders", 7, shop=At(0, 7), web=At(0, 7)))
     says(page, "#headline", "The only stream is complete")
     pipeline.publish(moved("orders", 7, shop=held("shop", 200), web=At(7, 9)))
-    says(page, "#headline", "The only stream is held")
-    says(page, "#subline", re.compile(r"orders: shop owes 8\.\.11, for 3 min \d+ s\."))
-    says(page, "#spoken", re.compile(r"orders is held: shop owes 8\.\.11"))
-    says(page, ".trouble strong", re.compile(r"shop owes 8\.\.11, for 3 min"))
+    says(page, "#headline", "The only stream is blocked")
+    says(page, "#subline", re.compile(r"orders: shop has not completed 8\.\.11, for 3 min \d+ s\."))
+    says(page, "#spoken", re.compile(r"orders is blocked: shop has not completed 8\.\.11"))
+    says(page, ".trouble strong", re.compile(r"shop has not completed 8\.\.11, for 3 min"))
     says(page, ".trouble .more", "1 completed ID waits behind it")
     says(
         page,
@@ -98,10 +98,10 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
     pipeline.publish(moved("orders", 7, shop=held("shop", 200, deferred=True), web=At(9, 10)))
-    says(page, ".trouble .more", re.compile("more of its records are put off and come again once there is room$"))
+    says(page, ".trouble .more", re.compile("more of its records are deferred, and are read again once there is room$"))
     pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(10, 12)))
     says(page, "#headline", "The only stream is moving")
-    says(page, "#spoken", "orders is not held any more.")
+    says(page, "#spoken", "orders is not blocked any more.")
     expect(page.locator(".strip .gap")).to_have_count(0)
 
 
@@ -109,9 +109,9 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) ->
     """For whom the line waits, since when, when that writer was last seen, and what to do about it."""
     shard = Shard(now=int((time.time() - 200) * 1000))
     pipeline.publish(shard.left_by_a_dead_writer())
-    says(page, "#headline", "The only stream is held")
-    says(page, "#subline", re.compile(r"events: w1 has said nothing beyond 7, for 3 min \d+ s\."))
-    says(page, ".trouble .more", re.compile(r"the linear position waits for it, gap or no gap; last seen .* ago"))
+    says(page, "#headline", "The only stream is blocked")
+    says(page, "#subline", re.compile(r"events: w1 has announced nothing beyond 7, for 3 min \d+ s\."))
+    says(page, ".trouble .more", re.compile(r"the linear position waits for it; last seen .* ago"))
     says(page, ".trouble .verb", re.compile(r"tidemark retire .* events w1"))
     pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
@@ -154,11 +154,11 @@ def test_two_hundred_streams(pipeline: Pipeline, page: Page) -> None:
     """Held ones stand on top, open; a filter finds the others; no row moves while somebody points at one."""
     pipeline.publish(*(moved(f"s{number:03}", 7, w=At(0, 7)) for number in range(200)))
     pipeline.publish(moved("s150", 7, w=held("w", 60)))
-    says(page, "#headline", "1 of 200 streams is held")
+    says(page, "#headline", "1 of 200 streams is blocked")
     assert names(page)[:2] == ["s150", "s000"]
     page.hover("text=s005")
     pipeline.publish(moved("s190", 7, w=held("w", 30)))
-    says(page, "#sort", "1 held stream further down: move to the top")
+    says(page, "#sort", "1 blocked stream further down: move to the top")
     assert names(page)[:2] == ["s150", "s000"]
     page.click("#sort")
     assert names(page)[:3] == ["s150", "s190", "s000"]
@@ -180,7 +180,7 @@ def test_everything_by_keyboard(pipeline: Pipeline, page: Page) -> None:
     page.keyboard.press("Enter")
     says(page, ".lane .writer", "of-b")
     pipeline.publish(moved("c", 7, w=held("w", 60)))
-    expect(page.locator("[data-state=held]")).to_have_count(1, timeout=PATIENCE)
+    expect(page.locator("[data-state=blocked]")).to_have_count(1, timeout=PATIENCE)
     assert names(page) == ["a", "b", "c"]  # somebody is among them
     page.keyboard.press("n")
     assert focused(page) == "c"
@@ -241,7 +241,7 @@ def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, 
         "#acts li span",
         re.compile(r"POLICY of orders, \d+ s ago, by ada \(as \w+\): customers wait \(gap_seconds:"),
     )
-    says(page, "#subline", re.compile(r"orders: Redis says 9 where Postgres says 7, for \d+ s\."))
+    says(page, "#subline", re.compile(r"orders: Redis is at 9 and Postgres at 7, for \d+ s\."))
     says(page, ".trouble .verb", "tidemark verify")
     shard = Shard()
     pipeline.publish(shard.feed(rdata("desk", 4, epoch=3)))
@@ -253,7 +253,7 @@ def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline,
     low, high, since = 12_345_678, 9_007_199_254_740_993, int((time.time() - 60) * 1000)
     writers = {"shop": At(0, low, pending=low + 9, since=since), "web": At(0, high)}
     pipeline.publish(moved("orders", low, **writers))
-    says(page, "#subline", re.compile(r"owes 12,345,679\.\.12,345,686, for 1 min"))
+    says(page, "#subline", re.compile(r"has not completed 12,345,679\.\.12,345,686, for 1 min"))
     says(page, ".numbers div:first-child dd", "12,345,678")
     says(page, ".verb", re.compile(r"tidemark retire --id=.* orders shop"))
     says(page, ".ends .allocated", "allocated to 9,007,199,254,740,993")
@@ -285,7 +285,7 @@ def test_a_phone_shows_no_hints_for_keys(browser: Browser, client: SidecarClient
         page.goto(str(client.base_url))
         says(page, "#headline", "No stream yet")
         expect(page.locator(".keys")).to_be_hidden()
-        expect(page.locator("footer")).to_contain_text("Held: something is missing")
+        expect(page.locator("footer")).to_contain_text("Blocked: an ID has been missing")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

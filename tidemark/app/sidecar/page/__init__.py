@@ -1,7 +1,7 @@
-"""The live page at `/`, for the person on call: HTML, CSS and ES modules, served as they lie here.
+"""The live page at `/`, for the person on call: HTML, CSS and ES modules, served as files.
 
-They ask for nothing from anywhere else, hold no data and need no token; what they show comes from `/v1/watch`.
-`page/note.txt` is what whoever runs the sidecar has to say of it to everybody.
+They load nothing from other sites, contain no data and need no token. What they show comes from `/v1/watch`.
+`page/note.txt` is the banner text.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _HEADERS = {**_SECURITY, "Cache-Control": "no-cache"}
 
 
 class _Files(StaticFiles):
-    """Browsers keep the files and ask each time whether they are still the same: an update counts at once."""
+    """Browsers cache the files and ask each time whether they changed, so an update counts at once."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -41,13 +41,13 @@ async def _index(request: Request) -> Response:
 
 
 def routes(middleware: Sequence[Middleware], note: str = "") -> list[BaseRoute]:
-    """Those of the page, behind `middleware`; `note` are the lines that it shows above the streams."""
+    """The routes of the page, behind `middleware`. `note` is the banner text."""
 
-    async def noted(_: Request) -> Response:
+    async def banner(_: Request) -> Response:
         return PlainTextResponse(note, headers=_HEADERS)
 
     return [
         Route("/", _index, methods=["GET"], middleware=middleware),
-        Route("/page/note.txt", noted, methods=["GET"], middleware=middleware),
+        Route("/page/note.txt", banner, methods=["GET"], middleware=middleware),
         Mount("/page", _files, middleware=middleware),
     ]

@@ -6,7 +6,7 @@ import { Row } from "./row.js";
 import { counted } from "./words.js";
 
 const TOUCHED = 4000; // ms after a touch in which nothing moves
-const OPENED = 3; // held streams that open by themselves
+const OPENED = 3; // blocked streams that open by themselves
 
 export class Board {
   #streams = new Map(); // name -> {row, motion, stream, chosen, named}; `chosen`: opened or closed by the reader
@@ -14,7 +14,7 @@ export class Board {
   #pointed = false;
   #touched = 0;
   #resumed = false;
-  #told = new Map(); // name -> state that was spoken last
+  #spoken = new Map(); // name -> state that was spoken last
 
   // `page` has: list, filter, only, shown, sort, nothing, spoken.
   constructor(page) {
@@ -31,7 +31,7 @@ export class Board {
     document.addEventListener("keydown", (event) => this.#pressed(event));
   }
 
-  // What the sidecar said of a stream. It is drawn with the next `draw`.
+  // What the sidecar sent about a stream. It is drawn with the next `draw`.
   take(stream) {
     const known = this.#streams.get(stream.stream);
     if (known) Object.assign(known, { stream, named: true });
@@ -76,10 +76,10 @@ export class Board {
 
   #sum() {
     const all = [...this.#streams.values()];
-    const held = all.filter(({ row }) => row.held);
+    const blocked = all.filter(({ row }) => row.blocked);
     return {
       streams: all.length,
-      held: held.length,
+      blocked: blocked.length,
       waiting: all.filter(({ row }) => row.verdict.state === "waiting").length,
       moving: all.filter(({ row }) => row.verdict.state === "moving").length,
       behind: all.reduce((sum, { row }) => sum + (row.verdict.behind ?? 0), 0),
@@ -87,7 +87,7 @@ export class Board {
       late: all.reduce((sum, { stream }) => sum + (stream.late?.count ?? 0), 0),
       newestLate: Math.max(...all.map(({ stream }) => (stream.late ? seconds(stream.late.newest) : -Infinity))),
       memory: all.some(({ stream }) => stream.source === "memory"),
-      oldest: held.map(({ row }) => row).sort(byTrouble)[0] ?? null,
+      oldest: blocked.map(({ row }) => row).sort(byTrouble)[0] ?? null,
     };
   }
 
@@ -107,7 +107,7 @@ export class Board {
     let open = 0;
     this.#ordered().forEach((row, at) => {
       const it = this.#streams.get(row.name);
-      const wanted = it.chosen ?? (row.held && ++open <= OPENED);
+      const wanted = it.chosen ?? (row.blocked && ++open <= OPENED);
       if (row.open !== wanted) row.open = wanted;
       if (list.children[at] !== row.element) list.insertBefore(row.element, list.children[at] ?? null);
     });
@@ -118,10 +118,10 @@ export class Board {
     const { list, sort } = this.#page;
     const ordered = this.#ordered();
     for (const row of ordered) if (!row.element.isConnected) list.append(row.element);
-    const standing = new Set([...list.children].slice(0, ordered.filter((row) => row.held).length));
-    const below = ordered.filter((row) => row.held && !standing.has(row.element)).length;
+    const standing = new Set([...list.children].slice(0, ordered.filter((row) => row.blocked).length));
+    const below = ordered.filter((row) => row.blocked && !standing.has(row.element)).length;
     sort.hidden = below === 0;
-    if (below) sort.textContent = `${counted(below, "held stream")} further down: move to the top`;
+    if (below) sort.textContent = `${counted(below, "blocked stream")} further down: move to the top`;
   }
 
   #select() {
@@ -129,7 +129,7 @@ export class Board {
     const text = filter.value.trim().toLowerCase();
     let visible = 0;
     for (const { row } of this.#streams.values()) {
-      const hidden = !row.matches(text) || (only.checked && !row.held);
+      const hidden = !row.matches(text) || (only.checked && !row.blocked);
       if (row.element.hidden !== hidden) row.element.hidden = hidden;
       visible += !hidden;
     }
@@ -143,16 +143,16 @@ export class Board {
     this.#streams.get(row.name).chosen = row.open;
   }
 
-  // Say aloud what became held and what moves again; nothing else is worth an interruption.
+  // Say aloud what became blocked and what moves again; nothing else is worth an interruption.
   #speak(now) {
     const news = [];
     for (const { row } of this.#streams.values()) {
-      const before = this.#told.get(row.name) ?? false;
-      if (row.held && !before) {
+      const before = this.#spoken.get(row.name) ?? false;
+      if (row.blocked && !before) {
         const first = row.verdict.troubles[0];
-        news.push(`${row.name} is held${first ? `: ${sentence(first, now)}` : ""}.`);
-      } else if (!row.held && before) news.push(`${row.name} is not held any more.`);
-      this.#told.set(row.name, row.held);
+        news.push(`${row.name} is blocked${first ? `: ${sentence(first, now)}` : ""}.`);
+      } else if (!row.blocked && before) news.push(`${row.name} is not blocked any more.`);
+      this.#spoken.set(row.name, row.blocked);
     }
     if (news.length) this.#page.spoken.textContent = news.length > 3 ? `${news.length} streams changed.` : news.join(" ");
   }
@@ -172,12 +172,12 @@ export class Board {
     if (typing && event.key !== "ArrowDown") return;
     const visible = [...list.children].filter((it) => !it.hidden).map((it) => it.querySelector("button"));
     const at = visible.indexOf(document.activeElement);
-    const held = visible.filter((it) => it.closest("li").dataset.state === "held");
+    const blocked = visible.filter((it) => it.closest("li").dataset.state === "blocked");
     const targets = {
       "/": filter,
       ArrowDown: visible[at + 1],
       ArrowUp: at > 0 ? visible[at - 1] : filter,
-      n: held.find((it) => visible.indexOf(it) > at) ?? held[0],
+      n: blocked.find((it) => visible.indexOf(it) > at) ?? blocked[0],
     };
     if (event.key === "ArrowUp" && at < 0) return;
     if (event.key === "ArrowDown" && at < 0 && !typing && event.target !== document.body) return;
@@ -189,9 +189,9 @@ export class Board {
   }
 }
 
-// Held ones first, the longest before the others; then by name.
+// Blocked ones first, the longest before the others; then by name.
 function byTrouble(a, b) {
-  if (a.held !== b.held) return a.held ? -1 : 1;
-  if (a.held && a.verdict.since !== b.verdict.since) return (a.verdict.since ?? 0) - (b.verdict.since ?? 0);
+  if (a.blocked !== b.blocked) return a.blocked ? -1 : 1;
+  if (a.blocked && a.verdict.since !== b.verdict.since) return (a.verdict.since ?? 0) - (b.verdict.since ?? 0);
   return a.name < b.name ? -1 : 1;
 }

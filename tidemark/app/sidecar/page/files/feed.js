@@ -1,20 +1,20 @@
-// The connection to the sidecar: everything at first, then what changes, for ever. It comes back by itself.
+// The connection to the sidecar: everything at first, then what changes. It reconnects by itself.
 
 import { parse } from "./ids.js";
 import { events } from "./sse.js";
 
-const SILENT = 30_000; // ms without a byte: the connection is dead, whatever it says
+const SILENT = 30_000; // ms without a byte: the connection counts as dead
 const PAUSES = [500, 1000, 2000, 5000]; // ms before the next try
 
-// `told` has: connected(), stream(data), pipeline(data), lost(reason), refused() for a token that is missing or wrong.
+// `listener` has: connected(), stream(data), pipeline(data), lost(reason), refused() for a token that is missing or wrong.
 export class Feed {
-  #told;
+  #listener;
   #token = () => null;
   #tries = 0;
   #retry;
 
-  constructor(told, token) {
-    this.#told = told;
+  constructor(listener, token) {
+    this.#listener = listener;
     this.#token = token;
   }
 
@@ -24,10 +24,10 @@ export class Feed {
     try {
       reason = await this.#read();
     } catch (error) {
-      reason = error.name === "AbortError" ? "the sidecar says nothing any more" : "the sidecar cannot be reached";
+      reason = error.name === "AbortError" ? "the sidecar sends nothing any more" : "the sidecar cannot be reached";
     }
     if (reason === null) return;
-    this.#told.lost(reason);
+    this.#listener.lost(reason);
     const pause = PAUSES[Math.min(this.#tries++, PAUSES.length - 1)];
     this.#retry = setTimeout(() => this.open(), pause * (0.5 + Math.random())); // not all pages at once
   }
@@ -45,15 +45,15 @@ export class Feed {
       const headers = token ? { Authorization: `Bearer ${token}` } : {};
       const answer = await fetch("v1/watch", { headers, cache: "no-store", signal: gone.signal });
       if (answer.status === 401) {
-        this.#told.refused();
+        this.#listener.refused();
         return null;
       }
       if (!answer.ok) return `the sidecar answers ${answer.status} ${answer.statusText}`.trim();
-      this.#told.connected();
+      this.#listener.connected();
       for await (const { name, data } of events(answer.body, heard)) {
         this.#tries = 0;
-        if (name === "stream") this.#told.stream(parse(data));
-        else if (name === "pipeline") this.#told.pipeline(parse(data));
+        if (name === "stream") this.#listener.stream(parse(data));
+        else if (name === "pipeline") this.#listener.pipeline(parse(data));
       }
       return "the sidecar closed the connection";
     } finally {

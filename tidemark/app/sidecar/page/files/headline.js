@@ -1,4 +1,4 @@
-// What the top of the page says: one sentence to be read at night, figures, and what needs attention besides streams.
+// The top of the page: one sentence, figures, and what needs attention besides streams.
 
 import { element } from "./row.js";
 import { sentence, seconds } from "./verdict.js";
@@ -19,15 +19,15 @@ export function summary(sum, pipeline, lost, now) {
   }
   const all = counted(sum.streams, "stream");
   if (pipeline.owner !== null && pipeline.lease_seconds === 0) {
-    const subline = `Nobody holds the lease; ${pipeline.owner} had it last. Every position stands where it is.`;
-    return { mood: "held", headline: "No pipeline runs", subline };
+    const subline = `No process holds the lease; ${pipeline.owner} had it last. No position moves.`;
+    return { mood: "blocked", headline: "No pipeline runs", subline };
   }
-  if (sum.held) {
-    const verb = sum.held === 1 ? "is" : "are";
-    const headline = sum.streams === 1 ? "The only stream is held" : `${sum.held} of ${all} ${verb} held`;
+  if (sum.blocked) {
+    const verb = sum.blocked === 1 ? "is" : "are";
+    const headline = sum.streams === 1 ? "The only stream is blocked" : `${sum.blocked} of ${all} ${verb} blocked`;
     const [first] = sum.oldest.verdict.troubles;
-    const subline = first ? `${sum.oldest.name}: ${sentence(first, now)}.` : `${sum.oldest.name} is recovering: nobody can say where it stands.`;
-    return { mood: "held", headline, subline };
+    const subline = first ? `${sum.oldest.name}: ${sentence(first, now)}.` : `${sum.oldest.name} is recovering: its positions are not known.`;
+    return { mood: "blocked", headline, subline };
   }
   if (!sum.streams) return { mood: "calm", headline: "No stream yet", subline: "One appears with its first record." };
   if (sum.moving || sum.waiting) {
@@ -39,7 +39,7 @@ export function summary(sum, pipeline, lost, now) {
     const headline = sum.streams === 1 ? "The only stream is moving" : `All ${all} are moving`;
     return { mood: "calm", headline, subline: "Nothing is missing for longer than a transaction takes." };
   }
-  return { mood: "calm", headline: sum.streams === 1 ? "The only stream is complete" : `All ${all} are complete`, subline: "Nobody is writing, and nothing is missing." };
+  return { mood: "calm", headline: sum.streams === 1 ? "The only stream is complete" : `All ${all} are complete`, subline: "No writer is writing, and nothing is missing." };
 }
 
 export function figures(sum, pipeline) {
@@ -53,15 +53,15 @@ export function figures(sum, pipeline) {
   };
 }
 
-// What needs attention besides streams: {said, verb}, a sentence and what to type first, if anything.
+// What needs attention besides streams: {said, verb}, a sentence and the first command to run, if any.
 export function notices(sum, pipeline, now) {
   const found = pipeline.problems.map((it) => ({ said: `${it}.` }));
-  if (sum.memory) found.push({ said: "Neither Redis nor Postgres answers: positions are the last that this sidecar knew." });
-  if (pipeline.owner !== null && pipeline.lease_seconds === 0) found.push({ said: "What the pipeline waits for or why it ended:", verb: "tidemark status" });
+  if (sum.memory) found.push({ said: "Neither Redis nor Postgres answers: these are the last positions that this sidecar read." });
+  if (pipeline.owner !== null && pipeline.lease_seconds === 0) found.push({ said: "Why the pipeline waits or stopped:", verb: "tidemark status" });
   const [hidden] = pipeline.not_shown ?? [];
   if (hidden) {
     const others = pipeline.not_shown.length - 1;
-    const said = `${hidden.stream}${others ? ` and ${counted(others, "stream")} more` : ""} cannot be shown in ${hidden.sink}, for ${age(now - seconds(hidden.since))}: ${hidden.problem}.`;
+    const said = `${hidden.stream}${others ? ` and ${counted(others, "stream")} more` : ""} cannot be published to ${hidden.sink}, for ${age(now - seconds(hidden.since))}: ${hidden.problem}.`;
     found.push({ said, verb: "tidemark status" });
   }
   for (const it of (pipeline.lagging ?? []).filter((lag) => lag.blocked_offset !== null)) {
@@ -69,7 +69,7 @@ export function notices(sum, pipeline, now) {
     found.push({ said, verb: "tidemark status" });
   }
   if (now - sum.newestLate < FRESH) {
-    const said = `Facts came late, the last ${age(now - sum.newestLate)} ago: readers that have passed their IDs must take them up.`;
+    const said = `Facts came late, the last ${age(now - sum.newestLate)} ago: readers that have passed their IDs must read them.`;
     found.push({ said, verb: "tidemark late list" });
   }
   const fresh = (pipeline.dead_letters ?? []).filter((it) => now - seconds(it.newest) < FRESH);
@@ -81,17 +81,17 @@ export function notices(sum, pipeline, now) {
   return found;
 }
 
-// What operators did by a verb in the last day, the newest first.
+// Operator overrides of the last day, the newest first.
 export function acts(pipeline, now) {
   return (pipeline.acts ?? []).map((it) => {
     const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream || "all streams";
     const by = it.by === it.seen_as ? it.by : `${it.by} (as ${it.seen_as})`;
-    return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its effect was not seen"})` };
+    return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its outcome is not known"})` };
   });
 }
 
-// What whoever runs the sidecar has to say: the first line always, further ones folded where there is little room. A line
-// may begin with the name of a stream and a colon.
+// The banner: its first line always, further lines folded if there is little room. A line may begin with the name of a
+// stream and a colon.
 export async function note(place) {
   const answer = await fetch("page/note.txt").catch(() => null);
   const [first, ...others] = answer?.ok ? (await answer.text()).split("\n").filter((line) => line.trim()) : [];
@@ -108,7 +108,7 @@ export async function note(place) {
   place.hidden = false;
 }
 
-// Only what changed is touched: somebody may be copying the rest.
+// Change only what differs: a person may be copying the rest.
 export function listed(list, found) {
   while (list.children.length > found.length) list.lastElementChild.remove();
   while (list.children.length < found.length) {

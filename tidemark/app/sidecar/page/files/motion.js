@@ -1,4 +1,4 @@
-// How a linear position moves: its rate, and since when it stands still as far as this page knows.
+// How a linear position moves: its rate, and how long it has not moved, as far as this page knows.
 
 import { ahead } from "./ids.js";
 

@@ -4,12 +4,12 @@ import { sentence } from "./verdict.js";
 import { Scale, ofWriter, paint, whole } from "./strip.js";
 import { age, count, grouped, rate } from "./words.js";
 
-const STATES = { held: "held", waiting: "waits", moving: "moving", complete: "complete", recovering: "recovering" };
+const STATES = { blocked: "blocked", waiting: "waiting", moving: "moving", complete: "complete", recovering: "recovering" };
 let rows = 0;
 
 export class Row {
   #parts;
-  #shown = {}; // by part: the text that stands there
+  #shown = {}; // by part: its text
   #now = 0;
   #rate = 0;
 
@@ -55,8 +55,8 @@ export class Row {
     return this.#parts.button;
   }
 
-  get held() {
-    return this.verdict?.state === "held" || this.verdict?.state === "recovering";
+  get blocked() {
+    return this.verdict?.state === "blocked" || this.verdict?.state === "recovering";
   }
 
   matches(text) {
@@ -75,12 +75,12 @@ export class Row {
     this.#say("behind", verdict.behind === null ? "–" : count(verdict.behind));
     this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
     this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
-    this.#parts.strip.ariaLabel = this.#told(verdict, now);
+    this.#parts.strip.ariaLabel = this.#description(verdict, now);
     paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.allocated, motion.rate)));
     this.#drawDetails();
   }
 
-  #told(verdict, now) {
+  #description(verdict, now) {
     if (this.stream.linear === null) return `${this.name} is recovering`;
     if (!verdict.troubles.length) return `${this.name} is complete up to ${grouped(this.stream.linear)}`;
     return verdict.troubles.map((it) => sentence(it, now)).join("; ");
@@ -90,7 +90,7 @@ export class Row {
     const { details } = this.#parts;
     if (!this.open || this.stream === null) return;
     if (this.stream.linear === null) {
-      details.replaceChildren(element("p", "trouble", "Neither Redis nor Postgres says where it stands."));
+      details.replaceChildren(element("p", "trouble", "Neither Redis nor Postgres knows its positions."));
       return;
     }
     details.querySelector(":scope > .trouble")?.remove();

@@ -1,9 +1,9 @@
-// What is the matter with a stream, from what is known of it. No page in here.
+// The problems of a stream, from what is known of it. Without the page.
 
 import { ahead, farthest, range } from "./ids.js";
 import { age, counted, grouped } from "./words.js";
 
-export const HELD_AFTER = 10; // seconds that something may be missing: what a transaction takes is none of our business
+export const BLOCKED_AFTER = 10; // seconds that an ID may be missing: transactions take some time
 const MOVING = 10; // seconds after a move in which a stream counts as moving
 
 // {state, since, troubles, allocated, behind} of `stream` as /v1/watch has it. `motion` is its Motion; times are seconds since
@@ -12,14 +12,14 @@ export function judge(stream, motion, now) {
   if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], allocated: null, behind: null };
   const allocated = farthest([stream.allocated ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
   const behind = ahead(allocated, stream.linear);
-  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now), ...copies(stream, now)];
+  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now), ...divergence(stream, now)];
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
   return { state: state(since, motion, now), since, troubles, allocated, behind };
 }
 
 function state(since, motion, now) {
-  if (since !== null) return now - since >= HELD_AFTER ? "held" : "waiting";
+  if (since !== null) return now - since >= BLOCKED_AFTER ? "blocked" : "waiting";
   return motion.moved && now - motion.still < MOVING ? "moving" : "complete";
 }
 
@@ -27,13 +27,13 @@ function gaps(stream) {
   return stream.writers.filter((it) => it.gaps.length).map((it) => ({
     writer: it.writer,
     since: Math.min(...it.gaps.map((gap) => seconds(gap.since))),
-    what: `owes ${range(it.gaps[0].low, it.gaps[0].top)}`,
+    what: `has not completed ${range(it.gaps[0].low, it.gaps[0].top)}`,
     more: further(it),
     ...remedy(stream, it.writer),
   }));
 }
 
-// What ends the waiting for a writer, as the sidecar says it: `tidemark gaps` prints the same.
+// What unblocks a writer, as the sidecar says: `tidemark gaps` prints the same.
 function remedy(stream, writer, epoch = null) {
   const open = stream.writers.find((it) => it.writer === writer)?.transactions ?? [];
   const found = stream.remedies.find((it) => it.writer === writer && (epoch === null || it.epoch === epoch));
@@ -47,10 +47,10 @@ function further(writer) {
   return [...(others ? [`and ${counted(others, "gap")} more`] : []), waits, ...putOff(writer)].join("; ");
 }
 
-// Of records that found no room on its chain.
+// Records that found no room in its chain.
 function putOff(writer) {
-  if (writer.gone) return [`up to ${counted(writer.gone, "record")} of it that were put off are gone from Kafka: what is open waits for its next JOIN`];
-  return writer.deferred ? ["more of its records are put off and come again once there is room"] : [];
+  if (writer.gone) return [`up to ${counted(writer.gone, "deferred record")} of it are gone from Kafka: the open IDs wait for its next JOIN`];
+  return writer.deferred ? ["more of its records are deferred, and are read again once there is room"] : [];
 }
 
 function unknownWriters(stream) {
@@ -58,46 +58,46 @@ function unknownWriters(stream) {
     writer: it.writer,
     since: seconds(it.since),
     what: `has not joined with epoch ${it.epoch}`,
-    more: "its records are held, and the linear position with them",
+    more: "its records are held back, and so is the linear position",
     ...remedy(stream, it.writer, it.epoch),
   }));
 }
 
-// Redis and Postgres tell different lines, for longer than a batch is under way from one to the other.
-function copies(stream, now) {
-  const { copies: told } = stream;
-  if (!told || now - seconds(told.since) < HELD_AFTER) return [];
-  const beyond = ahead(told.redis, told.postgres) > 0;
+// Redis and Postgres have different linear positions, for longer than a batch takes from one to the other.
+function divergence(stream, now) {
+  const { copies } = stream;
+  if (!copies || now - seconds(copies.since) < BLOCKED_AFTER) return [];
+  const beyond = ahead(copies.redis, copies.postgres) > 0;
   return [{
     writer: "Redis",
-    since: seconds(told.since),
-    what: `says ${grouped(told.redis)} where Postgres says ${grouped(told.postgres)}`,
+    since: seconds(copies.since),
+    what: `is at ${grouped(copies.redis)} and Postgres at ${grouped(copies.postgres)}`,
     more: beyond
-      ? "Postgres went back to an older state, or they are of two databases; readers may have acted on what Redis says"
-      : "readers of Redis wait; the pipeline compares once a minute and fills in what is missing",
-    how: "This names every difference:",
+      ? "Postgres was restored to an older state, or the two are of different databases; readers may have used the positions of Redis"
+      : "readers of Redis wait; the pipeline compares once a minute and adds what is missing",
+    how: "This lists every difference:",
     verb: "tidemark verify",
   }];
 }
 
-// Without a gap of theirs, and yet the linear position waits for them: they say nothing, not even that they are idle.
+// Writers without a gap that block the linear position: they announce nothing, not even that they are idle.
 function silent(stream, motion, now) {
-  const held = stream.behind?.held_by.filter((it) => it.reason === "silent" || it.reason === "transaction") ?? [];
+  const blocked = stream.behind?.held_by.filter((it) => it.reason === "silent" || it.reason === "transaction") ?? [];
   const known = new Map(stream.writers.map((it) => [it.writer, it]));
-  return held.filter((it) => !known.get(it.writer)?.gaps.length).map((it) => ({
+  return blocked.filter((it) => !known.get(it.writer)?.gaps.length).map((it) => ({
     writer: it.writer,
     since: it.since ? seconds(it.since) : motion.still,
-    what: `has said nothing beyond ${grouped(it.position)}`,
-    more: `the linear position waits for it, gap or no gap; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it was noted"}`,
+    what: `has announced nothing beyond ${grouped(it.position)}`,
+    more: `the linear position waits for it; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it is known"}`,
     ...remedy(stream, it.writer),
-  })).filter((it) => now - it.since >= HELD_AFTER);
+  })).filter((it) => now - it.since >= BLOCKED_AFTER);
 }
 
 export function seconds(moment) {
   return Date.parse(moment) / 1000;
 }
 
-// One trouble in a sentence.
+// One problem in a sentence.
 export function sentence(trouble, now) {
   return `${trouble.writer} ${trouble.what}, for ${age(now - trouble.since)}`;
 }
