@@ -21,8 +21,8 @@ from tidemark.sources.synapse.channel import SynapseChannel
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (BridgePlan("hs", ["typing"]), "typing is not published: it lives in its writer's memory"),
-        (BridgePlan("hs", ["pushers"]), "pushers is not published: what its tables prove was not looked into"),
+        (BridgePlan("hs", ["typing"]), "typing is not published: it exists only in its writer's memory"),
+        (BridgePlan("hs", ["pushers"]), "pushers is not published: nobody has examined what its tables prove"),
         (BridgePlan("hs", ["evnets"]), "'evnets' is none of events, backfill, "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),

@@ -1,4 +1,4 @@
-"""`tidemark synapse`: tells what the workers of a Synapse write; prepares the database in which it remembers."""
+"""`tidemark synapse`: sends to Kafka what the workers of a Synapse write; makes the tables of its state."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class BridgePlan:
     metrics: str | None = None
 
     def bridged(self) -> list[BridgedStream]:
-        """Raises `BadSetting` for a stream that is not told, with the reason."""
+        """Raises `BadSetting` for a stream that is not published, with the reason."""
         named = dict(map(_writers, self.writers))
         for stream in [*self.streams, *named]:
             if stream in REFUSED:

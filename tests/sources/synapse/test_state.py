@@ -172,7 +172,7 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     has_begun(sql)
     state.order_retirement(sql, "event1", "events")
     state.cancel_retirement(sql, "events", "event1")
-    with pytest.raises(BadSetting, match=r"event1 lives: .* in events; stop it"):
+    with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; stop it"):
         state.retired_at(sql, "event1", "events")
 
 

@@ -146,7 +146,7 @@ class WriterPositions:
     def _come_and_go(self) -> None:
         for name in sorted(self.decider.unknown_writers):
             self._owed[name] = self._retired.pop(name, 1)
-            self.at[name] = max(self.decider.line, self._owed[name])
+            self.at[name] = max(self.decider.linear, self._owed[name])
             self.decider.add_writer(name, self.at[name])
             if self._forgets:
                 self.unseen |= {(name, id) for id in range(self._owed[name], self.at[name] + 1)}

@@ -1,7 +1,7 @@
-"""`tidemark synapse`: what the workers of a Synapse write, told to Kafka as they complete it (docs/how-to/synapse.md).
+"""The bridge: sends to Kafka what the workers of a Synapse write, as they complete it (docs/how-to/synapse.md).
 
-While a server is away it waits, for as long as that takes. What it holds in memory is bounded: the rest waits in
-Synapse's database. One of several speaks, the others wait for its session to end.
+While a server is away it waits, without a limit of time. Its memory is bounded: facts wait in Synapse's database. One
+of several bridges of a stream works, the others are on standby until its session ends.
 """
 
 import threading
@@ -41,10 +41,10 @@ MOST_UNSENT = 20_000
 SHORTEST, LONGEST = 0.01, 0.05
 _CHECK_EVERY = 1.0
 _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
-"""Seconds for which nobody is asked again how far it is, at first and in the end: each answer is a line of every writer
-of every stream."""
+"""Seconds between two questions for the positions of all workers, at first and in the end. The answer to each is a line
+of every writer of every stream."""
 _DEEP_EVERY, _NEWEST = 60, 1000
-"""Of so many looks at facts that were published, one is at all that are remembered, the others at the newest."""
+"""Of so many audits one compares all published facts that are remembered, the others only the newest."""
 
 
 class SynapseBridge(RunLoop):
@@ -96,7 +96,7 @@ class SynapseBridge(RunLoop):
             self._publish(synapse, connection)
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
-        """Send what another one left, and learn how the streams stand."""
+        """Send the records that another bridge has left in the outbox, and load the state of the streams."""
         self._connect_producer()
         self._sent, self._done, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
@@ -212,7 +212,10 @@ class SynapseBridge(RunLoop):
             state.delete_acknowledged(own, done)
 
     def _check_streams(self, synapse: Connection, own: Connection) -> None:
-        """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
+        """Update metrics, audit the streams, carry out orders to retire, and report open transactions.
+
+        All workers are asked for their positions if a stream lags.
+        """
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
         if self._grow_producer():
@@ -246,9 +249,10 @@ class SynapseBridge(RunLoop):
         )
 
     def _audit(self, synapse: Connection, own: Connection) -> None:
-        """Whether the database is still the one that was told of, and no fact came where everything was told.
+        """Check that the database is still the same, and that no fact appeared where everything was published.
 
-        Raises `Unavailable` if it is another one."""
+        Raises `Unavailable` if it is another database.
+        """
         if server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
         clock, deep = queries.now(synapse), self._checks % _DEEP_EVERY == 0
@@ -264,12 +268,12 @@ class SynapseBridge(RunLoop):
 
     def _report(self, found: Sequence[TableWriter]) -> None:
         opened = list[OpenTransaction]()
-        holders = {name: each.known.holder for name, each in self._publishers.items() if each.known is not None}
+        slowest = {name: each.known.slowest_writer for name, each in self._publishers.items() if each.known is not None}
         for each in found:
-            for name in sorted(each.streams & holders.keys()):
+            for name in sorted(each.streams & slowest.keys()):
                 sent_upto = self._publishers[name].of.name
-                opened.append(replace(each.transaction, stream=sent_upto, writer=holders[name].writer))
-        # In one name, whoever holds: who was told in another would stand there for ever.
+                opened.append(replace(each.transaction, stream=sent_upto, writer=slowest[name].writer))
+        # Always in the name of one writer: a report in the name of another one would never be withdrawn.
         known = [each.known for each in self._publishers.values() if each.known is not None]
         self._reports.reporters = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.sent_upto)]}
         self._report_open(opened)

@@ -1,7 +1,8 @@
-"""Synapse's replication channel on Redis, heard by a thread: what was said, and where something may have been missed.
+"""Synapse's replication channel on Redis, received by a thread: what workers announce, and where lines may be missing.
 
-A subscription is confirmed before anything is asked for. Redis keeps nothing, so whatever was said while it, or the
-way to it, was away is lost, and so may be what was said before; the thread says so, and asks everybody.
+The subscription is confirmed before anything is asked for. Redis keeps nothing, so every line is lost that was sent
+while Redis or the connection was away, and lines that were received just before may be lost, too. The thread reports
+that, and asks all workers for their positions.
 """
 
 import threading
@@ -27,10 +28,10 @@ _PAUSE = 1.0
 
 
 class ChannelEvent(Enum):
-    """What is no line. `DOUBT`: lines may have been lost, or a worker begins; everybody was asked how far it is.
-    `ASKED`: by us, while nothing was lost: the same process answers as has spoken before."""
+    """An event that is no line. `LOSS`: lines may be lost, or a worker started; all workers were asked for their
+    positions. `ASKED`: this bridge asked while no line was lost, so the same processes answer as before."""
 
-    LOSS = "doubt"
+    LOSS = "loss"
     ASKED = "asked"
 
 
@@ -64,7 +65,7 @@ class SynapseChannel:
         self._thread.join(10)
 
     def take(self) -> list[ChannelMessage]:
-        """What was heard since the last call, in order. Raises what nobody expected of the thread, which has ended."""
+        """The messages since the last call, in order. Raises the unexpected error by which the thread has ended."""
         if self._failure is not None:
             raise self._failure
         with self._lock:
@@ -73,7 +74,7 @@ class SynapseChannel:
         return received
 
     def ask(self) -> None:
-        """Have everybody say how far it is; soon."""
+        """Ask all workers for their positions soon."""
         self._asking.set()
 
     def _listen_on(self) -> None:
@@ -124,7 +125,7 @@ class SynapseChannel:
                 raise redis.TimeoutError("no answer")
 
     def _ask(self) -> None:
-        """By a line of our own: workers look no further than its first word."""
+        """Send a REPLICATE line of our own, which can be recognised: workers read only its first word."""
         self._asking.clear()
         line = f"REPLICATE {uuid.uuid4().hex}"
         self._asked.add(line)
@@ -142,7 +143,7 @@ class SynapseChannel:
         try:
             command = ReplicateCommand() if text.split(" ", 1)[0] == "REPLICATE" else parse(text.encode())
         except BadCommand:
-            return  # of a newer Synapse, or of somebody else
+            return  # a line of a newer Synapse, or of another program
         if isinstance(command, ReplicateCommand):
             received: ChannelMessage = ChannelEvent.ASKED if text in self._asked else ChannelEvent.LOSS
             self._asked.discard(text)

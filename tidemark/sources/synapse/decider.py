@@ -1,15 +1,16 @@
-"""How far each writer of one Synapse stream has got, and with which facts (docs/how-to/synapse.md). Pure; magnitudes.
+"""How far each writer of one Synapse stream is, and with which facts (docs/how-to/synapse.md). Pure; magnitudes.
 
 Three kinds of evidence, of which no two are enough:
 
-- *The word of a writer* on the channel: everything of mine up to `n` has ended. Synapse takes an ID before it opens the
-  transaction that uses it, so the database alone cannot know who is about to use one.
-- *The table*: which IDs are facts, and whose. Lines are lost, and nothing tells; a row that is committed is there.
-- *Who runs*: a process that was killed leaves transactions that commit after its successor has spoken. So a word that
-  may be a successor's counts only once everybody has ended who ran when it was heard: its *barrier*.
+- *The position that a writer announces* on the channel: all its IDs up to `n` have ended. Synapse takes an ID before it
+  opens the transaction that uses it, so the database alone cannot show which IDs are about to be used.
+- *The table*: which IDs are facts, and whose. Lines may be lost without a sign; a committed row is in the table.
+- *The running transactions*: a process that was killed leaves transactions that commit after its successor has
+  announced a position. So a position that may be a successor's counts only when all transactions have ended that ran
+  when it was received: its *barrier*.
 
-What a writer says twice, late or out of order changes nothing: its highest word counts. A word beyond what the sequence
-has given out counts for nothing, and the writer is held until it says another.
+A position that comes twice, late or out of order changes nothing: the highest one counts. A position beyond what the
+sequence has given out counts for nothing, and the writer does not advance until it announces another one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -21,7 +22,7 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Who of a dead incarnation may still commit an ID up to `head` is one of those who are waited for."""
+    """A transaction of a dead process that may still commit an ID up to `head` is one of `waiting`."""
 
     head: int
     waiting: frozenset[int]
@@ -29,7 +30,8 @@ class Barrier:
 
 @dataclass(slots=True)
 class SynapseWriter:
-    """`doubted`: its next word may be a successor's; `spoken`: it has spoken since."""
+    """A writer of the stream. `is_uncertain`: its next position may be that of a successor. `has_reported`: it has
+    announced a position since."""
 
     sent_upto: int
     reported: int = 0
@@ -39,21 +41,21 @@ class SynapseWriter:
     since: int = 0
     """IDs beyond were given out in its present life."""
     empty: Intervals = EMPTY
-    """What it has announced to be empty of those, beyond what is told."""
+    """The ranges of those that it has announced to be empty, beyond its published position."""
     moved: bool = False
-    """Whether there is reason to look at the table since it was last told."""
+    """Whether the table must be read, because its announced position has advanced."""
     answers: int = 0
-    """How often it may say where it is and is no successor by that: it was asked."""
+    """How often it may announce the same position without being a successor: it was asked so often."""
     has_backlog: bool = False
-    """Others had been told beyond its facts when it joined: those are to be read once all of them have ended."""
+    """Other writers were published beyond its facts when it joined: these are read once all of them have ended."""
     retiring: bool = False
     ends: int | None = None
-    """Of one that retires: where it ends; None: nobody has looked yet."""
+    """The ID at which a retiring writer ends; None: not known yet."""
     beyond: int = 0
-    """A word that named more than was given out, and so counts for nothing; 0: none since."""
+    """An announced position beyond what was given out, which counts for nothing; 0: none since."""
 
-    def say(self, id: int, *, again: bool = False) -> None:
-        """`again`: it tells of no move. It was asked, or has begun."""
+    def report_position(self, id: int, *, again: bool = False) -> None:
+        """`again`: the position has not moved. The worker was asked, or has started."""
         if again and self.answers:
             self.answers -= 1
         else:
@@ -65,8 +67,11 @@ class SynapseWriter:
         self.reported = max(self.reported, id)
 
     def check(self, head: int) -> bool:
-        """No word counts that names an ID that is not given out: the sequence went back, and of what it gives out again
-        the writer has said nothing. `head` was read after the word was heard. Whether this was one."""
+        """Discard the announced position if it is beyond `head`, which was read after the position was received.
+
+        Then the sequence went back, and the writer has announced nothing about the IDs that are given out again.
+        Returns whether the position was discarded.
+        """
         if self.reported <= head:
             return False
         self.beyond, self.reported, self.moved = self.reported, self.sent_upto, False
@@ -87,7 +92,7 @@ class SynapseWriter:
 
     @property
     def guarded(self) -> int:
-        """Up to here an ID that stands nowhere may still come."""
+        """An ID up to here that is in no table may still be committed."""
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
@@ -96,16 +101,16 @@ MOST_IDS = 5000
 """IDs that are read at once."""
 UNBOUNDED = 2**63 - 1
 MOST_RECEIVED = 50_000
-"""Rows kept of what was heard and is not told; past it the oldest are forgotten, and the table alone knows."""
+"""Rows kept that were received and are not published. Beyond that the oldest are forgotten, and read from the table."""
 
 
 class StreamDecider:
-    """Of one connection to Synapse's database. `told`: how far each known writer was told.
+    """Decides for one connection to Synapse's database. `sent_upto`: by known writer, up to where it was published.
 
-    `keeps`: a row that is in no table is in none for good, above `kept_above`; else rows are overwritten and deleted,
-    and what stands nowhere may have been a fact. `retired`: up to where those were told who are gone; nobody waits for
-    them until they are heard again. `owing`: see `owed`. One thread: hear everything that has come, look, read what is
-    asked for.
+    `keeps`: a row that is in no table above `kept_above` never was. Otherwise rows are overwritten and deleted, and an
+    ID without a row may have had a fact. `retired`: up to where retired writers were published; they are not waited for
+    until they announce a position again. `with_backlog`: see `backlog`. For one thread: receive all messages, observe,
+    and read what `asked` gives.
     """
 
     def __init__(
@@ -124,12 +129,12 @@ class StreamDecider:
         self._received: dict[int, StreamFact] = {}
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
-        """Writers of whose next fact every row was heard, or none."""
+        """Writers of whose next fact every row was received, or none."""
         self._unknown_writers: dict[str, SynapseWriter] = {}
 
     @property
     def unknown_writers(self) -> Set[str]:
-        """Writers that were heard or read of and are not known: nothing is told until they are."""
+        """Writers that announced a position or have rows, and are not known: nothing is published until they are."""
         return self._unknown_writers.keys()
 
     @property
@@ -138,36 +143,36 @@ class StreamDecider:
 
     @property
     def reported_positions(self) -> Mapping[str, int]:
-        """How far each writer said it is."""
+        """The position that each writer has announced."""
         return {name: writer.reported for name, writer in self._writers.items()}
 
     @property
     def beyond(self) -> Mapping[str, int]:
-        """Writers that announced more than was given out, and what; each is held until it says something else."""
+        """By writer, a position that was announced beyond what was given out. The writer waits for another one."""
         every = {**self._writers, **self._unknown_writers}
         return {name: writer.beyond for name, writer in every.items() if writer.beyond}
 
     def check(self, head: int) -> None:
-        """How far IDs are given out: asked for after everything was heard."""
+        """Discard positions beyond `head`, which was read after all messages were received."""
         contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._unknown_writers.values()]]
         if any(contradicted):
             self._received = {id: fact for id, fact in self._received.items() if id <= head}
 
     @property
-    def line(self) -> int:
-        """Everything up to here is told."""
+    def linear(self) -> int:
+        """Everything up to here is published."""
         return min((writer.sent_upto for writer in self._writers.values()), default=0)
 
     @property
     def wants_observation(self) -> bool:
-        """Whether it is to be asked who runs before anything is read."""
+        """Whether the running transactions must be queried before anything is read."""
         return (
             any(it.barriers or (it.is_uncertain and it.has_reported) for it in self._writers.values()) or self._may_end
         )
 
     @property
     def _may_end(self) -> bool:
-        """Whether somebody is to end, and everybody else has said since how far it is."""
+        """Whether a writer is to retire, and every other one has announced a position since."""
         every = self._writers.values()
         ending = any(it.retiring and it.ends is None for it in every)
         return ending and not any(it.is_uncertain and not it.has_reported and not it.retiring for it in every)
@@ -179,22 +184,22 @@ class StreamDecider:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """It is gone for good, a person says. Everybody is to be asked: who answers, is not."""
+        """An operator says that the writer is gone. All workers are asked: one that answers is not gone."""
         self.mark_uncertain()
         self._writers[writer].retiring, self._writers[writer].ends = True, None
 
     @property
     def retiring(self) -> Mapping[str, int | None]:
-        """Those that retire, with their position once everything is told; one that was heard again is none of them."""
+        """The writers that retire, with their position once everything is published; without those that came back."""
         every = {name: it for name, it in self._writers.items() if it.retiring}
         return {name: it.sent_upto if it.has_ended else None for name, it in every.items()}
 
     def forget(self, writer: str) -> None:
-        """It has retired: nobody waits for it any more."""
+        """The writer has retired: it is not waited for any more."""
         self._retired[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
-        """The writer has joined there; what it said before counts, and what it wrote below is owed."""
+        """The writer has joined at `sent_upto`. Its announced position counts, and its facts below are its backlog."""
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
@@ -207,22 +212,25 @@ class StreamDecider:
 
     @property
     def backlog(self) -> list[str]:
-        """Writers that joined where others had been told further, and have ended everything below since. Nothing else
-        is told of them until their facts there are (`paid`)."""
+        """Writers that joined below positions of others, and have completed everything below since.
+
+        Nothing else of them is published before their facts below (`backlog_sent`).
+        """
         return [name for name, it in self._writers.items() if it.has_backlog and it.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Lines may have been lost, and with them the first words of a successor."""
+        """Lines may be lost, and with them the first positions of a successor."""
         self._begun.clear()
         self._whole.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
 
     def asked_all(self) -> None:
-        """Everybody was asked how far it is, by us: whoever begins asks too, and that is a doubt."""
+        """This bridge has asked all workers for their positions. A worker that starts asks, too, and that makes
+        positions uncertain."""
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.answers += 1
 
@@ -231,7 +239,7 @@ class StreamDecider:
         self._begun.pop(writer, None)
         self._whole.add(writer)
         known = self._known(writer)
-        known.say(id, again=prev >= id)
+        known.report_position(id, again=prev >= id)
         if not known.is_uncertain and (first := max(prev, known.since, known.sent_upto)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
@@ -242,7 +250,7 @@ class StreamDecider:
         if id is None:
             return
         del self._begun[writer]
-        self._known(writer).say(id)
+        self._known(writer).report_position(id)
         if writer in self._whole:
             self._received.setdefault(id, StreamFact(id, writer, rows))
             while len(self._received) > MOST_RECEIVED:
@@ -255,12 +263,12 @@ class StreamDecider:
         return self._writers.get(writer) or self._unknown_writers[writer]
 
     def observe(self, head: int, running: frozenset[int]) -> None:
-        """How far IDs are given out, and then who runs: both asked for after everything was heard."""
+        """The head and then the running transactions, both queried after all messages were received."""
         self.check(head)
         if self._may_end:
             for it in self._writers.values():
                 if it.retiring and it.ends is None:
-                    it.say(head)
+                    it.report_position(head)
                     it.retiring, it.ends = True, head
         for writer in self._writers.values():
             left = [Barrier(it.head, it.waiting & running) for it in writer.barriers]
@@ -294,11 +302,12 @@ class StreamDecider:
         return low, min(low + MOST_IDS, max(it.reported for it in moved))
 
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
-        """What the table has of `asked`, and the head, read together and last; gives what may be told now."""
+        """The facts of the tables in `asked` and the head, read together and last; returns what may be published
+        now."""
         self.check(head)
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact for fact in self.owned(facts)}
-        # Where rows are kept, one that was heard and is not there was deleted, or is of a history that was lost.
+        # If rows are kept, a received row that is not in the table was deleted, or belongs to a history that was lost.
         received = min(top, self.kept_above)
         known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
         for fact in known.values():
@@ -311,9 +320,9 @@ class StreamDecider:
         for name, writer in self._writers.items():
             if writer.may_advance and low <= writer.sent_upto:
                 found += self._advance(name, writer, top, known, here)
-        line = self.line
+        linear = self.linear
         if found:
-            self._received = {id: fact for id, fact in self._received.items() if id > line}
+            self._received = {id: fact for id, fact in self._received.items() if id > linear}
         return found
 
     def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
@@ -321,7 +330,7 @@ class StreamDecider:
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 
     def _owner(self, id: int) -> str:
-        """Who wrote what no row names: who announced it, or the only writer there is."""
+        """The writer of a fact whose row names none: the one that announced it, or the only writer."""
         if received := self._received.get(id):
             return received.writer
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER

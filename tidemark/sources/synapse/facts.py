@@ -14,9 +14,9 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class StreamFact:
-    """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is.
+    """`rows` are JSON, at least one. `writer` is empty if the table does not name it.
 
-    `marks`: a hash of each row's identity; none of a fact that was heard and is in no table. `is_proof`: no other
+    `marks`: a hash of each row's identity; empty for a fact that was received and is in no table. `is_proof`: no other
     history has a fact of these marks.
     """
 
@@ -29,9 +29,9 @@ class StreamFact:
 
 @dataclass(frozen=True, slots=True)
 class ProvenAdvance:
-    """Everything of the writer in `(prev, id]` has ended, and these are its facts there, in order.
+    """Everything of the writer in `(prev, id]` has ended, and `facts` are its facts there, in order.
 
-    `unseen`: there may be more, of which nobody knows.
+    `unseen`: there may be more facts, which are not known.
     """
 
     writer: str
@@ -43,7 +43,7 @@ class ProvenAdvance:
 
 @dataclass(frozen=True, slots=True)
 class WriterEncoder:
-    """A writer in its epoch, as Tidemark knows it."""
+    """Makes the records of a writer in its epoch."""
 
     stream: str
     writer: str
@@ -66,8 +66,11 @@ class WriterEncoder:
         return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.towards.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
-        """Each fact is an edge from the one before; what is left an announcement. Where more may be there, facts are
-        edges of one ID each, and the JOIN of the next epoch settles what lies between: `epoch` is one less."""
+        """The records of an advance. Each fact is an edge from the one before; the rest is an announcement.
+
+        If more facts may be there, each fact is an edge of one ID, and the JOIN of the next epoch settles the IDs
+        between: `epoch` is one less than that.
+        """
         prev, signed = advance.prev, self.towards.signed
         for fact in advance.facts:
             if advance.unseen:

@@ -119,7 +119,7 @@ class BridgeMetrics(LoopMetrics):
             self.show_lag(stream, {}, 0, 0)
 
     def show_lag(self, stream: str, sent_upto: Mapping[str, int], head: int, now: float) -> None:
-        """By writer up to where the stream is told, of all that is given out; `now`: seconds of any one clock."""
+        """By writer, up to where the stream is published, of all IDs up to `head`; `now`: seconds of any one clock."""
         before = self._waited.get(stream, {})
         for gone in before.keys() - sent_upto.keys():
             self.lag_ids.remove(stream, gone)

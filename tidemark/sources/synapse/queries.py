@@ -1,7 +1,8 @@
-"""What the bridge asks of Synapse's database, which it only reads; a statement each, which sees it as it is then.
+"""The queries of the bridge in Synapse's database, which it only reads. Each statement sees the database at its own
+time.
 
-Three of them write nothing that anybody could see: one takes a number of a transaction, one a message in the server's
-log, by which all before it is on the disk.
+Two of them have effects that nobody sees: one uses up a transaction number, one writes a message to the write-ahead
+log, so that everything before it is on the disk.
 """
 
 from collections.abc import Collection, Iterable
@@ -76,14 +77,14 @@ def unfit(connection: Connection, stream: SynapseStream) -> str:
 
 
 def check_server(connection: Connection, name: str) -> None:
-    """Raises `BadSetting` where the database is not of the Synapse of this server_name, as far as its users say."""
+    """Raises `BadSetting` if the database belongs to a Synapse with another server_name, judged by its users."""
     row = connection.execute("select substr(name, position(':' in name) + 1) from users limit 1").fetchone()
     if row is not None and row[0] != name:
         raise BadSetting("--server-name", f"is {name}, and the users of TIDEMARK_SYNAPSE_DSN are of {row[0]}")
 
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """Those that the database names: who has ever written, until Synapse is started without it."""
+    """The writers that the database names: all that have ever written, until Synapse is started without them."""
     names = "select instance_name from stream_positions where stream_name = %s"
     if not stream.positions:
         names += f" union select coalesce(instance_name, '{MASTER}') from {stream.questions[0].name}"

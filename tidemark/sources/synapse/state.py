@@ -1,8 +1,9 @@
-"""What the bridge has said, in a database of its own: it may die anywhere, and whoever comes after goes on.
+"""The state of the bridge, in Tidemark's database: the bridge may die anywhere, and the next one continues.
 
-What is told is written here before it is sent, with the lsn up to which it tells, in one transaction. So what a dead
-one left is sent again letter by letter, and nobody cuts a line differently. Any number may run: one has the lock of
-its session and speaks. One that lost it unaware finds that its places were moved, and begins anew.
+Records are stored in the outbox before they are sent, in one transaction with the position up to which they lead. So
+the next bridge sends the same bytes again, and the edges are always the same. Any number of bridges may run: one has
+the locks of its session and works. A bridge that lost its session unnoticed finds that the positions have moved, and
+begins anew.
 """
 
 import uuid
@@ -78,7 +79,7 @@ def state_session(dsn: Dsn) -> PostgresSession:
 
 @dataclass(frozen=True, slots=True)
 class SynapseServer:
-    """Synapse's database as it is now: which one, and the end of its server's log; and Synapse's server_name."""
+    """Synapse's database: which one it is, the end of its write-ahead log, and Synapse's server_name."""
 
     database: str
     lsn: str
@@ -87,8 +88,12 @@ class SynapseServer:
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """A stream as it was told from `floor` on, called `name` on Kafka; `told`: by writer up to where (magnitudes), and
-    `retired` those who have retired there. `owed`: whose facts from there to where it joined are still to be told."""
+    """A stream, called `name` on Kafka, that is published from `floor` on. `sent_upto`: by writer up to where
+    (magnitudes).
+
+    `retired`: by writer, where its epoch ended. `backlog`: by writer, the ID from which its facts up to where it joined
+    are still to be published.
+    """
 
     stream: SynapseStream
     name: str
@@ -104,17 +109,17 @@ class StreamProgress:
 
     @property
     def all_sent_upto(self) -> Mapping[str, int]:
-        """By writer up to where it was told, those included who have retired."""
+        """By writer up to where it was published, retired writers included."""
         return {**self.retired, **self.sent_upto}
 
     @property
     def reach(self) -> int:
-        """Nothing beyond was told."""
+        """Nothing beyond was published."""
         return max(self.all_sent_upto.values(), default=0)
 
     @property
-    def holder(self) -> WriterEncoder:
-        """The writer for whom the linear position waits."""
+    def slowest_writer(self) -> WriterEncoder:
+        """The writer at which the linear position is."""
         return self.encoder(min(self.sent_upto, key=lambda name: (self.sent_upto[name], name)))
 
 
@@ -133,7 +138,7 @@ def create_stream(
     floor: int,
     head: int | None = None,
 ) -> tuple[StreamProgress, PublishedFacts]:
-    """The stream is told from `floor` on: what lies below was never announced, and readers find it in the table."""
+    """Publish the stream from `floor` on. Facts below were never announced, and readers find them in the table."""
     names, now = sorted(writers), clock(connection)
     timeline = Timeline(seen.database, uuid.uuid4().hex)
     made = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
@@ -162,8 +167,8 @@ def create_stream(
 def add_writer(
     connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
-    """The writer joins there, or where it retired. What it has below, and nobody waited for, is owed; rows of IDs up to
-    `kept_above` may be gone from its table."""
+    """The writer joins at `at`, or where it retired. Its facts below, for which no reader waited, are its backlog;
+    rows of IDs up to `kept_above` may have been deleted from its table."""
     now, ended = clock(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
@@ -186,7 +191,7 @@ def add_writer(
 def send_backlog(
     connection: Connection, known: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
 ) -> StreamProgress:
-    """What was owed of the writer is told: it is late."""
+    """Publish the backlog of the writer, as late facts."""
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set backlog_from = null where (stream, writer) = (%s, %s)",
@@ -199,7 +204,7 @@ def send_backlog(
 def publish_late(
     connection: Connection, known: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
 ) -> None:
-    """Facts at or below what was told of their writers, which may have retired."""
+    """Publish facts at or below the positions of their writers, which may have retired."""
     with connection.transaction():
         rows = connection.execute(
             "select writer, epoch from tidemark.synapse_writers where stream = %s", [known.name]
@@ -248,7 +253,7 @@ def advance_stream(
 
 
 def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
-    """Everything of the writer is told, and nothing follows."""
+    """Everything of the writer is published, and its epoch ends."""
     at = known.sent_upto[writer]
     with connection.transaction():
         connection.execute(
@@ -328,7 +333,7 @@ def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
 
 
 def cancel_retirement(connection: Connection, name: str, writer: str) -> None:
-    """It was to retire, and lives."""
+    """The writer was to retire, and is alive."""
     connection.execute(
         "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",
         [name, writer],

@@ -1,4 +1,4 @@
-"""One stream of Synapse between its evidence and what is told of it: founded, then told, writer by writer."""
+"""One stream of Synapse, between its evidence and its records: begun when all writers are known, then published."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ MOST_LATE = 500
 
 @dataclass(frozen=True, slots=True)
 class BridgedStream:
-    """`name` on Kafka; `writers` are those that a person named: the stream is founded when all of them have spoken.
-    Without, all that the database names."""
+    """`name` on Kafka; `writers` are those that an operator named: the stream begins when all of them have announced
+    a position. Without them, all writers that the database names."""
 
     stream: SynapseStream
     name: str
@@ -53,7 +53,7 @@ class StreamPublisher:
         self.head = head
         self._samples = samples
         self.blocked_reason = ""
-        """Why nothing of it is told, where a person has to do something."""
+        """Why nothing of it is published, if an operator has to act."""
         self._retiring: set[str] = set()
         self._beyond: Mapping[str, int] = {}
         sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
@@ -73,7 +73,7 @@ class StreamPublisher:
 
     @property
     def silent(self) -> list[str]:
-        """Writers that have not said yet how far they are."""
+        """Writers that have not announced a position yet."""
         return sorted(name for name, reported in self.decider.reported_positions.items() if not reported)
 
     @property
@@ -82,7 +82,7 @@ class StreamPublisher:
         return self.decider.sent_upto if self.has_begun else {}
 
     def retire(self, own: Connection) -> bool:
-        """Begin with what people asked for. Whether everybody is to be asked now."""
+        """Begin with the orders to retire writers. Returns whether all workers must be asked now."""
         asked = {*state.ordered_retirements(own, self.of.name)} if self.has_begun else set[str]()
         found = asked - self._retiring
         for writer in sorted(found):
@@ -92,11 +92,11 @@ class StreamPublisher:
         return bool(found)
 
     def _retire(self, own: Connection) -> bool:
-        """Whether somebody has retired."""
+        """Whether a writer has retired."""
         assert self.known is not None
         found = self.decider.retiring
         for writer in sorted(self._retiring - found.keys()):
-            log.warning("A writer of Synapse lives, and does not retire", stream=self.of.name, writer=writer)
+            log.warning("A writer of Synapse is alive, and does not retire", stream=self.of.name, writer=writer)
             state.cancel_retirement(own, self.of.name, writer)
         ended = [writer for writer, at in found.items() if at is not None]
         for writer in ended:
@@ -114,7 +114,7 @@ class StreamPublisher:
             self.decider.completed(command.writer, None if command.id is None else abs(command.id), command.row)
 
     def round(self, synapse: Connection, own: Connection) -> list[ProvenAdvance]:
-        """Write down what can be told now; gives it."""
+        """Store the records of everything that may be published now; returns the advances."""
         if self.known is None:
             self._create(synapse, own)
         if self.known is None or self._add_unknown_writers(own) or (self._retiring and self._retire(own)):
@@ -151,8 +151,16 @@ class StreamPublisher:
                 self._samples.note(own, now, self.head, self.of.stream.kept_for)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Publish as late what the tables have where everything was told: of the `newest` published facts alone, or as
-        far back as is remembered. Gives it. Raises `FactsReplaced`."""
+        """Publish as late the facts that the tables have where everything was published.
+
+        Args:
+            synapse: Synapse's database.
+            own: the bridge's database.
+            newest: compare only with so many of the newest published facts; None: with all that are remembered.
+
+        Raises:
+            FactsReplaced: other rows have IDs that were published.
+        """
         if self.known is None:
             return []
         assert self.published is not None
@@ -179,13 +187,13 @@ class StreamPublisher:
         return late
 
     def name_contradictions(self) -> None:
-        """Log writers whose word counts for nothing."""
+        """Log writers whose announced position was discarded."""
         beyond = self.decider.beyond
         for writer, announced in beyond.items():
             if self._beyond.get(writer) != announced:
                 log.error(
-                    "A worker of Synapse announces IDs that the sequence has not given out: it is held until it says"
-                    " another one. Restart the worker, and see whether the sequence was set back",
+                    "A worker of Synapse announces IDs that the sequence has not given out, so its position does not"
+                    " advance. Restart the worker, and check whether the sequence was set back",
                     stream=self.of.name, writer=writer, announced=announced,
                     sequence=self.of.stream.sequence, given_out=self.head,
                 )  # fmt: skip
@@ -199,7 +207,7 @@ class StreamPublisher:
         self.see(queries.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
-            return  # somebody announces what is not given out
+            return  # a worker announces an ID that is not given out
         writers = self.decider.reported_positions.keys()
         self.known, self.published = state.create_stream(
             own, self.of.stream, self.of.name, self._seen, writers, floor, self.head
@@ -208,11 +216,11 @@ class StreamPublisher:
         log.info("Telling a stream of Synapse", stream=self.of.name, floor=floor, writers=sorted(writers))
 
     def _add_unknown_writers(self, own: Connection) -> bool:
-        """Whether writers were found that nobody knew."""
+        """Whether unknown writers were found."""
         found = sorted(self.decider.unknown_writers)
         for unknown_writer in found:
             assert self.known is not None
-            at, kept_above = self.decider.line, self.decider.kept_above
+            at, kept_above = self.decider.linear, self.decider.kept_above
             self.known = state.add_writer(own, self.known, unknown_writer, at, kept_above=kept_above)
             at = self.known.sent_upto[unknown_writer]
             self.decider.add_writer(unknown_writer, at)

@@ -203,8 +203,8 @@ _KNOWN = (
 )
 STREAMS: Mapping[str, SynapseStream] = {each.name: each for each in _KNOWN}
 
-_MEMORY = "it lives in its writer's memory, where its IDs begin anew with each start"
-_OTHER = "what its tables prove was not looked into"
+_MEMORY = "it exists only in its writer's memory, where its IDs begin anew with each start"
+_OTHER = "nobody has examined what its tables prove"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
     **dict.fromkeys(

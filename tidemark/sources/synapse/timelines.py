@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PreviousState:
-    """The database as it was when the stream was told last; `head`: the highest ID that was seen to be given out."""
+    """The database when facts were last published; `head`: the highest ID that was seen to be given out."""
 
     database: str
     lsn: str
@@ -58,9 +58,9 @@ def begin(
         why = f"other rows have IDs that were published, as {other[0].id}"
     if not why:
         if published is None:
-            line = min(known.sent_upto.values(), default=known.floor)
-            since = max(known.floor, line - MOST_FACTS)
-            facts = [it for it in table(since, known.reach) if it.id <= known.all_sent_upto.get(it.writer, line)]
+            lowest = min(known.sent_upto.values(), default=known.floor)
+            since = max(known.floor, lowest - MOST_FACTS)
+            facts = [it for it in table(since, known.reach) if it.id <= known.all_sent_upto.get(it.writer, lowest)]
             published = evidence.begin(connection, name, since, facts)
         return known, published
     at = min(_agreed(connection, known, published, table), head)
