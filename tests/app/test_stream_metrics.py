@@ -378,7 +378,7 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
 ) -> None:
     """Its records are others: the failure names the topic and what to do, although offsets and partitions fit."""
     monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
-    monkeypatch.setattr(end_offsets, "ROUNDS_MISSING", 10_000)
+    monkeypatch.setattr(end_offsets, "CHECKS_MISSING", 10_000)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics, admin = Topics(connection), AdminClient(connection.client())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])

@@ -36,7 +36,7 @@ class _StubReader(PacketReader):
     """Reads one partition, whose end moves by one record with each batch. The records do not exist."""
 
     def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
-        return {topic: {number: at + 1 for number, at in of.items()} for topic, of in start.items()}
+        return {topic: {number: at + 1 for number, at in offsets.items()} for topic, offsets in start.items()}
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         ranges = partition.ranges  # type: ignore[attr-defined]

@@ -77,13 +77,13 @@ class PipelineCondition:
     def _blocked(self, lag: LaggingPartition) -> str:
         """An open transaction, with the commands that find its producer and abort it: those of KIP-664."""
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
-        place = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
+        spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
             f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {count(lag.records, 'record')} cannot be read, and"
             f" streams whose records are all there are not listed. Find its producer:"
-            f" {tool} describe-producers {place}."
-            f" If the producer is gone, abort the transaction: {tool} abort {place} --start-offset {lag.blocked_offset}"
+            f" {tool} describe-producers {spec}."
+            f" If the producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"
         )
 
     def line(self) -> str:
@@ -165,8 +165,8 @@ def of(settings: "Settings", postgres: Postgres) -> PipelineCondition:
 def _answers_ping(settings: "Settings") -> bool:
     """Whether a single Redis server answers PING.
 
-    A short form without redis-py, whose import takes a third of the time of `tidemark status`. If anything is unusual
-    the answer is False, and redis-py is asked, which also knows what to say of a problem.
+    It does not import redis-py, which takes a third of the time of `tidemark status`. If anything is unusual it returns
+    False; the caller then uses redis-py, which explains the problem.
     """
     url = urlsplit(settings.redis_url.get_secret_value())
     if url.scheme not in ("redis", "rediss") or url.query or not url.hostname:

@@ -21,12 +21,12 @@ class BatchHistogram(Histogram):
 
     def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
         """Count pairs of an amount and its number of observations."""
-        total, found = 0.0, [0] * len(self._upper_bounds)
+        total, counts = 0.0, [0] * len(self._upper_bounds)
         for amount, count in amounts:
             total += amount * count
-            found[bisect_left(self._upper_bounds, amount)] += count
+            counts[bisect_left(self._upper_bounds, amount)] += count
         self._sum.inc(total)
-        for bucket, count in zip(self._buckets, found, strict=True):
+        for bucket, count in zip(self._buckets, counts, strict=True):
             bucket.inc(count)
 
 

@@ -236,13 +236,15 @@ class StreamCollector(Collector):
 
     def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
         """Start from what Postgres stores, so that every stream has metrics after a restart without traffic."""
-        self.read.update({(topic, number): at for topic, of in offsets.items() for number, at in of.items()})
+        self.read.update(
+            {(topic, number): offset for topic, partitions in offsets.items() for number, offset in partitions.items()}
+        )
         self._begin(StreamEntries(self._streams, states))
 
     def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
         """The number of offsets that a batch has read and `update` has not counted yet."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
-        return sum(offset - self.read.get(place, offset) for place, offset in reached.items())
+        return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
     def follow(self, policies: Policies) -> None:
         """Use these policies from now on."""

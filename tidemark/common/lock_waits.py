@@ -28,14 +28,14 @@ _FIRST_QUERY, _QUERY_EVERY = 0.3, 0.2
 """Seconds from the beginning of an attempt to the first query for blockers, and between two queries."""
 
 
-def run_locking(session: PostgresSession, what: str, step: Callable[[Connection], T], seconds: float = 60.0) -> T:
+def run_locking(session: PostgresSession, task: str, step: Callable[[Connection], T], seconds: float = 60.0) -> T:
     """Run `step` in a READ COMMITTED transaction whose locks time out; repeat it until it gets all of them.
 
     Each failed attempt is logged with the sessions that blocked it.
 
     Args:
         session: its connection must not be in a transaction.
-        what: names the step in messages, such as "migration 0003_x.sql".
+        task: names the step in messages, such as "migration 0003_x.sql".
         step: is rolled back and called again after a lock time-out or a deadlock.
         seconds: after which no new attempt begins.
 
@@ -54,10 +54,10 @@ def run_locking(session: PostgresSession, what: str, step: Callable[[Connection]
                     return step(connection)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 pass
-        log.warning("Waiting for a lock", step=what, blockers=blockers.found)
+        log.warning("Waiting for a lock", step=task, blockers=blockers.description)
         pause = backoff.next()
         if time.monotonic() + pause > deadline:
-            raise OthersFirst(what, session.where, f"waiting for a lock of {blockers.found}")
+            raise OthersFirst(task, session.where, f"waiting for a lock of {blockers.description}")
         time.sleep(pause)
 
 
@@ -71,11 +71,11 @@ def sessions_of(connection: Connection, pids: list[int]) -> str:
         """,
         [pids],
     ).fetchall()
-    found = [
+    sessions = [
         f"pid {pid} (user {user}, application {application}, {state}{f' since {since}' if since else ''})"
         for pid, user, application, state, since in rows
     ]
-    return "; ".join(found + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
+    return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
 
 
 def with_lockers(session: PostgresSession, error: TidemarkError) -> str:
@@ -111,7 +111,7 @@ class _BlockerQuery:
         self._session = session
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.found = "a session that has ended since"
+        self.description = "a session that has ended since"
 
     def begin(self, connection: Connection) -> None:
         row = connection.execute("select pg_backend_pid()").fetchone()
@@ -134,5 +134,5 @@ class _BlockerQuery:
             while not self._over.is_set():
                 row = connection.execute("select pg_blocking_pids(%s)", [waiting]).fetchone()
                 if row is not None and row[0]:
-                    self.found = sessions_of(connection, row[0])
+                    self.description = sessions_of(connection, row[0])
                 self._over.wait(_QUERY_EVERY)

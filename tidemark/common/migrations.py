@@ -76,12 +76,12 @@ class Migrations:
         """
         applied = list[int]()
         while True:
-            found = run_locking(session, f"reading tidemark.{self.table}", self._found)
-            if found is None:
+            current = run_locking(session, f"reading tidemark.{self.table}", self._current_version)
+            if current is None:
                 # Another process may create them at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
                     run_locking(session, f"making tidemark.{self.table}", self._make_table)
-            elif missing := [number for number in self.scripts if number > found]:
+            elif missing := [number for number in self.scripts if number > current]:
                 name, _ = self.scripts[missing[0]]
                 if run_locking(session, f"migration {name}", partial(self._apply, missing[0])):
                     log.info("Migrated the database", version=missing[0], file=name)
@@ -107,19 +107,19 @@ class Migrations:
 
     def check_from(self, connection: Connection, oldest: int) -> None:
         """Raise `SchemaMismatch` unless this code can read the schema, which it can from version `oldest` on."""
-        found = self.version(connection) or 0
-        if not oldest <= found <= self.wanted and not self._works_for_us(connection, found):
-            raise SchemaMismatch(found, self.wanted, self.command)
+        version = self.version(connection) or 0
+        if not oldest <= version <= self.wanted and not self._works_for_us(connection, version):
+            raise SchemaMismatch(version, self.wanted, self.command)
 
-    def _found(self, connection: Connection) -> int | None:
+    def _current_version(self, connection: Connection) -> int | None:
         """The version of the schema; None if the table of versions is missing.
 
         Raises `SchemaMismatch` for a newer schema that does not work with this code.
         """
-        found = self.version(connection)
-        if found is not None and found > self.wanted:
+        version = self.version(connection)
+        if version is not None and version > self.wanted:
             self.check(connection)
-        return found
+        return version
 
     def _make_table(self, connection: Connection) -> None:
         if self.version(connection) is None:
@@ -144,11 +144,11 @@ class Migrations:
         )
         return True
 
-    def _works_for_us(self, connection: Connection, found: int) -> bool:
-        if found < self.wanted:
+    def _works_for_us(self, connection: Connection, version: int) -> bool:
+        if version < self.wanted:
             return False
         query = sql.SQL("select works_with <= %s from {} where version = %s").format(self._table)
-        row = connection.execute(query, (self.wanted, found)).fetchone()
+        row = connection.execute(query, (self.wanted, version)).fetchone()
         return row is not None and bool(row[0])
 
     @property

@@ -141,8 +141,8 @@ def _parsed(dsn: str, setting: str) -> dict[str, str]:
         return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
     except psycopg.ProgrammingError:
         # Its text would quote the address with the password.
-        what = "is not a Postgres address; write postgresql://user:password@host:5432/database"
-        raise BadSetting(setting, what) from None
+        problem = "is not a Postgres address; write postgresql://user:password@host:5432/database"
+        raise BadSetting(setting, problem) from None
 
 
 def _is_pooled(connection: Connection, wanted: str) -> bool:

@@ -110,7 +110,7 @@ class Maintenance(LeasedThread):
         self._try("the clocks", self._compare_clocks)
         return self._config.poll
 
-    def _try(self, what: str, step: Callable[[], None]) -> None:
+    def _try(self, task: str, step: Callable[[], None]) -> None:
         try:
             self._lease.check()
             step()
@@ -119,12 +119,12 @@ class Maintenance(LeasedThread):
         except Stop as problem:
             self.failure = problem
         except TidemarkError as problem:
-            if self._problems.get(what) != str(problem):  # once, not at every poll
-                log.warning(f"Could not maintain {what}; trying again", problem=str(problem))
-            self._problems[what] = str(problem)
+            if self._problems.get(task) != str(problem):  # once, not at every poll
+                log.warning(f"Could not maintain {task}; trying again", problem=str(problem))
+            self._problems[task] = str(problem)
         else:
-            if self._problems.pop(what, None):
-                log.info(f"Maintaining {what} again")
+            if self._problems.pop(task, None):
+                log.info(f"Maintaining {task} again")
 
     def _refill(self, sink: Sink) -> None:
         began = time.monotonic()

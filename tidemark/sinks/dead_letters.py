@@ -251,12 +251,12 @@ class DeadLetters:
                 break
             with closing(reader.read(topic, partition, pending[-1])) as records:
                 for record in records:
-                    here = None if record is None else record.offset()
-                    while pending and (here is None or pending[-1] < here):
+                    offset = None if record is None else record.offset()
+                    while pending and (offset is None or pending[-1] < offset):
                         yield pending.pop(), None
-                    if pending and pending[-1] == here:
+                    if pending and pending[-1] == offset:
                         yield pending.pop(), record
-                    if not pending or (here is not None and pending[-1] - here > SEEK_DISTANCE):
+                    if not pending or (offset is not None and pending[-1] - offset > SEEK_DISTANCE):
                         break
 
     def _explained(self, error: KafkaError) -> TidemarkError:
@@ -346,8 +346,8 @@ class DeadLetterReader:
 
     def newest(self, partitions: Collection[int], most: int) -> list[DeadLetter]:
         """The last `most` offsets of each partition, newest first."""
-        letters = [letter for partition in partitions for letter in self._last(partition, most)]
-        return sorted(letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
+        dead_letters = [letter for partition in partitions for letter in self._last(partition, most)]
+        return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
     def at(self, partition: int, offset: int) -> DeadLetter | None:
         """None if there is no such offset, or no longer."""

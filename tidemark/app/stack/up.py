@@ -117,8 +117,8 @@ class LocalStack:
 
 def _server_variables() -> list[str]:
     """Variables of settings of servers: addresses, passwords and certificates."""
-    kept = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
-    names = [name for name in Connections.model_fields if name not in kept and not name.endswith("_topic")]
+    excluded = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
+    names = [name for name in Connections.model_fields if name not in excluded and not name.endswith("_topic")]
     return [*map(variable, names), variable("checkpoint_store")]
 
 

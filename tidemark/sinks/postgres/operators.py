@@ -211,8 +211,8 @@ class OverrideLog:
         )
 
     def is_stream(self, name: str) -> bool:
-        found = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
-        return found is not None
+        row = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
+        return row is not None
 
     def about(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
         """Overrides whose range contains `id`, oldest first."""

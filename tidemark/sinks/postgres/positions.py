@@ -18,9 +18,7 @@ from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.core.effects import WriterAdvance
 
 ADVANCES_PER_ROW = 200  # a longer row of the history is not smaller per advance, and costs more to read
-_PARTS = (
-    4096  # rows of one batch with a place of their own; beyond that, rows share a place and the IDs tell them apart
-)
+_PARTS = 4096  # rows of one batch with a place of their own; later rows share places, and the IDs distinguish them
 
 NEWEST_ADVANCES: LiteralString = """(
     select stream, writer, n.number, p.advanced
@@ -169,13 +167,13 @@ def _rows(batch: Batch) -> Iterator[_Row]:
             if a is None:
                 yield *row, 0, 0, 0, 0, 0, 0, 0, 0, 0
                 continue
-            place = place_of(now, number)
-            yield *row, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, place
+            row_place = place_of(now, number)
+            yield *row, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, row_place
             number += 1
         for a in advances.values():
             advance_only = stream, a.writer, 0, None, False, now
-            place = place_of(now, number)
-            yield *advance_only, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, place
+            row_place = place_of(now, number)
+            yield *advance_only, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, row_place
             number += 1
 
 

@@ -185,7 +185,7 @@ class Postgres:
                 "update tidemark.streams s set state = given.state, retired = given.retired"
                 " from unnest(%s::text[], %s::bytea[], %s::bytea[]) as given (stream, state, retired)"
                 " where s.stream = given.stream",
-                ((stream, it.state, it.retired) for stream, it in states.items()),
+                ((stream, state.state, state.retired) for stream, state in states.items()),
             )
 
     def offsets(self) -> dict[str, dict[int, int]]:

@@ -260,8 +260,9 @@ class _Credentials(CredentialProvider):
         return self.get_credentials()
 
 
-def redis_address(of: str | RedisAddress) -> RedisAddress:
-    return RedisAddress(of) if isinstance(of, str) else of
+def redis_address(address: str | RedisAddress) -> RedisAddress:
+    """`address`, or the address with this URL."""
+    return RedisAddress(address) if isinstance(address, str) else address
 
 
 def bad_address() -> BadSetting:

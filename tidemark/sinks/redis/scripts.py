@@ -24,8 +24,8 @@ class Script:
     """A Lua script of this folder. It is loaded into a server that does not have it."""
 
     def __init__(self, file: str) -> None:
-        here = files("tidemark.sinks.redis")
-        self._text = "".join(here.joinpath(name).read_text("utf-8") for name in ("call.lua", file))
+        folder = files("tidemark.sinks.redis")
+        self._text = "".join(folder.joinpath(name).read_text("utf-8") for name in ("call.lua", file))
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     def answers(self, client: Any, calls: Iterable[ScriptCall]) -> list[Any]:
