@@ -26,7 +26,7 @@ from tidemark.common.partition_reader import PartitionReader
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.ingest.ranges import Ends, RangeReader
+from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Rdata, Topic, encode, row
 
@@ -48,7 +48,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
     producer.deliver(60)
     carried = connection.carried()
     assert not any(name.endswith(".location") for name in carried)
-    assert Ends(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
+    assert EndOffsets(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
     reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=60)
     assert [part.values.tobytes() for _, part in reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)])] == [b"hello"]
     reader.close()
@@ -82,7 +82,10 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
     for number in range(3):
         producer.send("s", b"%d" % number)
         producer.deliver(60)
-    ends, reader = Ends(connection.carried()), RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=60)
+    ends, reader = (
+        EndOffsets(connection.carried()),
+        RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=60),
+    )
     assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
     for number in range(3):
         ((_, part),) = reader.read([PlannedRange(Topic.FACTS, 0, number, number + 1)])
@@ -98,7 +101,7 @@ def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnectio
     """In Spark's workers as in the driver, and as soon."""
     wrong = with_wrong_secret(connection, stranger).carried()
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
-        Ends(wrong, patience=60).beyond({"any": {0: 0}})
+        EndOffsets(wrong, patience=60).beyond({"any": {0: 0}})
     reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=60)
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
         list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)]))

@@ -17,7 +17,7 @@ from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
-from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Topic
 from tidemark.streaming.wire.runs import Packet
@@ -47,7 +47,7 @@ class LoneShard:
         """One batch; returns how many records it applied."""
         wanted = PlannedRange(Topic.FACTS, 0, self._next, self._next + len(values))
         read = ((wanted, part) for part in self._fetched(values))
-        compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, most=MOST_FACTS)
+        compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, max_facts=MOST_FACTS)
         packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
         effects = advance(0, States(self._states), packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)
@@ -56,11 +56,11 @@ class LoneShard:
     def stored(self) -> bytes:
         return self._states[self._stream]
 
-    def _fetched(self, values: list[bytes]) -> Iterator[Fetched]:
+    def _fetched(self, values: list[bytes]) -> Iterator[RecordBatch]:
         for first in range(0, len(values), _AT_ONCE):
             part = values[first : first + _AT_ONCE]
             numbers = np.arange(self._next, self._next + len(part))
-            yield Fetched.of([self._key] * len(part), part, numbers, numbers)
+            yield RecordBatch.of([self._key] * len(part), part, numbers, numbers)
             self._next += len(part)
 
 

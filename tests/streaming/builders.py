@@ -19,7 +19,7 @@ from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
-from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import CURRENT_EPOCH, Kind, Timeline, Topic
@@ -192,7 +192,7 @@ def compacted(batch: Sequence[Sent]) -> list[Packet]:
 def packed(records: Iterable[Taken], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
     """What compaction makes of one task's records, all in one shard."""
     names = {Topic.FACTS: facts, Topic.CONTROL: control}
-    out = compact(ranges(records), keys=[0], names=names, most=MOST_FACTS)
+    out = compact(ranges(records), keys=[0], names=names, max_facts=MOST_FACTS)
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
@@ -210,13 +210,13 @@ def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[RangesRead]:
     return [read(PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), of) for place, of in partitions.items()]
 
 
-def fetched(records: Sequence[Taken]) -> Fetched:
+def fetched(records: Sequence[Taken]) -> RecordBatch:
     """As Kafka's client gives them."""
     offsets, times, _, keys, values = zip(*records, strict=True)
-    return Fetched.of(list(keys), list(values), np.array(offsets), np.array(times))
+    return RecordBatch.of(list(keys), list(values), np.array(offsets), np.array(times))
 
 
-def contents(part: Fetched) -> list[tuple[bytes, bytes]]:
+def contents(part: RecordBatch) -> list[tuple[bytes, bytes]]:
     """Key and value of each record."""
     return [(part.key(at), part.value(at)) for at in range(part.size)]
 

@@ -13,8 +13,8 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.ingest.consumer import ObjectConsumer, ObjectMessages
 from tidemark.streaming.ingest.native_consumer import NativeConsumer, NativeMessages
-from tidemark.streaming.ingest.ranges import Ends
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.ranges import EndOffsets
+from tidemark.streaming.ingest.record_batch import RecordBatch
 
 PARTITIONS = 2
 
@@ -59,10 +59,10 @@ class Log:
         eventually(marked)
 
     def end(self, partition: int = 0) -> int:
-        return Ends(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
+        return EndOffsets(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
 
 
-def values(part: Fetched) -> list[bytes]:
+def values(part: RecordBatch) -> list[bytes]:
     return [value for _, value in contents(part)]
 
 

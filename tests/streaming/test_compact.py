@@ -45,7 +45,7 @@ def _compiled_code_takes_all() -> Iterator[None]:
 
 def rows_of(read: Iterable[RangesRead], most: int = MOST_FACTS) -> list[tuple[int, bytes]]:
     """Key and packet of each row."""
-    batches = compact(read, keys=range(SHARDS), names=NAMES, most=most)
+    batches = compact(read, keys=range(SHARDS), names=NAMES, max_facts=most)
     return [(row["key"], row["packet"]) for batch in batches for row in batch.to_pylist()]
 
 

@@ -13,8 +13,8 @@ from numba.core.registry import cpu_target
 
 from tests.programs import printed
 from tidemark.streaming.engine.executors import package
-from tidemark.streaming.ingest import jit_cache as module
-from tidemark.streaming.ingest.jit_cache import CodeFiles, compiled, places
+from tidemark.streaming.ingest import jit_cache
+from tidemark.streaming.ingest.jit_cache import CodeCache, cache_dirs, compiled
 
 STEP = 1
 
@@ -39,7 +39,7 @@ def dispatcher(*where: Path, **other: object) -> Any:
     """As in a process that begins; `other`: what its names stand for instead."""
     function = FunctionType(_function.__code__, {**globals(), **other}, "scan")
     made: Any = compiled()(function)
-    made._cache = CodeFiles(made, [*where])
+    made._cache = CodeCache(made, [*where])
     return made
 
 
@@ -80,7 +80,7 @@ HARMED: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
     "sum only": lambda file: os.truncate(file, 32),
     "flipped": _flip,
-    "without the classes that it needs": lambda file: file.write_bytes(module._sum(file, b"old") + b"old"),
+    "without the classes that it needs": lambda file: file.write_bytes(jit_cache._sum(file, b"old") + b"old"),
     "open to all": lambda file: file.chmod(0o666),
     "open to the group": lambda file: file.chmod(0o664),
     "a link": _link,
@@ -134,13 +134,13 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sum", full)
+        patch.setattr(jit_cache, "_sum", full)
         assert not is_kept(dispatcher(tmp_path))
     assert [*tmp_path.iterdir()] == []
 
 
 def test_files_of_other_versions_do_not_grow_in_number(tmp_path: Path) -> None:
-    most = module._MOST
+    most = jit_cache._MAX_FILES
     for at in range(most + 9):
         (tmp_path / f"scan-{at}").touch()
         os.utime(tmp_path / f"scan-{at}", (at, at))
@@ -152,7 +152,7 @@ def test_files_of_other_versions_do_not_grow_in_number(tmp_path: Path) -> None:
 
 def test_nobody_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMARK_HOME", "~nobody-of-this-name/tidemark")
-    assert len([*places()]) == 1
+    assert len([*cache_dirs()]) == 1
 
 
 def test_it_is_compiled_whatever_numba_is_told() -> None:
@@ -187,11 +187,11 @@ from tidemark.streaming.ingest import source as kafka_source
 from tidemark.streaming.ingest import consumer as librdkafka
 from tidemark.streaming.engine import query
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.wire.records import Topic
 import numpy as np
 zero = np.zeros(1, np.int64)
-Decoder(Topic.FACTS).add(Fetched.of([b"events"], [b" " * (Decoder.FEW - 1)], zero, zero))
+Decoder(Topic.FACTS).add(RecordBatch.of([b"events"], [b" " * (Decoder.FEW - 1)], zero, zero))
 assert not {"numba", "llvmlite"} & {*sys.modules}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,17 +13,20 @@ from tests.programs import printed
 from tidemark.streaming.ingest import field_scan, jit_loader
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_loader import load_field_scan, load_kernels
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.wire.records import Topic
 
 VALUE = b'{"kind": "VOID", "stream": "events", "writer": "w", "prev": 1, "id": 2}'
 
 
 @pytest.fixture(autouse=True)
-def _cold_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_field_scan.cache_clear()
-    load_kernels.cache_clear()
+def _cold_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(jit_loader, "warned", [])
+    for load in (load_field_scan, load_kernels):
+        load.cache_clear()
+    yield
+    for load in (load_field_scan, load_kernels):
+        load.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +37,8 @@ def _all_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def decoded_ids() -> list[int]:
     zero = np.zeros(1, np.int64)
     decoder = Decoder(Topic.FACTS)
-    decoder.add(Fetched.of([b"events"], [VALUE], zero, zero))
-    decoder.add(Fetched.of([b"events"], [VALUE], zero, zero))
+    decoder.add(RecordBatch.of([b"events"], [VALUE], zero, zero))
+    decoder.add(RecordBatch.of([b"events"], [VALUE], zero, zero))
     ids: list[int] = decoder.edges().ids.tolist()
     return ids
 

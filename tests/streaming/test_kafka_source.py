@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from tidemark.streaming.ingest.ranges import Ends, Places
+from tidemark.streaming.ingest.ranges import EndOffsets, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.ingest.source import (
     ONE_TASK,
@@ -51,12 +51,12 @@ def test_a_batch_is_bounded_and_no_partition_starves(behind: dict[int, int], mos
     assert sum(behind.values()) > most or read == behind
 
 
-class _Far(Ends):
+class _Far(EndOffsets):
     """Where every partition ends far away."""
 
     asked = 0
 
-    def beyond(self, known: Places) -> Places:
+    def beyond(self, known: TopicOffsets) -> TopicOffsets:
         self.asked += 1
         return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
 
@@ -87,10 +87,10 @@ def test_a_batch_that_is_not_full_is_no_reason_to_grow() -> None:
     assert reader._records == CONFIG.records
 
 
-class _Near(Ends):
+class _Near(EndOffsets):
     """Where each partition has one record more."""
 
-    def beyond(self, known: Places) -> Places:
+    def beyond(self, known: TopicOffsets) -> TopicOffsets:
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in known.items()}
 
 
@@ -130,12 +130,12 @@ def test_where_none_wait_nothing_is_likely() -> None:
     assert Pace(FEW, INTERVAL).pause(0, 7.0) == math.inf
 
 
-class _Coming(Ends):
+class _Coming(EndOffsets):
     """Where each partition has a record more with every question."""
 
     asked = 0
 
-    def beyond(self, known: Places) -> Places:
+    def beyond(self, known: TopicOffsets) -> TopicOffsets:
         self.asked += 1
         return {topic: {number: at + self.asked for number, at in of.items()} for topic, of in known.items()}
 

@@ -17,7 +17,7 @@ from tidemark.streaming.ingest import native_consumer
 from tidemark.streaming.ingest import ranges as module
 from tidemark.streaming.ingest.consumer import ObjectConsumer
 from tidemark.streaming.ingest.native_consumer import NativeConsumer
-from tidemark.streaming.ingest.ranges import Ends, RangeReader
+from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
@@ -107,7 +107,7 @@ def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: 
         numbers(impatient, 0, 3)
     impatient.close()
     with pytest.raises(Unavailable, match="ends at 1, and 2 was read"):
-        Ends(log.connection.client(), patience=6).beyond({log.name: {0: 2}})
+        EndOffsets(log.connection.client(), patience=6).beyond({log.name: {0: 2}})
 
 
 @pytest.mark.parametrize("few", [1, 100_000])
@@ -204,12 +204,12 @@ def test_a_broker_that_is_away_is_named() -> None:
     """With what keeps us from it, after the patience of whoever asks."""
     nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable, match="Kafka at"):
-        Ends(nowhere.client(), patience=0.3).beyond({"t": {0: 0}})
+        EndOffsets(nowhere.client(), patience=0.3).beyond({"t": {0: 0}})
 
 
 def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -> None:
     """Whoever plans ranges asks the same object for weeks."""
-    ends = Ends(log.connection.client(), patience=60)
+    ends = EndOffsets(log.connection.client(), patience=60)
     log.send(0)
     assert ends.beyond({log.name: {0: 0}}) == {log.name: {0: 1}}
     kafka.stop()

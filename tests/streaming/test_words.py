@@ -15,7 +15,7 @@ from tests.streaming.test_scan import ODD, written
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_cache import compiled
 from tidemark.streaming.ingest.json_scan import peek, plain, word
-from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
+from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.wire.records import Topic
 
 PAGE = mmap.PAGESIZE
@@ -85,4 +85,4 @@ def test_nothing_is_read_that_is_not_there(to_the_end: bool) -> None:
         bounds = np.array([0, len(text)])
         with guarded(text, to_the_end=to_the_end) as values:
             decoder = Decoder(Topic.FACTS)
-            decoder._scan(Fetched(values, bounds, values, bounds, zero, zero))
+            decoder._scan(RecordBatch(values, bounds, values, bounds, zero, zero))

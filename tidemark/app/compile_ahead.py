@@ -13,9 +13,9 @@ from tidemark.streaming.ingest import field_scan, jit_cache, kernels
 def main() -> None:
     field_scan.compile_all()
     kernels.compile_all()
-    place = next(jit_cache.places())
-    if not any(place.glob("scan-*")):
-        sys.exit(f"nothing can be written to {place}")
+    directory = next(jit_cache.cache_dirs())
+    if not any(directory.glob("scan-*")):
+        sys.exit(f"nothing can be written to {directory}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tidemark.streaming.engine.jvm import Jvm, is_local
 from tidemark.streaming.engine.query import keys_of
 from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source as kafka_source
-from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedPlaces
+from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import KafkaConfig
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
@@ -91,7 +91,7 @@ def packets(
     kafka: KafkaConnection,
     start: Start,
     records: int,
-    refused: RefusedPlaces,
+    refused: RefusedOffsets,
 ) -> DataFrame:
     """What the query reads, compacted: of Kafka's records at most so many in the first batch, and none at `refused`."""
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic

@@ -23,8 +23,8 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
-from tidemark.streaming.ingest.ranges import Places, RangeReader
-from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.ingest.ranges import RangeReader, TopicOffsets
+from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
 from tidemark.streaming.wire.runs import Packet
@@ -68,7 +68,7 @@ class Isolation:
     line: str
     client: Mapping[str, str]
     names: Mapping[Topic, str]
-    offsets: Places
+    offsets: TopicOffsets
     bounds: Bounds
 
     def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
@@ -167,12 +167,12 @@ class Isolation:
             wanted = PlannedRange(topic, partition, of[0].offset, of[-1].offset + 1)
             offsets, times = np.array([it.offset for it in of]), np.array([it.time for it in of])
             read.append(
-                ([wanted], [(wanted, Fetched.of([it.key for it in of], [it.value for it in of], offsets, times))])
+                ([wanted], [(wanted, RecordBatch.of([it.key for it in of], [it.value for it in of], offsets, times))])
             )
         places: dict[str, dict[int, list[int]]] = {}
         for topic, partition, offset in refused:
             places.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
-        made = compact(read, keys=[0], names=dict(self.names), most=MOST_FACTS, refused=places)
+        made = compact(read, keys=[0], names=dict(self.names), max_facts=MOST_FACTS, refused=places)
         packets = [_packets.decode(packet) for batch in made for packet in batch.column("packet").to_pylist()]
         return advance(0, States(dict(state)), packets, now, self.bounds)
 

@@ -60,7 +60,7 @@ from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import apart, folder, locked
 from tidemark.streaming.engine.jvm import is_local
 from tidemark.streaming.engine.spark import executors
-from tidemark.streaming.ingest.compact import RefusedPlaces
+from tidemark.streaming.ingest.compact import RefusedOffsets
 from tidemark.streaming.wire.records import Topic
 
 log = get_logger(__name__)
@@ -148,7 +148,7 @@ class Attempt:
         stopping: threading.Event,
         highest_token: int,
         most: int,
-        refused: RefusedPlaces,
+        refused: RefusedOffsets,
     ) -> None:
         self._settings = settings
         self._refused = refused
@@ -313,7 +313,7 @@ class Attempt:
             self._stopping.wait(0.5)
 
 
-def _add(places: RefusedPlaces, known: dict[str, dict[int, list[int]]]) -> None:
+def _add(places: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:
     for topic, by in places.items():
         for partition, offsets in by.items():
             known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)

@@ -8,6 +8,7 @@ from tidemark.common.errors import BadCommand
 from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
+    LineSplitter,
     NameCommand,
     PingCommand,
     PositionCommand,
@@ -15,7 +16,6 @@ from tidemark.streaming.wire.line_protocol import (
     RelayedCommand,
     ReplicateCommand,
     ServerCommand,
-    Splitter,
     parse,
 )
 from tidemark.streaming.wire.records import MAX_ID, is_name
@@ -116,7 +116,7 @@ def test_any_bytes_are_a_command_or_refused(line: bytes) -> None:
 @given(st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b""))), st.integers(1, 7))
 def test_lines_do_not_depend_on_how_they_arrive(lines: list[bytes], size: int) -> None:
     """Cut into pieces of any size, the same lines come out, and the half line at the end does not."""
-    splitter = Splitter(20)
+    splitter = LineSplitter(20)
     found: list[bytes] = []
     data = b"".join(line + b"\n" for line in lines) + b"half"
     for start in range(0, len(data), size):
@@ -127,7 +127,7 @@ def test_lines_do_not_depend_on_how_they_arrive(lines: list[bytes], size: int) -
 @pytest.mark.parametrize("end", [b"", b"\n"])
 def test_line_beyond_the_limit_is_refused_before_it_ends(end: bytes) -> None:
     """No more than a line's length is ever held."""
-    splitter = Splitter(10)
+    splitter = LineSplitter(10)
     assert list(splitter.lines(b"0123456789\n0123456789")) == [b"0123456789"]
     with pytest.raises(BadCommand, match="longer than 10 bytes"):
         list(splitter.lines(b"x" + end))

@@ -19,6 +19,7 @@ from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
+    LineSplitter,
     NameCommand,
     PingCommand,
     PositionCommand,
@@ -26,7 +27,6 @@ from tidemark.streaming.wire.line_protocol import (
     RelayedCommand,
     ReplicateCommand,
     ServerCommand,
-    Splitter,
     encoded,
     parse,
 )
@@ -137,7 +137,7 @@ class LinesClient:
 
     def _connected(self) -> Iterator[Command]:
         """The commands of one connection, until it ends."""
-        splitter = Splitter(LONGEST)
+        splitter = LineSplitter(LONGEST)
         with self._encrypted(socket.create_connection(self._address, timeout=SILENCE)) as connection:
             _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
             received = pinged = time.monotonic()

@@ -30,7 +30,7 @@ from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.tls_listener import ListenerConfig, TlsListener
 from tidemark.common.errors import BadCommand
 from tidemark.common.log import get_logger
-from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, RelayedCommand, Splitter, encoded
+from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, LineSplitter, RelayedCommand, encoded
 
 Why = Literal["slow", "silent", "bad", "crowded"]
 
@@ -74,7 +74,7 @@ class LineConnection(asyncio.Protocol):
         self._unparsed_lines: Iterator[bytes] = iter(())
         self._server = server
         self._config = server.config
-        self._splitter = Splitter(self._config.longest)
+        self._splitter = LineSplitter(self._config.longest)
         self._session = ServerSession(self._config.keep_alive, time.time, time.monotonic())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

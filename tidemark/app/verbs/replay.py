@@ -28,7 +28,7 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import pack
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds, Evidence
 from tidemark.streaming.values.policies import Policies
@@ -112,9 +112,9 @@ def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> l
     return found
 
 
-def _fetched(of: Sequence[RecordedMessage]) -> Fetched:
+def _fetched(of: Sequence[RecordedMessage]) -> RecordBatch:
     numbers = np.array([(it.offset, it.time) for it in of], np.int64)
-    return Fetched.of([it.key for it in of], [it.value for it in of], *numbers.T)
+    return RecordBatch.of([it.key for it in of], [it.value for it in of], *numbers.T)
 
 
 @dataclass(frozen=True, slots=True)

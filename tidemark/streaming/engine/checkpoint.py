@@ -55,20 +55,20 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def apart(place: Path) -> Iterator[str]:
+def apart(directory: Path) -> Iterator[str]:
     """The path of a new folder below `place` for one query, which is deleted at the end. Take `locked` first.
 
     Executors elsewhere keep the states under the same path, on disks of their own. In one line of batches a version of
     a state has one content: what an executor finds there is right or missing, and what is missing fails the query. The
     states of another line would be wrong, so each has a path of its own. Raises CheckpointNotWritable.
     """
-    for left in place.glob(_OURS):  # by a driver that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    own = place / _new_name()
+    for folder_ in directory.glob(_OURS):  # by a driver that was killed
+        shutil.rmtree(folder_, ignore_errors=True)
+    own = directory / _new_name()
     try:
         own.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointNotWritable(str(place), error.strerror or str(error)) from None
+        raise CheckpointNotWritable(str(directory), error.strerror or str(error)) from None
     try:
         yield str(own)
     finally:

@@ -124,7 +124,9 @@ def address_towards(master: str) -> str:
     """The address of ours from which the host of `master` is reached; raises OSError where its name is unknown."""
     # Of several masters (spark://one:7077,two:7077) the first will do: the kernel looks up a route, nothing is sent.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
-    family, kind, protocol, _, where = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[
+        0
+    ]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(where)
+        probe.connect(address)
         return str(probe.getsockname()[0])

@@ -99,8 +99,8 @@ class Jvm:
     def _note(self, line: str) -> None:
         """Log the line, and keep it if it may name the cause of an end: one of the first lines, or of the last."""
         log.debug("Spark says", line=line)
-        _, found, warning = line.partition(SLOW_DECODING)
-        if found and warning not in self._repeated:  # each new worker warns again
+        _, mark, warning = line.partition(SLOW_DECODING)
+        if mark and warning not in self._repeated:  # each new worker warns again
             self._repeated.add(warning)
             log.warning(f"{SLOW_DECODING}{warning}")
         if not is_noise(line):

@@ -29,17 +29,17 @@ STATE = "streams binary"
 _packets = msgspec.msgpack.Decoder(Packet)
 
 
-_read: dict[str, dict[int, bytes]] = {}
+_seeds_by_line: dict[str, dict[int, bytes]] = {}
 """In a worker, the seeds of the line of batches that it has to do with."""
 
 
 def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
     """Spark takes a broadcast from a worker with each task that does not use it, as those that read Kafka do not: the
     next one that does would read all of it again."""
-    if line not in _read:
-        _read.clear()
-        _read[line] = seeds.value
-    return _read[line]
+    if line not in _seeds_by_line:
+        _seeds_by_line.clear()
+        _seeds_by_line[line] = seeds.value
+    return _seeds_by_line[line]
 
 
 def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
@@ -110,9 +110,9 @@ def keys_of(shards: int, tasks: int) -> list[int]:
         if not len(left):
             break
         tried = left + turn * shards
-        there = spark_hash(tried).astype(np.int64) % tasks == left % tasks
-        keys[left[there]] = tried[there]
-        left = left[~there]
+        fitting = spark_hash(tried).astype(np.int64) % tasks == left % tasks
+        keys[left[fitting]] = tried[fitting]
+        left = left[~fitting]
     return [int(key) for key in keys]
 
 
@@ -120,14 +120,14 @@ def spark_hash(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """What Spark's `hash` says of each, as an `int` column: 32 bits of MurmurHash3 (x86), seed 42. Were it to say
     something else one day, tasks would have more or less to do than others, and no more than that.
     """
-    mixed = _turned(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-    found = _turned(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    found ^= np.uint32(4)  # bytes
+    mixed = _rotated(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    hashed = _rotated(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    hashed ^= np.uint32(4)  # bytes
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        found = (found ^ (found >> np.uint32(shift))) * np.uint32(factor)
-    found ^= found >> np.uint32(16)
-    return found.view(np.int32)
+        hashed = (hashed ^ (hashed >> np.uint32(shift))) * np.uint32(factor)
+    hashed ^= hashed >> np.uint32(16)
+    return hashed.view(np.int32)
 
 
-def _turned(words: _WORDS, bits: int) -> _WORDS:
+def _rotated(words: _WORDS, bits: int) -> _WORDS:
     return (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))

@@ -2,8 +2,8 @@
 
 The way of a record:
 
-1. `source` is the data source that Spark sees. Its planner asks where the partitions end (`ranges.Ends`), bounds the
-   batch, and cuts it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
+1. `source` is the data source that Spark sees. Its planner asks where the partitions end (`ranges.EndOffsets`), bounds
+   the batch, and cuts it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
 2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader knows transactions, holes in the offsets
    and lost records. Its consumer comes from `consumer`.
 3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in

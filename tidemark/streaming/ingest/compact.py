@@ -24,7 +24,7 @@ import pyarrow as pa
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.edge_chains import link
 from tidemark.streaming.ingest.incarnations import Incarnation
-from tidemark.streaming.ingest.record_batch import Edges, Fetched, PlannedRange
+from tidemark.streaming.ingest.record_batch import Edges, PlannedRange, RecordBatch
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Rejected, shard_of
 from tidemark.streaming.wire.records import ROW, Topic
@@ -43,10 +43,10 @@ _BYTES = 1 << 20  # that are handed to the JVM together
 _encoder = msgspec.msgpack.Encoder()
 
 
-RefusedPlaces = Mapping[str, Mapping[int, Sequence[int]]]
+RefusedOffsets = Mapping[str, Mapping[int, Sequence[int]]]
 """Offsets by topic and partition: of records from which something follows that the database refuses."""
 
-RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, Fetched]]]
+RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
 """Ranges that are read together, and their records as they come."""
 
 
@@ -55,31 +55,31 @@ def compact(
     *,
     keys: Sequence[int],
     names: dict[Topic, str],
-    most: int,
-    refused: RefusedPlaces | None = None,
+    max_facts: int,
+    refused: RefusedOffsets | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
     how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
     `keys` are those of the shards (`values.shards`). Records at `refused` places are rejected as not storable.
     """
-    places = refused or {}
-    held = 0  # facts beside one for each record
+    rejected_offsets = refused or {}
+    extra = 0  # facts beside one for each record
     for ranges, records in read:
         decoders = {
-            wanted: Decoder(wanted.topic, places.get(names[wanted.topic], {}).get(wanted.partition, ()))
-            for wanted in ranges
+            planned: Decoder(planned.topic, rejected_offsets.get(names[planned.topic], {}).get(planned.partition, ()))
+            for planned in ranges
         }
         cut = False
-        for wanted, part in records:
-            if cut := held >= most:
+        for planned, batch in records:
+            if cut := extra >= max_facts:
                 break
-            columns = decoders[wanted]
-            before = columns.size
-            columns.add(part)
-            held += max(0, columns.size - before - part.size)
-        for wanted, columns in decoders.items():
-            columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
-            packets = pack(names[wanted.topic], wanted.partition, columns, len(keys), cut=cut)
+            decoder = decoders[planned]
+            before = decoder.size
+            decoder.add(batch)
+            extra += max(0, decoder.size - before - batch.size)
+        for planned, decoder in decoders.items():
+            decoder.next_offset = max(decoder.next_offset, planned.start) if cut else planned.end
+            packets = pack(names[planned.topic], planned.partition, decoder, len(keys), cut=cut)
             yield from _encoded((keys[shard], packet) for shard, packet in packets)
 
 
@@ -118,7 +118,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
     def packet_of(shard: int) -> Packet:
         return first[shard] if shard in first else put(shard, PackedRuns())
 
-    markers = [Marker.of(*found) for found in sorted(columns.markers, key=itemgetter(1))]
+    markers = [Marker.of(*marker) for marker in sorted(columns.markers, key=itemgetter(1))]
     if columns.size:
         edges = columns.edges()
         incarnations, ranks = columns.incarnations.ranked()
@@ -146,32 +146,32 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
     return packets
 
 
-def _refused(found: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
+def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
     """One of each incarnation between two markers of its stream."""
     marks: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marks[marker.stream].append(marker.offset)
-    told: dict[tuple[str, str | None, int, bool, int], TurnedAway] = {}
-    for it in sorted(found, key=attrgetter("first_offset")):
-        place = it.stream, it.writer, it.epoch, it.only_known, bisect(marks[it.stream], it.first_offset)
-        first = told.setdefault(place, it)
-        if it.reach > first.reach:
-            told[place] = msgspec.structs.replace(first, reach=it.reach)
-    return [*told.values()]
+    merged: dict[tuple[str, str | None, int, bool, int], TurnedAway] = {}
+    for fact in sorted(refused, key=attrgetter("first_offset")):
+        key = fact.stream, fact.writer, fact.epoch, fact.only_known, bisect(marks[fact.stream], fact.first_offset)
+        first = merged.setdefault(key, fact)
+        if fact.reach > first.reach:
+            merged[key] = msgspec.structs.replace(first, reach=fact.reach)
+    return [*merged.values()]
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
     """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
-    places = {stream: place for place, (stream, _, _) in enumerate(incarnations)}
-    cutting = [marker for marker in markers if marker.stream in places]  # no SKIP: those come without facts
+    numbers = {stream: number for number, (stream, _, _) in enumerate(incarnations)}
+    cutting = [marker for marker in markers if marker.stream in numbers]  # no SKIP: those come without facts
     if not cutting:
         return blocks
     # Streams side by side on one line, each with room for every edge: one search finds the cuts of all.
     room = len(edges.ids) + 1
     before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
-    cuts = np.sort(np.array([places[marker.stream] for marker in cutting]) * room + before)
-    begins = np.array([places[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
+    cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + before)
+    begins = np.array([numbers[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
     passed: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
     return blocks + passed
 
@@ -196,21 +196,21 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunCo
     parts = int(segments.max()) + 1  # of an incarnation and a direction
     groups = (edges.incarnations * 2 + (edges.ids < 0)) * parts + segments
     edges = edges._replace(incarnations=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
-    found, firsts = link(edges, MOST_EDGES)
-    numbers, backward = np.divmod(found.incarnations[firsts] // parts, 2)
+    chains, firsts = link(edges, MOST_EDGES)
+    numbers, backward = np.divmod(chains.incarnations[firsts] // parts, 2)
     writers = [incarnations[number] for number in numbers.tolist()]
     rows = np.empty(len(firsts), NUMBERS)
     rows["epoch"] = [epoch for _, _, epoch in writers]
-    rows["direction"], rows["start"] = 1 - 2 * backward, found.prevs[firsts]
-    rows["stop"] = np.append(firsts[1:], len(found.ids))
-    for column, first, last in ((found.offsets, "first_offset", "last_offset"), (found.times, "oldest", "newest")):
+    rows["direction"], rows["start"] = 1 - 2 * backward, chains.prevs[firsts]
+    rows["stop"] = np.append(firsts[1:], len(chains.ids))
+    for column, first, last in ((chains.offsets, "first_offset", "last_offset"), (chains.times, "oldest", "newest")):
         rows[first], rows[last] = np.minimum.reduceat(column, firsts), np.maximum.reduceat(column, firsts)
-    offsets = found.offsets - np.repeat(rows["first_offset"], np.diff(firsts, append=len(found.ids)))
+    offsets = chains.offsets - np.repeat(rows["first_offset"], np.diff(firsts, append=len(chains.ids)))
     return RunColumns(
         [stream for stream, _, _ in writers],
         [writer for _, writer, _ in writers],
         rows,
-        found.ids,
-        found.kinds,
+        chains.ids,
+        chains.kinds,
         offsets.astype("<u4"),
     )

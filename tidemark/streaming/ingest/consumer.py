@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from tidemark.common.log import get_logger
 from tidemark.streaming.ingest.jit_loader import SLOW_DECODING
-from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.wire.runs import Mask
 
 try:
@@ -107,10 +107,10 @@ class ObjectMessages:
             text = f"{message.topic()}[{message.partition()}]: {text}"
         return KafkaError(message.error().code(), text)
 
-    def fetched(self, chosen: Mask) -> Fetched:
+    def fetched(self, chosen: Mask) -> RecordBatch:
         """The records in the mask `chosen`, none of them an error."""
         records = [self._messages[index] for index in np.flatnonzero(chosen).tolist()]
-        return Fetched.of(
+        return RecordBatch.of(
             [record.key() for record in records],
             [record.value() for record in records],
             self.offsets[chosen],

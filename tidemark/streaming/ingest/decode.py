@@ -17,7 +17,7 @@ from msgspec import Raw
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.ingest.incarnations import Incarnations
 from tidemark.streaming.ingest.jit_loader import load_field_scan
-from tidemark.streaming.ingest.record_batch import Edges, Fetched
+from tidemark.streaming.ingest.record_batch import Edges, RecordBatch
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer
@@ -53,34 +53,34 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Turn
     JOIN is none either, but that writer may have reserved IDs since.
     """
     try:
-        found = _object.decode(value)
+        fields = _object.decode(value)
     except (ValueError, RecursionError):
-        found = _AnyRecord()
-    kind = _string(found.kind)
-    by_operator = found.by is not _NOTHING or (topic is Topic.CONTROL and found.epoch is _NOTHING)
+        fields = _AnyRecord()
+    kind = _string(fields.kind)
+    by_operator = fields.by is not _NOTHING or (topic is Topic.CONTROL and fields.epoch is _NOTHING)
     if kind in (Kind.SKIP.name, Kind.RETIRE.name, Kind.OPEN.name) or (kind == Kind.JOIN.name and by_operator):
         return
-    stream, keyed = _string(found.stream), _utf8(key)
+    stream, keyed = _string(fields.stream), _utf8(key)
     if is_name(stream):
-        writer, epoch = _string(found.writer), 0 if found.epoch is _NOTHING else _integer(found.epoch)
+        writer, epoch = _string(fields.writer), 0 if fields.epoch is _NOTHING else _integer(fields.epoch)
         if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
-            yield TurnedAway(stream, writer, epoch, _reach(kind, found), offset)
+            yield TurnedAway(stream, writer, epoch, _reach(kind, fields), offset)
         else:
             yield TurnedAway(stream, None, 0, UNBOUNDED, offset)
     if keyed != stream and is_name(keyed):
         yield TurnedAway(keyed, None, 0, UNBOUNDED, offset, only_known=is_name(stream))
 
 
-def _reach(kind: str, found: _AnyRecord) -> int:
+def _reach(kind: str, fields: _AnyRecord) -> int:
     """Up to where the fact may be."""
     if kind == Kind.JOIN.name:
         return 0
     number = 0
     if kind == Kind.RUN.name:
         with suppress(ValueError):
-            number = max(map(abs, _numbers.decode(found.ids)), default=0)
+            number = max(map(abs, _numbers.decode(fields.ids)), default=0)
     elif kind in _EDGES:
-        number = abs(_integer(found.id) or 0)
+        number = abs(_integer(fields.id) or 0)
     return number if 0 < number <= MAX_ID else UNBOUNDED
 
 
@@ -144,38 +144,43 @@ class Decoder:
             return edges.at(np.argsort(edges.offsets, kind="stable"))
         return edges
 
-    def add(self, fetched: Fetched) -> None:
+    def add(self, fetched: RecordBatch) -> None:
         """Decode what came of one partition, at least one record."""
-        left: Iterable[int] = range(fetched.size)
-        apart = bool(self._refused) and not self._refused.isdisjoint(fetched.offsets.tolist())
-        if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW and not apart:
-            left = self._scan(fetched)
-        for at in left:
-            self._take(fetched, at)
+        indexes: Iterable[int] = range(fetched.size)
+        has_refused = bool(self._refused) and not self._refused.isdisjoint(fetched.offsets.tolist())
+        if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW and not has_refused:
+            indexes = self._scan(fetched)
+        for index in indexes:
+            self._take(fetched, index)
         self.next_offset = max(self.next_offset, int(fetched.offsets.max()) + 1)
 
-    def _scan(self, fetched: Fetched) -> Iterable[int]:
+    def _scan(self, fetched: RecordBatch) -> Iterable[int]:
         """Take what compiled code understands. Returns the indexes of the other records, all if numba is missing."""
         scan = load_field_scan()
         if scan is None:
             return range(fetched.size)
         self.incarnations.warm(fetched.size)
-        left = np.empty(fetched.size, np.int64)
-        why, first, leaving = scan.NEW, 0, 0
+        undecided = np.empty(fetched.size, np.int64)
+        why, first, count = scan.NEW, 0, 0
         while why != scan.DONE:
-            why, first, self._count, leaving, met = scan.scan(
-                fetched, first, self.incarnations.table, self._scanned, self._count, left, leaving
+            why, first, self._count, count, missing = scan.scan(
+                fetched, first, self.incarnations.table, self._scanned, self._count, undecided, count
             )
             if why == scan.NEW:
-                self.incarnations.meet(met, fetched.values)
+                self.incarnations.add(missing, fetched.values)
             elif why == scan.FULL:
                 self._scanned = self._scanned.longer(self._count, len(fetched.value(first)) + 1)
-        indexes: list[int] = left[:leaving].tolist()
+        indexes: list[int] = undecided[:count].tolist()
         return indexes
 
-    def _take(self, fetched: Fetched, at: int) -> None:
+    def _take(self, fetched: RecordBatch, index: int) -> None:
         """What `records.read` says of a record."""
-        value, key, offset, time = fetched.value(at), fetched.key(at), int(fetched.offsets[at]), int(fetched.times[at])
+        value, key, offset, time = (
+            fetched.value(index),
+            fetched.key(index),
+            int(fetched.offsets[index]),
+            int(fetched.times[index]),
+        )
         try:
             if offset in self._refused:
                 raise BadRecord(Reason.NOT_STORABLE, "the database refused what followed from it")
@@ -190,13 +195,13 @@ class Decoder:
         number = self.incarnations.number(record.stream, record.writer, record.epoch)
         match record:
             case records.Rdata(id="batch"):
-                found = [(ROW, 0, 0)]
+                edges = [(ROW, 0, 0)]
             case records.Rdata(id=int(id)):
-                found = [(int(Kind.RDATA), records.start(record), id)]
+                edges = [(int(Kind.RDATA), records.start(record), id)]
             case records.FactRun():
                 kinds = [int(Kind.RDATA if rows else Kind.VOID) for rows in record.rows]
-                found = [(kind, *edge) for kind, edge in zip(kinds, pairwise([record.prev, *record.ids]), strict=True)]
-                found += [(ROW, 0, 0)] * sum(len(rows) - 1 for rows in record.rows if rows)
+                edges = [(kind, *edge) for kind, edge in zip(kinds, pairwise([record.prev, *record.ids]), strict=True)]
+                edges += [(ROW, 0, 0)] * sum(len(rows) - 1 for rows in record.rows if rows)
             case records.Void() | records.Position():
-                found = [(int(records.kind_of(record)), record.prev, record.id)]
-        self._read += [(number, kind, prev, id, offset, time) for kind, prev, id in found]
+                edges = [(int(records.kind_of(record)), record.prev, record.id)]
+        self._read += [(number, kind, prev, id, offset, time) for kind, prev, id in edges]

@@ -17,22 +17,25 @@ _SPARSE = 4
 """Where there are so many times more groups than edges, they are not counted one by one."""
 
 
-def link(edges: Edges, most: int) -> tuple[Edges, Order]:
+def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
     """Edges chain by chain, and where each chain begins; it has at most so many of them, but for what came twice.
 
     They are given in the order of arrival, at least one: magnitudes, with numbers of groups for `incarnations`.
     """
-    found = _arranged(edges)
-    same = found.incarnations[1:] == found.incarnations[:-1]
-    if np.any(same & (found.prevs[1:] < found.ids[:-1])):
+    ordered = _arranged(edges)
+    same = ordered.incarnations[1:] == ordered.incarnations[:-1]
+    if np.any(same & (ordered.prevs[1:] < ordered.ids[:-1])):
         order, firsts = _link_tangled(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
         return edges.at(order), firsts
-    return found, _cut(_firsts(same & (found.prevs[1:] == found.ids[:-1])), len(edges.ids), most)
+    return ordered, _cut(_firsts(same & (ordered.prevs[1:] == ordered.ids[:-1])), len(edges.ids), max_edges)
 
 
-def _cut(firsts: Order, count: int, most: int) -> Order:
+def _cut(firsts: Order, count: int, max_edges: int) -> Order:
     lengths = np.diff(firsts, append=count)
-    cuts = [np.arange(firsts[at] + most, firsts[at] + lengths[at], most) for at in np.flatnonzero(lengths > most)]
+    cuts = [
+        np.arange(firsts[chain] + max_edges, firsts[chain] + lengths[chain], max_edges)
+        for chain in np.flatnonzero(lengths > max_edges)
+    ]
     return np.sort(np.concatenate((firsts, *cuts)))
 
 
@@ -52,12 +55,12 @@ def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
     for shift in range(16, int(groups.max()).bit_length(), 16):
         order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
     grouped, within = groups[order], prevs[order]
-    places = np.cumsum(np.concatenate(([0], grouped[1:] != grouped[:-1])))
+    ranks = np.cumsum(np.concatenate(([0], grouped[1:] != grouped[:-1])))
     low = int(within.min())
     span = int(within.max()) - low + 1
-    if (int(places[-1]) + 1) * span >= 2**63:
+    if (int(ranks[-1]) + 1) * span >= 2**63:
         return np.lexsort((prevs, groups))
-    return order[np.argsort(places * span + (within - low), kind="stable")]
+    return order[np.argsort(ranks * span + (within - low), kind="stable")]
 
 
 def _firsts(joined: npt.NDArray[np.bool_]) -> Order:
@@ -68,9 +71,9 @@ def _firsts(joined: npt.NDArray[np.bool_]) -> Order:
 def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tuple[Order, Order]:
     order = np.lexsort((arrival, ids, prevs, groups))
     groups, prevs, ids, arrival = groups[order], prevs[order], ids[order], arrival[order]
-    places = np.arange(len(groups))
+    indexes = np.arange(len(groups))
     again = np.concatenate(([False], (groups[1:] == groups[:-1]) & (prevs[1:] == prevs[:-1]) & (ids[1:] == ids[:-1])))
-    layers = places - np.maximum.accumulate(np.where(again, 0, places))
+    layers = indexes - np.maximum.accumulate(np.where(again, 0, indexes))
     clashing = _clashing(groups[~again], prevs[~again], ids[~again])[np.cumsum(~again) - 1]
 
     order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the one before
@@ -85,8 +88,8 @@ def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
     ranks = np.empty_like(by_id)
     ranks[by_id] = np.arange(len(by_id))
     reach = ids[by_id][np.maximum.accumulate(ranks)]  # ranks ascend with groups, so no group reaches into the next
-    apart = np.concatenate(([True], (groups[1:] != groups[:-1]) | (prevs[1:] >= reach[:-1])))
-    clusters = np.cumsum(apart) - 1
+    begins = np.concatenate(([True], (groups[1:] != groups[:-1]) | (prevs[1:] >= reach[:-1])))
+    clusters = np.cumsum(begins) - 1
     sizes = np.bincount(clusters)
-    crowded: npt.NDArray[np.bool_] = sizes[clusters] > 1
-    return crowded
+    clashing: npt.NDArray[np.bool_] = sizes[clusters] > 1
+    return clashing

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidemark.streaming.ingest.incarnations import Incarnations, IncarnationTable, Met
-from tidemark.streaming.ingest.jit_cache import compiled, kept
+from tidemark.streaming.ingest.incarnations import Incarnations, IncarnationTable, MissingIncarnation
+from tidemark.streaming.ingest.jit_cache import cached, compiled
 from tidemark.streaming.ingest.json_scan import (
     CLOSE_LIST,
     CLOSE_OBJECT,
@@ -28,7 +28,7 @@ from tidemark.streaming.ingest.json_scan import (
     value,
     word,
 )
-from tidemark.streaming.ingest.record_batch import Bytes, Edges, Fetched
+from tidemark.streaming.ingest.record_batch import Bytes, Edges, RecordBatch
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
 
@@ -91,14 +91,14 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
     negative = at < end and peek(data, at) == MINUS
     if negative:
         at += 1
-    first, found = at, 0
+    first, number = at, 0
     while at < end and 0 <= peek(data, at) - ZERO <= 9:
-        found = found * 10 + (peek(data, at) - ZERO)
+        number = number * 10 + (peek(data, at) - ZERO)
         at += 1
     length = at - first
     if length == 0 or length > _DIGITS or (peek(data, first) == ZERO and (negative or length > 1)):
         return -1, 0
-    return at, -found if negative else found
+    return at, -number if negative else number
 
 
 @compiled(inline=True)
@@ -111,12 +111,12 @@ def _item_end(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled()
-def _integers(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[int, int]:
+def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
     """Behind a list of integers, and how many are found in all, with `count` before."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
-        at, found[count] = _integer(data, space(data, at + 1, end), end)
+        at, ids[count] = _integer(data, space(data, at + 1, end), end)
         at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
@@ -144,12 +144,12 @@ def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 
 @compiled()
-def _lengths(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[int, int]:
+def _lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
     """Behind a list of lists, and how many lengths of them are found in all, with `count` before."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
-        at, found[count] = _length(data, space(data, at + 1, end), end)
+        at, lengths[count] = _length(data, space(data, at + 1, end), end)
         at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
@@ -173,15 +173,15 @@ def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 
 @compiled(inline=True)
-def _next(data: Bytes, at: int, end: int, place: int) -> tuple[int, int]:
+def _next(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
     """As `_field`, but the name is only compared where it is the one that programs mostly write in this place."""
-    if place < len(_WORDS) and at + 10 < end:
-        length = _LENGTHS[place]
+    if index < len(_WORDS) and at + 10 < end:
+        length = _LENGTHS[index]
         behind = at + 1 + length
-        same = word(data, at + 1, length) == _WORDS[place]
+        same = word(data, at + 1, length) == _WORDS[index]
         if same and peek(data, at) == QUOTE and peek(data, behind) == QUOTE and peek(data, behind + 1) == COLON:
             begin = space(data, behind + 2, end)
-            return (begin, _WORDS[place]) if begin < end else (-1, 0)
+            return (begin, _WORDS[index]) if begin < end else (-1, 0)
     return _field(data, at, end)
 
 
@@ -192,10 +192,10 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
     batch = False
     at = space(data, at, end)
     more = at < end and peek(data, at) == OPEN_OBJECT
-    place = 0
+    index = 0
     while more:
-        begin, name = _next(data, at + 1, end, place)
-        place += 1
+        begin, name = _next(data, at + 1, end, index)
+        index += 1
         if begin < 0:
             break
         bit = 0
@@ -254,102 +254,102 @@ _ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 @compiled(inline=True)
-def _mixed(found: int, more: int) -> int:
+def _mixed(hashed: int, more: int) -> int:
     """Twice high bits to low ones: with once, names that differ in few high bits shared a hash whatever the seed."""
-    found = (found ^ more) * _ONE
-    found = (found ^ ((found >> 32) & _LOW)) * _OTHER
-    return found ^ ((found >> 32) & _LOW)
+    hashed = (hashed ^ more) * _ONE
+    hashed = (hashed ^ ((hashed >> 32) & _LOW)) * _OTHER
+    return hashed ^ ((hashed >> 32) & _LOW)
 
 
 @compiled(inline=True)
-def _with_name(found: int, data: Bytes, at: int, end: int) -> int:
+def _with_name(hashed: int, data: Bytes, at: int, end: int) -> int:
     while at < end:
         count = min(8, end - at)
-        found = _mixed(found, word(data, at, count))
+        hashed = _mixed(hashed, word(data, at, count))
         at += count
-    return found
+    return hashed
 
 
 @compiled(inline=True)
-def hash_of(table: IncarnationTable, data: Bytes, it: Fields) -> int:
+def hash_of(table: IncarnationTable, data: Bytes, record: Fields) -> int:
     """Of both names and the epoch."""
-    found = _with_name(table.seed ^ (it.stream_end - it.stream), data, it.stream, it.stream_end)
-    return _mixed(_with_name(found, data, it.writer, it.writer_end), it.epoch)
+    hashed = _with_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
+    return _mixed(_with_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
 
 @compiled(inline=True)
-def _is(table: IncarnationTable, number: int, data: Bytes, it: Fields) -> bool:
-    stream, writer, end = table.places[number, 0], table.places[number, 1], table.places[number, 2]
-    known: bool = table.places[number, 3] == it.epoch
+def _is(table: IncarnationTable, number: int, data: Bytes, record: Fields) -> bool:
+    stream, writer, end = table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2]
+    known: bool = table.bounds[number, 3] == record.epoch
     return (
         known
-        and are_same(table.names, stream, writer, data, it.stream, it.stream_end)
-        and are_same(table.names, writer, end, data, it.writer, it.writer_end)
+        and are_same(table.names, stream, writer, data, record.stream, record.stream_end)
+        and are_same(table.names, writer, end, data, record.writer, record.writer_end)
     )
 
 
 @compiled(inline=True)
 def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
     """Whether it is certain to be legal."""
-    for place in range(at, stop):
-        if not _SPACE < data[place] < _DELETE:
+    for index in range(at, stop):
+        if not _SPACE < data[index] < _DELETE:
             return False
-        names[to + place - at] = data[place]
+        names[to + index - at] = data[index]
     return 0 < stop - at <= LONGEST_NAME
 
 
 @compiled()
-def _add(table: IncarnationTable, data: Bytes, it: Fields, hashed: int, slot: int) -> int:
+def _add(table: IncarnationTable, data: Bytes, record: Fields, hashed: int, slot: int) -> int:
     """The number of a new one, where there is room and its names are surely legal."""
-    number: int = table.held[0]
-    begin: int = table.held[1]
-    middle = begin + it.stream_end - it.stream
-    end = middle + it.writer_end - it.writer
+    number: int = table.counts[0]
+    begin: int = table.counts[1]
+    middle = begin + record.stream_end - record.stream
+    end = middle + record.writer_end - record.writer
     if number == len(table.hashes) or end > len(table.names):
         return -1
-    if it.writer_end - it.writer == 1 and data[it.writer] == _STAR:
+    if record.writer_end - record.writer == 1 and data[record.writer] == _STAR:
         return -1
-    if not _copy_name(data, it.stream, it.stream_end, table.names, begin):
+    if not _copy_name(data, record.stream, record.stream_end, table.names, begin):
         return -1
-    if not _copy_name(data, it.writer, it.writer_end, table.names, middle):
+    if not _copy_name(data, record.writer, record.writer_end, table.names, middle):
         return -1
-    table.places[number, 0], table.places[number, 1], table.places[number, 2] = begin, middle, end
-    table.places[number, 3] = it.epoch
+    table.bounds[number, 0], table.bounds[number, 1], table.bounds[number, 2] = begin, middle, end
+    table.bounds[number, 3] = record.epoch
     table.hashes[number] = hashed
     table.legal[number] = True
     table.slots[slot] = number
-    table.held[0], table.held[1] = number + 1, end
+    table.counts[0], table.counts[1] = number + 1, end
     return number
 
 
 @compiled(inline=True)
-def number_of(table: IncarnationTable, data: Bytes, it: Fields, hashed: int) -> int:
-    """Of the incarnation, which may be new; -1 where it is for others to add (`Incarnations.meet`)."""
+def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int) -> int:
+    """Of the incarnation, which may be new; -1 where it is for others to add (`Incarnations.add`)."""
     mask = len(table.slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while True:
         number: int = table.slots[slot]
         if number < 0:
-            return _add(table, data, it, hashed, slot)
-        if table.hashes[number] == hashed and _is(table, number, data, it):
+            return _add(table, data, record, hashed, slot)
+        if table.hashes[number] == hashed and _is(table, number, data, record):
             return number
         slot = (slot + 1) & mask
 
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
 _MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; of longer names the table would keep what nobody bounds
-_NOBODY: Final = Met(0, 0, 0, 0, 0, 0)
+_NOBODY: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     """Why a scan ended, and at which record, with how many edges and undecided records in all."""
 
     why: int
-    at: int
+    record: int
     edges: int
-    left: int
-    met: Met
+    undecided: int
+    missing: MissingIncarnation
 
 
 DONE: Final = 0
@@ -367,68 +367,76 @@ def _is_beyond(prev: int, id: int) -> bool:
 
 @compiled(inline=True)
 def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
-    for place in range(first, stop):
-        if not _is_beyond(prev, edges.ids[place]):
+    for index in range(first, stop):
+        if not _is_beyond(prev, edges.ids[index]):
             return False
-        prev = edges.ids[place]
+        prev = edges.ids[index]
     return stop > first
 
 
 @compiled(inline=True)
-def _start(it: Fields) -> int:
+def _start(record: Fields) -> int:
     """Where an edge begins, as `records.start` has it."""
-    if it.kind != RDATA or it.has & HAS_PREV:
-        return it.prev
-    return it.id - 1 if it.id > 0 else it.id + 1
+    if record.kind != RDATA or record.has & HAS_PREV:
+        return record.prev
+    return record.id - 1 if record.id > 0 else record.id + 1
 
 
 @compiled(inline=True)
-def _is_good(it: Fields, edges: Edges, count: int) -> bool:
-    if it.has & _NAMED != _NAMED or it.epoch < 0:
+def _is_good(fact: Fields, edges: Edges, count: int) -> bool:
+    if fact.has & _NAMED != _NAMED or fact.epoch < 0:
         return False
-    if it.stream_end - it.stream > _MOST_BYTES or it.writer_end - it.writer > _MOST_BYTES:
+    if fact.stream_end - fact.stream > _MOST_BYTES or fact.writer_end - fact.writer > _MOST_BYTES:
         return False
-    if it.kind == RUN:
-        return it.has & HAS_PREV != 0 and it.ids == it.lists and _is_chain(it.prev, edges, count, count + it.ids)
-    if not it.has & HAS_ID or not (it.batch or _is_beyond(_start(it), it.id)):
+    if fact.kind == RUN:
+        return (
+            fact.has & HAS_PREV != 0 and fact.ids == fact.lists and _is_chain(fact.prev, edges, count, count + fact.ids)
+        )
+    if not fact.has & HAS_ID or not (fact.batch or _is_beyond(_start(fact), fact.id)):
         return False
-    if it.kind == RDATA:
-        return it.has & HAS_ROW != 0
-    return it.kind in (VOID, POSITION) and it.has & HAS_PREV != 0 and not it.batch
+    if fact.kind == RDATA:
+        return fact.has & HAS_ROW != 0
+    return fact.kind in (VOID, POSITION) and fact.has & HAS_PREV != 0 and not fact.batch
 
 
 @compiled(inline=True)
-def _put_edge(it: Fields, edges: Edges, count: int) -> int:
-    edges.prevs[count], edges.ids[count] = _start(it), it.id
+def _put_edge(record: Fields, edges: Edges, count: int) -> int:
+    edges.prevs[count], edges.ids[count] = _start(record), record.id
     kind = _RDATA
-    if it.batch:
+    if record.batch:
         kind = ROW
-    elif it.kind != RDATA:
-        kind = _VOID if it.kind == VOID else _POSITION
+    elif record.kind != RDATA:
+        kind = _VOID if record.kind == VOID else _POSITION
     edges.kinds[count] = kind
     return count + 1
 
 
 @compiled(inline=True)
-def _put_run(it: Fields, edges: Edges, count: int) -> int:
+def _put_run(record: Fields, edges: Edges, count: int) -> int:
     """Beside its IDs, which are there, and after them its rows but the first of each."""
-    prev, stop = it.prev, count + it.ids
-    for place in range(count, count + it.ids):
-        edges.prevs[place] = prev
-        prev = edges.ids[place]
-        edges.kinds[place] = _RDATA if edges.times[place] else _VOID
-        for _ in range(edges.times[place] - 1):
+    prev, stop = record.prev, count + record.ids
+    for index in range(count, count + record.ids):
+        edges.prevs[index] = prev
+        prev = edges.ids[index]
+        edges.kinds[index] = _RDATA if edges.times[index] else _VOID
+        for _ in range(edges.times[index] - 1):
             edges.prevs[stop] = edges.ids[stop] = 0
             edges.kinds[stop] = ROW
             stop += 1
     return stop
 
 
-@kept
+@cached
 @compiled()
 def scan(
-    fetched: Fetched, first: int, table: IncarnationTable, edges: Edges, count: int, undecided: Ids, left: int
-) -> Scanned:
+    fetched: RecordBatch,
+    first: int,
+    table: IncarnationTable,
+    edges: Edges,
+    count: int,
+    undecided: Ids,
+    left: int,
+) -> ScanResult:
     """Scan records from the `first` on; put their edges into `edges` from `count` on, and into `undecided` from
     `left` on the places of those that it leaves.
     """
@@ -436,30 +444,32 @@ def scan(
     for at in range(first, len(fetched.offsets)):
         begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
         if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID takes two bytes of JSON, and so does a row
-            return Scanned(FULL, at, count, left, _NOBODY)
-        it = fields(data, begin, end, edges, count)
+            return ScanResult(FULL, at, count, left, _NOBODY)
+        fact = fields(data, begin, end, edges, count)
         key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
         legal = False
-        if _is_good(it, edges, count) and are_same(keys, key, key_end, data, it.stream, it.stream_end):
-            hashed = hash_of(table, data, it)
-            number = number_of(table, data, it, hashed)
+        if _is_good(fact, edges, count) and are_same(keys, key, key_end, data, fact.stream, fact.stream_end):
+            hashed = hash_of(table, data, fact)
+            number = number_of(table, data, fact, hashed)
             if number < 0:
-                met = Met(it.stream, it.stream_end, it.writer, it.writer_end, it.epoch, hashed)
-                return Scanned(NEW, at, count, left, met)
+                missing = MissingIncarnation(
+                    fact.stream, fact.stream_end, fact.writer, fact.writer_end, fact.epoch, hashed
+                )
+                return ScanResult(NEW, at, count, left, missing)
             legal = table.legal[number]
         if not legal:
             undecided[left] = at
             left += 1
             continue
-        stop = _put_run(it, edges, count) if it.kind == RUN else _put_edge(it, edges, count)
+        stop = _put_run(fact, edges, count) if fact.kind == RUN else _put_edge(fact, edges, count)
         edges.incarnations[count:stop] = number
         edges.offsets[count:stop] = fetched.offsets[at]
         edges.times[count:stop] = fetched.times[at]
         count = stop
-    return Scanned(DONE, len(fetched.offsets), count, left, _NOBODY)
+    return ScanResult(DONE, len(fetched.offsets), count, left, _NOBODY)
 
 
 def compile_all() -> None:
     """Compile `scan` and all that it calls, or load them from the cache."""
     zero = np.zeros(1, np.int64)
-    scan(Fetched.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.room(1), 0, zero, 0)
+    scan(RecordBatch.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.room(1), 0, zero, 0)

@@ -28,22 +28,22 @@ class IncarnationTable(NamedTuple):
     """
 
     seed: int
-    held: Ids
+    counts: Ids
     names: Bytes
-    places: Ids
+    bounds: Ids
     hashes: Ids
     legal: Mask
     slots: Ids
 
     def all(self) -> list[Incarnation]:
-        count, names = int(self.held[0]), self.names[: self.held[1]].tobytes()
+        count, names = int(self.counts[0]), self.names[: self.counts[1]].tobytes()
         return [
             (names[stream:writer].decode(), names[writer:end].decode(), epoch)
-            for stream, writer, end, epoch in self.places[:count].tolist()
+            for stream, writer, end, epoch in self.bounds[:count].tolist()
         ]
 
 
-class Met(NamedTuple):
+class MissingIncarnation(NamedTuple):
     """An incarnation that the table does not have: where in the values its names are."""
 
     stream: int
@@ -75,29 +75,32 @@ class Incarnations:
         """The number of an incarnation, new or known."""
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
-    def meet(self, met: Met, values: Bytes) -> None:
+    def add(self, missing: MissingIncarnation, values: Bytes) -> None:
         """Put into the table what compiled code did not, for want of room or for letters that it does not know; its
         names are as they stand in `values`.
         """
-        stream, writer = values[met.stream : met.stream_end].tobytes(), values[met.writer : met.writer_end].tobytes()
-        number, begin = self.table.held.tolist()
+        stream, writer = (
+            values[missing.stream : missing.stream_end].tobytes(),
+            values[missing.writer : missing.writer_end].tobytes(),
+        )
+        number, begin = self.table.counts.tolist()
         middle, end = begin + len(stream), begin + len(stream) + len(writer)
         self._make_room(number + 1, end)
         table = self.table
-        table.held[:] = number + 1, end
+        table.counts[:] = number + 1, end
         table.names[begin:end] = np.frombuffer(stream + writer, np.uint8)
-        table.places[number] = begin, middle, end, met.epoch
-        table.hashes[number] = met.hash
+        table.bounds[number] = begin, middle, end, missing.epoch
+        table.hashes[number] = missing.hash
         table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
-        _put(table.slots, met.hash, number)
+        _put(table.slots, missing.hash, number)
 
     def warm(self, records: int) -> None:
         """Bring the table into the processor's cache where so many records may ask for much of it. What they came with
         has driven it out; read in a row it comes at a tenth of what those pay who ask for one line after the other.
         """
-        table, (count, length) = self.table, self.table.held.tolist()
+        table, (count, length) = self.table, self.table.counts.tolist()
         if _FEW < count <= 4 * records:
-            for array in (table.slots, table.hashes[:count], table.places[:count].ravel(), table.legal[:count]):
+            for array in (table.slots, table.hashes[:count], table.bounds[:count].ravel(), table.legal[:count]):
                 array[:: _LINE // array.itemsize].sum()
             table.names[:length:_LINE].sum()
 
@@ -107,17 +110,17 @@ class Incarnations:
             slots = np.full(8 * len(table.slots), -1, np.int64)
             for number, hashed in enumerate(table.hashes.tolist()):
                 _put(slots, hashed, number)
-            longer: Any = {name: _longer(getattr(table, name)) for name in ("places", "hashes", "legal")}
+            longer: Any = {name: _longer(getattr(table, name)) for name in ("bounds", "hashes", "legal")}
             self.table = table._replace(slots=slots, **longer)
         while names > len(self.table.names):
             self.table = self.table._replace(names=_longer(self.table.names))
 
     def ranked(self) -> tuple[list[Incarnation], Ids]:
         """All in their natural order, and by number the rank in it: the same records give the same ranks."""
-        met = [*self.table.all(), *reversed(self._numbers)]
-        every = sorted({*met})
-        rank = {incarnation: at for at, incarnation in enumerate(every)}
-        return every, np.array([rank[incarnation] for incarnation in met], np.int64)
+        listed = [*self.table.all(), *reversed(self._numbers)]
+        ordered = sorted({*listed})
+        rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
+        return ordered, np.array([rank[incarnation] for incarnation in listed], np.int64)
 
 
 def _put(slots: Ids, hashed: int, number: int) -> None:

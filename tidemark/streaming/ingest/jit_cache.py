@@ -36,7 +36,7 @@ _config.DISABLE_JIT = 0  # in Python the numbers of compiled code overflow
 # An image runs elsewhere, and what this processor knows beyond that gains nothing.
 _config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
 
-_MOST = 32
+_MAX_FILES = 32
 """Files that are left in a place: of versions and kinds of processors that share it."""
 
 
@@ -50,14 +50,14 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
     return compiler
 
 
-def kept(function: F) -> F:
+def cached(function: F) -> F:
     """A compiled function, kept with all that it calls."""
     dispatcher: Any = function
-    dispatcher._cache = CodeFiles(dispatcher, [*places()])
+    dispatcher._cache = CodeCache(dispatcher, [*cache_dirs()])
     return function
 
 
-def places() -> Iterator[Path]:
+def cache_dirs() -> Iterator[Path]:
     """Where files may be, best first."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
     given = os.environ.get("TIDEMARK_HOME")
@@ -65,22 +65,22 @@ def places() -> Iterator[Path]:
         yield (Path(given).expanduser() if given else default_home()).absolute() / "compiled"
 
 
-class CodeFiles:
+class CodeCache:
     """The cache of one function, as numba calls it: a file for each signature and whatever else the code depends on."""
 
-    def __init__(self, dispatcher: Any, places: list[Path]) -> None:
-        self.cache_path = str(places[0])
+    def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:
+        self.cache_path = str(cache_dirs[0])
         self._dispatcher = dispatcher
-        self._places = places
+        self._cache_dirs = cache_dirs
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         target.refresh()
         name = self._name(signature, target.codegen())
-        found = next(filter(None, (_read(place / name) for place in self._places)), None)
-        if not found:
+        content = next(filter(None, (_read(directory / name) for directory in self._cache_dirs)), None)
+        if not content:
             return None
         try:
-            return CompileResult._rebuild(target, *pickle.loads(found))  # type: ignore[no-untyped-call]
+            return CompileResult._rebuild(target, *pickle.loads(content))  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001  # what it names has moved since: compile again, and overwrite it
             log.info("Compiling again: the cached code cannot be loaded", name=name, cause=str(error))
             return None
@@ -90,19 +90,19 @@ class CodeFiles:
             return  # addresses of this process
         name = self._name(signature, result.codegen)
         content = dumps(result._reduce())  # type: ignore[no-untyped-call]
-        for place in self._places:
+        for directory in self._cache_dirs:
             with suppress(OSError):
-                _write(place / name, content)
+                _write(directory / name, content)
                 return
 
     def _name(self, signature: Any, codegen: Any) -> str:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         versions = python_version(), *(library.__version__ for library in (numba, llvmlite, np))
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-        arguments = [(str(it), getattr(it, "fields", None), _module_of(it)) for it in signature]
+        arguments = [(str(argument), getattr(argument, "fields", None), _module_of(argument)) for argument in signature]
         for part in (versions, codegen.magic_tuple(), settings, arguments, *_parts(self._dispatcher, set())):
-            found.update(repr(part).encode())
-        return f"{self._dispatcher.__name__}-{found.hexdigest()[:32]}"
+            digest.update(repr(part).encode())
+        return f"{self._dispatcher.__name__}-{digest.hexdigest()[:32]}"
 
 
 def _module_of(argument: Any) -> str | None:
@@ -164,7 +164,7 @@ def _write(path: Path, content: bytes) -> None:
         Path(part).unlink(missing_ok=True)
         raise
     with suppress(OSError):
-        for old in sorted(path.parent.iterdir(), key=lambda it: it.stat().st_mtime)[:-_MOST]:
+        for old in sorted(path.parent.iterdir(), key=lambda path_: path_.stat().st_mtime)[:-_MAX_FILES]:
             old.unlink()
 
 

@@ -51,11 +51,13 @@ def plain(_typing: Any, data: Any, _at: Any) -> Any:
     """How many of the next sixteen stand in a JSON string for themselves, up to the first that does not."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = _loaded(_SIXTEEN, context, builder, signature, arguments)
-        others = builder.icmp_signed("<", found, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and all that are not ASCII
-        for other in (QUOTE, BACKSLASH):
-            others = builder.or_(others, builder.icmp_unsigned("==", found, ir.Constant(_SIXTEEN, [other] * 16)))
-        bits = builder.zext(builder.bitcast(others, ir.IntType(16)), _INT)
+        loaded = _loaded(_SIXTEEN, context, builder, signature, arguments)
+        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and all that are not ASCII
+        for character_ in (QUOTE, BACKSLASH):
+            special = builder.or_(
+                special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character_] * 16))
+            )
+        bits = builder.zext(builder.bitcast(special, ir.IntType(16)), _INT)
         return builder.cttz(builder.or_(bits, ir.Constant(_INT, 1 << 16)), ir.Constant(_BIT, 1))
 
     return types.int64(data, types.int64), generate
@@ -66,10 +68,10 @@ def word(data: Bytes, at: int, count: int) -> int:
     """The next `count`, eight at most, as one number, whose lowest byte is the first."""
     if at + 8 <= len(data):
         return _eight(data, at) & _FIRST[count]  # type: ignore[no-any-return]
-    found = 0
-    for place in range(count):
-        found |= peek(data, at + place) << (8 * place)
-    return found
+    number_ = 0
+    for index in range(count):
+        number_ |= peek(data, at + index) << (8 * index)
+    return number_
 
 
 COLON, COMMA, MINUS, POINT = map(ord, ":,-.")
@@ -78,7 +80,7 @@ NINE, ZERO = ord("9"), ord("0")
 _SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
 _T, _F, _U, _E, _PLUS = map(ord, "tfue+")
 _LOWER: Final = 0x20  # the bit by which lower letters differ from upper ones
-_TRUE, _FALSE, _NULL = (int.from_bytes(it, "little") for it in (b"true", b"alse", b"null"))
+_TRUE, _FALSE, _NULL = (int.from_bytes(literal, "little") for literal in (b"true", b"alse", b"null"))
 _ESCAPED: Final = np.zeros(256, np.bool_)
 _ESCAPED[[*b'"\\/bfnrt']] = True
 _HEX: Final = np.full(256, -1)
@@ -128,8 +130,8 @@ def character(data: Bytes, at: int, end: int) -> int:
         high = 0x9F if first == 0xED else high
     if not 0xC2 <= first <= 0xF4 or at + more >= end or not low <= peek(data, at + 1) <= high:
         return -1
-    for place in range(at + 2, at + more + 1):
-        if not 0x80 <= peek(data, place) <= 0xBF:
+    for index in range(at + 2, at + more + 1):
+        if not 0x80 <= peek(data, index) <= 0xBF:
             return -1
     return at + more + 1
 
@@ -140,10 +142,10 @@ def _unit(data: Bytes, at: int, end: int) -> int:
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
-    for place in range(at + 1, at + 5):
-        if _HEX[peek(data, place)] < 0:
+    for index in range(at + 1, at + 5):
+        if _HEX[peek(data, index)] < 0:
             return -1
-        unit = unit << 4 | _HEX[peek(data, place)]
+        unit = unit << 4 | _HEX[peek(data, index)]
     return unit
 
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tidemark.streaming.ingest.jit_cache import compiled, kept
+from tidemark.streaming.ingest.jit_cache import cached, compiled
 from tidemark.streaming.ingest.record_batch import Edges
 from tidemark.streaming.values.intervals import Ids
 
@@ -21,18 +21,18 @@ MOST_STEPS: Final = 32
 
 
 @compiled(inline=True)
-def _put(to: Edges, place: int, it: Edges, at: int) -> None:
-    to.incarnations[place] = it.incarnations[at]
-    to.prevs[place] = it.prevs[at]
-    to.ids[place] = it.ids[at]
-    to.kinds[place] = it.kinds[at]
-    to.offsets[place] = it.offsets[at]
-    to.times[place] = it.times[at]
+def _put(target: Edges, index: int, source: Edges, source_index: int) -> None:
+    target.incarnations[index] = source.incarnations[source_index]
+    target.prevs[index] = source.prevs[source_index]
+    target.ids[index] = source.ids[source_index]
+    target.kinds[index] = source.kinds[source_index]
+    target.offsets[index] = source.offsets[source_index]
+    target.times[index] = source.times[source_index]
 
 
-@kept
+@cached
 @compiled()
-def arrange(edges: Edges, found: Edges, begins: Ids, hand: Edges) -> bool:
+def arrange(edges: Edges, arranged: Edges, begins: Ids, spare: Edges) -> bool:
     """Put into `found` the edges by group and `prev`, those of one `prev` as they came; False where they come in such
     disorder that others do it faster. `begins` are zeros, two more than there are groups; `hand` has room for one edge.
     """
@@ -43,20 +43,20 @@ def arrange(edges: Edges, found: Edges, begins: Ids, hand: Edges) -> bool:
         begins[group] += begins[group - 1]
     for at in range(count):
         group = edges.incarnations[at] + 1
-        _put(found, begins[group], edges, at)
+        _put(arranged, begins[group], edges, at)
         begins[group] += 1
-    left = MOST_STEPS * count
+    steps = MOST_STEPS * count
     for at in range(1, count):
-        group, prev, place = found.incarnations[at], found.prevs[at], at
-        if found.incarnations[at - 1] != group or found.prevs[at - 1] <= prev:
+        group, prev, index = arranged.incarnations[at], arranged.prevs[at], at
+        if arranged.incarnations[at - 1] != group or arranged.prevs[at - 1] <= prev:
             continue
-        _put(hand, 0, found, at)
-        while place > 0 and found.incarnations[place - 1] == group and found.prevs[place - 1] > prev:
-            _put(found, place, found, place - 1)
-            place -= 1
-        _put(found, place, hand, 0)
-        left -= at - place
-        if left < 0:
+        _put(spare, 0, arranged, at)
+        while index > 0 and arranged.incarnations[index - 1] == group and arranged.prevs[index - 1] > prev:
+            _put(arranged, index, arranged, index - 1)
+            index -= 1
+        _put(arranged, index, spare, 0)
+        steps -= at - index
+        if steps < 0:
             return False
     return True
 
@@ -95,7 +95,7 @@ def _call_release(_typing: Any, _function: Any, _message: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@kept
+@cached
 @compiled()
 def gather(addresses: Ids, lengths: Ids, target: int) -> None:
     """Copy what lies at the addresses to the target, one after the other."""
@@ -104,15 +104,15 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
         target += lengths[at]
 
 
-@kept
+@cached
 @compiled()
-def times(function: int, messages: Ids, found: Ids) -> None:
+def times(function: int, messages: Ids, result: Ids) -> None:
     """Put `rd_kafka_message_timestamp` of each message into `found`."""
     for at in range(len(messages)):
-        found[at] = _call_time(function, messages[at])
+        result[at] = _call_time(function, messages[at])
 
 
-@kept
+@cached
 @compiled()
 def release(function: int, messages: Ids) -> None:
     """`rd_kafka_message_destroy` of each message."""

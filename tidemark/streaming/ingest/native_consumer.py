@@ -16,7 +16,7 @@ import numpy as np
 from confluent_kafka import KafkaError, KafkaException, cimpl
 
 from tidemark.streaming.ingest.jit_loader import load_kernels
-from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
+from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.runs import Mask
 
@@ -94,13 +94,13 @@ class NativeConsumer:
     def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
         """Read these partitions, by topic and number, and no other, each from its offset on."""
         self._check_open()
-        places = _list_new(0)
+        partitions = _list_new(0)
         try:
             for topic, partition, offset in offsets:
-                _list_add(places, topic.encode(), partition).contents.offset = offset
-            _check(_assign(self._client, places))
+                _list_add(partitions, topic.encode(), partition).contents.offset = offset
+            _check(_assign(self._client, partitions))
         finally:
-            _list_destroy(places)
+            _list_destroy(partitions)
 
     def unassign(self) -> None:
         self._check_open()
@@ -144,32 +144,32 @@ class NativeMessages:
         first = handles[:1], partitions[:1]
         if (handles == first[0]).all() and (partitions == first[1]).all():  # mostly: a set costs 60 ns a message
             handles, partitions = first
-        found: dict[tuple[str, int], Mask] = {}
+        masks: dict[tuple[str, int], Mask] = {}
         for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
             if handle:
-                place = _topic_name(handle).decode(), partition
+                name = _topic_name(handle).decode(), partition
                 mask = (self._handles == handle) & (self._partitions == partition)
-                found[place] = found[place] | mask if place in found else mask
-        return found
+                masks[name] = masks[name] | mask if name in masks else mask
+        return masks
 
-    def error(self, at: int) -> KafkaError:
+    def error(self, index: int) -> KafkaError:
         """What one of them says, and of which partition, if it is of one."""
-        text = (_message_errstr(int(self._addresses[at])) or b"").decode(errors="replace")
-        if handle := int(self._handles[at]):
-            text = f"{_topic_name(handle).decode()}[{self._partitions[at]}]: {text}"
-        return KafkaError(int(self.codes[at]), text)
+        text = (_message_errstr(int(self._addresses[index])) or b"").decode(errors="replace")
+        if handle := int(self._handles[index]):
+            text = f"{_topic_name(handle).decode()}[{self._partitions[index]}]: {text}"
+        return KafkaError(int(self.codes[index]), text)
 
-    def fetched(self, chosen: Mask) -> Fetched:
+    def fetched(self, chosen: Mask) -> RecordBatch:
         """Those that were chosen, none of them an error."""
-        places = slice(None) if chosen.all() else chosen
-        values, keys = self._values[:, places], self._keys[:, places]
-        return Fetched(
+        selection = slice(None) if chosen.all() else chosen
+        values, keys = self._values[:, selection], self._keys[:, selection]
+        return RecordBatch(
             _joined(*values),
             _bounds(values[1]),
             _joined(*keys),
             _bounds(keys[1]),
-            np.ascontiguousarray(self.offsets[places]),
-            _times(self._addresses[places]),
+            np.ascontiguousarray(self.offsets[selection]),
+            _times(self._addresses[selection]),
         )
 
 

@@ -14,7 +14,7 @@ from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, To
 from tidemark.common.errors import Unavailable
 from tidemark.common.kafka_errors import ErrorListener, concerns_group
 from tidemark.streaming.ingest.consumer import open_consumer
-from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic
 
 READING: Final = {
@@ -44,10 +44,10 @@ _BYTES = 2 << 20  # a call, about
 _ANSWER = 1.0  # seconds for one of the brokers' answers
 _STALE = 5.0  # seconds without any: a client that has seen its brokers go knows little of those that came
 
-Places = dict[str, dict[int, int]]
+TopicOffsets = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
 
-_At = dict[PlannedRange, int]
+_Positions = dict[PlannedRange, int]
 """The offset from which on a range may have more records."""
 
 
@@ -60,34 +60,35 @@ class RangeReader:
     def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
         self._names = names
         self._patience = patience
-        self._most = _AT_FIRST
+        self._max_messages = _AT_FIRST
         self._errors = ErrorListener(client["bootstrap.servers"])
         with self._errors.explaining():
             self._consumer = open_consumer({**client, **READING}, self._errors)
 
-    def read(self, wanted: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, Fetched]]:
+    def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
         """The records of ranges of as many partitions, fetched together: those of each in order, but nothing is said of
         the order of ranges. Whoever leaves off before their end parks, or reads others.
         """
-        at = {it: it.start for it in wanted if it.start < it.end}
+        positions = {planned: planned.start for planned in ranges if planned.start < planned.end}
         self._errors.forget()
-        self._fetch(at)
+        self._fetch(positions)
         deadline = time.monotonic() + self._patience
-        while at:
+        while positions:
             with self._errors.explaining():
-                found, beyond = self._next(at)
-            yield from found
-            at = {it: offset for it, offset in at.items() if offset < it.end}
-            if found:
+                batches, fetched_beyond = self._next(positions)
+            yield from batches
+            positions = {planned: offset for planned, offset in positions.items() if offset < planned.end}
+            if batches:
                 deadline = time.monotonic() + self._patience
-            elif beyond and at:
-                self._fetch(at)  # and no more of what lies behind the others
+            elif fetched_beyond and positions:
+                self._fetch(positions)  # and no more of what lies behind the others
             self._errors.raise_refusal()
-            if at and time.monotonic() > deadline:
-                it, offset = next(iter(at.items()))
-                others = f", nor of {len(at) - 1} other ranges" if len(at) > 1 else ""
-                nothing = f"nothing comes of {self._names[it.topic]}[{it.partition}] from {offset} to {it.end}{others}"
-                raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, nothing))
+            if positions and time.monotonic() > deadline:
+                planned, offset = next(iter(positions.items()))
+                others = f", nor of {len(positions) - 1} other ranges" if len(positions) > 1 else ""
+                name = f"{self._names[planned.topic]}[{planned.partition}]"
+                problem = f"no record of {name} from {offset} to {planned.end}{others}"
+                raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def park(self) -> None:
         """Fetch nothing until the next range: an answer that is under way would hold that up."""
@@ -97,35 +98,39 @@ class RangeReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def _fetch(self, at: _At) -> None:
+    def _fetch(self, positions: _Positions) -> None:
         with self._errors.explaining():
-            self._consumer.assign((self._names[it.topic], it.partition, offset) for it, offset in at.items())
+            self._consumer.assign(
+                (self._names[planned.topic], planned.partition, offset) for planned, offset in positions.items()
+            )
 
-    def _next(self, at: _At) -> tuple[list[tuple[PlannedRange, Fetched]], bool]:
+    def _next(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
         """The next records of these ranges, if any came, and whether others did; moves what they are `at`."""
-        found: list[tuple[PlannedRange, Fetched]] = []
-        left = sum(it.end - offset for it, offset in at.items())
-        with self._consumer.consume(min(self._most, left), _WAIT) as messages:
+        batches: list[tuple[PlannedRange, RecordBatch]] = []
+        remaining = sum(planned.end - offset for planned, offset in positions.items())
+        with self._consumer.consume(min(self._max_messages, remaining), _WAIT) as messages:
             offsets, codes = messages.offsets, messages.codes
             failed = np.flatnonzero(codes).tolist()
             ends = [number for number in failed if _is_end(messages.error(number))]
             masks = messages.by_partition()
-            for it, offset in at.items():
-                mask = masks.get((self._names[it.topic], it.partition))
+            for planned, offset in positions.items():
+                mask = masks.get((self._names[planned.topic], planned.partition))
                 if mask is None:
                     continue
                 records = mask & (codes == 0) & (offset <= offsets)
                 # Records come in order: one from behind the range's end says that holes are all that is left of it.
                 passed = offsets[records][-1:] + 1
-                at[it] = max([offset, *passed.tolist(), *(int(offsets[number]) for number in ends if mask[number])])
-                inside = records & (offsets < it.end)
+                partition_ends = [int(offsets[number]) for number in ends if mask[number]]
+                positions[planned] = max([offset, *passed.tolist(), *partition_ends])
+                inside = records & (offsets < planned.end)
                 if inside.any():
-                    found.append((it, messages.fetched(inside)))
-            count = sum(it.size for _, it in found)
-            beyond = len(codes) - len(failed) > count
-        if found:
-            self._most = max(1, min(_AT_ONCE, _BYTES * count // (sum(len(it.values) for _, it in found) + 1)))
-        return found, beyond
+                    batches.append((planned, messages.fetched(inside)))
+            count = sum(batch.size for _, batch in batches)
+            fetched_beyond = len(codes) - len(failed) > count
+        if batches:
+            size = sum(len(batch.values) for _, batch in batches)
+            self._max_messages = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
+        return batches, fetched_beyond
 
 
 def _is_end(error: KafkaError) -> bool:
@@ -137,7 +142,7 @@ def _is_end(error: KafkaError) -> bool:
     return True
 
 
-class Ends:
+class EndOffsets:
     """Asks where partitions end: behind what is committed there. For one thread.
 
     `patience`: seconds that brokers may be away. An answer below what was read already is asked for again a sixth as
@@ -150,7 +155,7 @@ class Ends:
         self._errors = ErrorListener(client["bootstrap.servers"])
         self._consumer: Consumer | None = None
 
-    def beyond(self, known: Places) -> Places:
+    def beyond(self, known: TopicOffsets) -> TopicOffsets:
         """The ends of all partitions in `known`. Raises `Unavailable` and `Refused`."""
         began = fresh = time.monotonic()
         while True:
@@ -177,7 +182,7 @@ class Ends:
             self._consumer.close()
             self._consumer = None
 
-    def _ask(self, known: Places) -> Places:
+    def _ask(self, known: TopicOffsets) -> TopicOffsets:
         self._errors.forget()
         with self._errors.explaining():
             if self._consumer is None:
@@ -189,7 +194,7 @@ class Ends:
                 self._consumer.poll(0.1)  # why, is told to the listener, and not while the request waits
                 self._errors.raise_refusal()
                 raise
-            ends: Places = {topic: {} for topic in known}
+            ends: TopicOffsets = {topic: {} for topic in known}
             for answer in answers:
                 if answer.error is not None:
                     raise KafkaException(answer.error)
@@ -197,5 +202,5 @@ class Ends:
         return ends
 
 
-def _each(places: Places) -> Iterator[tuple[str, int, int]]:
-    return ((topic, number, offset) for topic, by in places.items() for number, offset in by.items())
+def _each(offsets: TopicOffsets) -> Iterator[tuple[str, int, int]]:
+    return ((topic, number, offset) for topic, partitions in offsets.items() for number, offset in partitions.items())

@@ -25,7 +25,7 @@ class PlannedRange:
     end: int
 
 
-class Fetched(NamedTuple):
+class RecordBatch(NamedTuple):
     """Records of one partition; `times` in ms since 1970. Record `i` has the bytes `[bounds[i], bounds[i + 1])` of all
     values, and so of all keys. What is null in Kafka is empty.
     """
@@ -38,7 +38,9 @@ class Fetched(NamedTuple):
     times: Ids
 
     @classmethod
-    def of(cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids) -> "Fetched":
+    def of(
+        cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids
+    ) -> "RecordBatch":
         return cls(*_joined(values), *_joined(keys), np.ascontiguousarray(offsets), np.ascontiguousarray(times))
 
     @property

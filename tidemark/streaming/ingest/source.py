@@ -19,7 +19,7 @@ from pyspark.sql.types import StructType
 
 from tidemark.common.gc_tuning import freeze, no_collection
 from tidemark.streaming.ingest.compact import compact
-from tidemark.streaming.ingest.ranges import Ends, Places, RangeReader
+from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
@@ -41,7 +41,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     client: dict[str, str]
     facts: str
     control: str
-    start: Places
+    start: TopicOffsets
     records: int
     limit: int
     few: int
@@ -90,7 +90,7 @@ class PacketReader(DataSourceStreamReader):
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
-        self._ends: Ends | None = None
+        self._ends: EndOffsets | None = None
         self._records = config.records
         self._full: _Offsets | None = None
         """The start of a batch that had to be bounded."""
@@ -104,7 +104,7 @@ class PacketReader(DataSourceStreamReader):
 
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
         if self._ends is None:
-            self._ends = Ends(self._config.client)
+            self._ends = EndOffsets(self._config.client)
         if self._full not in (None, start):
             self._records = grown(self._records, self._config.limit)
             self._full = None
@@ -131,7 +131,7 @@ class PacketReader(DataSourceStreamReader):
             for name, stops in _read(end).items()
             for number, stop in stops.items()
         ]
-        return [_Task(task) for task in tasks([it for it in ranges if it.start < it.end])]
+        return [_Task(task) for task in tasks([range_ for range_ in ranges if range_.start < range_.end])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
@@ -139,7 +139,9 @@ class PacketReader(DataSourceStreamReader):
         freeze()
         with no_collection(), _reader(config) as reader:
             read = ((ranges, reader.read(ranges)) for ranges in together(partition.ranges))
-            yield from compact(read, keys=config.keys, names=config.names, most=config.most, refused=config.refused)
+            yield from compact(
+                read, keys=config.keys, names=config.names, max_facts=config.most, refused=config.refused
+            )
 
     def stop(self) -> None:
         if self._ends is not None:
@@ -172,14 +174,17 @@ class Pace:
         return max(_STEP, min(self._interval - passed, (self._few - records) * passed / records))
 
 
-def bounded(start: Places, ends: Places, most: int) -> Places:
+def bounded(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
     """How far to read where it may be `most` offsets together: of each partition as large a part as of all."""
     total = _count(start, ends)
-    if total <= most:
+    if total <= max_records:
         return ends
     return {
-        topic: {number: at + -(-(ends[topic][number] - at) * most // total) for number, at in by.items()}
-        for topic, by in start.items()
+        topic: {
+            number: offset + -(-(ends[topic][number] - offset) * max_records // total)
+            for number, offset in known.items()
+        }
+        for topic, known in start.items()
     }
 
 
@@ -193,57 +198,60 @@ def grown(records: int, limit: int) -> int:
 
 def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """The ranges spread over as many tasks as they are worth, the longest first to whoever has least."""
-    count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
-    found: list[list[PlannedRange]] = [[] for _ in range(count)]
-    held = [0] * count
-    for wanted in sorted(ranges, key=lambda it: it.start - it.end):
-        least = held.index(min(held))
-        found[least].append(wanted)
-        held[least] += wanted.end - wanted.start
-    return found
+    task_count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
+    tasks_: list[list[PlannedRange]] = [[] for _ in range(task_count)]
+    sizes = [0] * task_count
+    for range_ in sorted(ranges, key=lambda range_: range_.start - range_.end):
+        smallest = sizes.index(min(sizes))
+        tasks_[smallest].append(range_)
+        sizes[smallest] += range_.end - range_.start
+    return tasks_
 
 
 def together(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Those of a task that are fetched together. Few records are: a question to the brokers for each range would take
     longer than all that is done with them. Of many all that was fetched behind a range's end would be in vain.
     """
-    return [ranges] if _size(ranges) <= ONE_TASK else [[it] for it in ranges]
+    return [ranges] if _size(ranges) <= ONE_TASK else [[range_] for range_ in ranges]
 
 
 # -- one consumer in each Python worker
 
-_kept: list[tuple[Mapping[str, object], RangeReader]] = []
+_open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
 
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
     """This worker's, made anew for another connection and after an error."""
     wanted = {"client": config.client, "names": config.names}
-    if _kept and _kept[0][0] != wanted:
-        _kept.pop()[1].close()
-    if not _kept:
-        _kept.append((wanted, RangeReader(config.client, config.names)))
-    reader = _kept[0][1]
+    if _open_readers and _open_readers[0][0] != wanted:
+        _open_readers.pop()[1].close()
+    if not _open_readers:
+        _open_readers.append((wanted, RangeReader(config.client, config.names)))
+    reader = _open_readers[0][1]
     try:
         yield reader
         reader.park()
     except BaseException:
-        _kept.clear()
+        _open_readers.clear()
         reader.close()
         raise
 
 
 def _size(ranges: list[PlannedRange]) -> int:
-    return sum(it.end - it.start for it in ranges)
+    return sum(range_.end - range_.start for range_ in ranges)
 
 
-def _count(start: Places, end: Places) -> int:
-    return sum(end[topic][number] - at for topic, by in start.items() for number, at in by.items())
+def _count(start: TopicOffsets, end: TopicOffsets) -> int:
+    return sum(end[topic][number] - offset for topic, known in start.items() for number, offset in known.items())
 
 
-def _written(places: Places) -> _Offsets:
-    return {topic: {str(number): at for number, at in sorted(by.items())} for topic, by in sorted(places.items())}
+def _written(offsets: TopicOffsets) -> _Offsets:
+    return {
+        topic: {str(number): offset for number, offset in sorted(known.items())}
+        for topic, known in sorted(offsets.items())
+    }
 
 
-def _read(offsets: _Offsets) -> Places:
-    return {topic: {int(number): at for number, at in by.items()} for topic, by in offsets.items()}
+def _read(offsets: _Offsets) -> TopicOffsets:
+    return {topic: {int(number): offset for number, offset in known.items()} for topic, known in offsets.items()}

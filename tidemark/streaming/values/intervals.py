@@ -46,8 +46,8 @@ class Intervals:
         if (marked := _marked(ids)) is None:
             ordered = np.sort(ids, kind="stable")  # mostly a few that ascend: six times as quick as the default
             return cls._merged(ordered - 1, ordered)
-        low, there = marked
-        bounds = np.flatnonzero(there[1:] != there[:-1]) + low
+        low, present = marked
+        bounds = np.flatnonzero(present[1:] != present[:-1]) + low
         return cls(bounds[::2], bounds[1::2])
 
     @classmethod
@@ -184,9 +184,9 @@ def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
     low, high = int(ids.min()) - 1, int(ids.max())
     if high - low > _DENSE * len(ids):
         return None
-    there = np.zeros(high - low + 2, np.bool_)
-    there[ids - low] = True
-    return low, there
+    present = np.zeros(high - low + 2, np.bool_)
+    present[ids - low] = True
+    return low, present
 
 
 def are_different(ids: Ids) -> bool:
@@ -194,8 +194,8 @@ def are_different(ids: Ids) -> bool:
     if not len(ids):
         return True
     marked = _marked(ids)
-    found = Intervals.from_ids(ids).width() if marked is None else int(np.count_nonzero(marked[1]))
-    return found == len(ids)
+    count = Intervals.from_ids(ids).width() if marked is None else int(np.count_nonzero(marked[1]))
+    return count == len(ids)
 
 
 def last_of(packed: bytes) -> int:
@@ -227,7 +227,7 @@ class Ascending(NamedTuple):
         numbers = (lows[firsts], highs[lasts], sizes, begins, ends)
         return [
             cls(low, high, size, packed[size][size * begin : size * end])
-            for low, high, size, begin, end in zip(*(it.tolist() for it in numbers), strict=True)
+            for low, high, size, begin, end in zip(*(column.tolist() for column in numbers), strict=True)
         ]
 
 

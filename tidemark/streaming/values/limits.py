@@ -143,7 +143,7 @@ class Encoded(NamedTuple):
 
 def printable(text: str) -> str:
     """Nothing that a terminal would obey: anybody may have written it."""
-    return "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in text)
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def shard_of(stream: str, shards: int) -> int:

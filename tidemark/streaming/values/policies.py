@@ -60,8 +60,8 @@ class Policies:
         return Policies({}, self.defaults)._bounds("*", own)
 
     def _bounds(self, name: str, own: Mapping[str, Bounds]) -> Bounds:
-        found = {bound: (self.value(name, setting) or 0) * unit for bound, (setting, unit) in _BOUNDS.items()}
-        return Bounds(**found, own=own)
+        limits = {bound: (self.value(name, setting) or 0) * unit for bound, (setting, unit) in _BOUNDS.items()}
+        return Bounds(**limits, own=own)
 
 
 # Each has a default.

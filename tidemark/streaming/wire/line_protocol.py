@@ -13,7 +13,7 @@ from tidemark.common.errors import BadCommand
 from tidemark.streaming.wire.records import MAX_ID, is_name
 
 
-class Splitter:
+class LineSplitter:
     """Cuts the bytes of a connection into lines. `longest` is how many bytes a line may have without its newline; no
     more than that is ever kept of one that is incomplete."""
 

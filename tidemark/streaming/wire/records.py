@@ -235,10 +235,10 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     before out of range), names, key, topic, texts, the order of `prev` and `id`.
     """
     record = decode(value)
-    of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
+    is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
     for field, name, fits in (
         ("stream", record.stream, is_name(record.stream)),
-        ("writer", record.writer, of_everybody or is_writer(record.writer)),
+        ("writer", record.writer, is_any_writer or is_writer(record.writer)),
     ):
         if not fits:
             raise BadRecord(Reason.BAD_NAME, f"{field} {why_no_name(name)}")
@@ -356,12 +356,12 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
     given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
     for name, raw in given.items():
         if not _is_of_its_type(kind, name, raw):
-            place, part = _at_fault(name, raw)
-            return BadRecord(Reason.WRONG_TYPE, f"{place} is {_shown(part)}")
+            label, part = _at_fault(name, raw)
+            return BadRecord(Reason.WRONG_TYPE, f"{label} is {_shown(part)}")
     for name, raw in given.items():
-        for place, number in _integers(name, raw):
+        for label, number in _integers(name, raw):
             if not _takes(_id, number):
-                return BadRecord(Reason.OUT_OF_64_BITS, f"{place} is {_shown(number)}")
+                return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_shown(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
     return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time

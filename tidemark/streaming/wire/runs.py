@@ -57,18 +57,18 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @classmethod
     def of(cls, runs: Iterable[PackedRun]) -> Self:
         listed = [*runs]
-        stops = np.cumsum([len(it.kinds) for it in listed], dtype=np.int64).tolist()
+        stops = np.cumsum([len(run.kinds) for run in listed], dtype=np.int64).tolist()
         rows = [
-            (it.epoch, it.direction, it.start, stop, it.first_offset, it.last_offset, it.oldest, it.newest)
-            for it, stop in zip(listed, stops, strict=True)
+            (run.epoch, run.direction, run.start, stop, run.first_offset, run.last_offset, run.oldest, run.newest)
+            for run, stop in zip(listed, stops, strict=True)
         ]
         return cls(
-            [it.stream for it in listed],
-            [it.writer for it in listed],
+            [run.stream for run in listed],
+            [run.writer for run in listed],
             np.array(rows, NUMBERS).tobytes(),
-            b"".join(it.ids for it in listed),
-            b"".join(it.kinds for it in listed),
-            b"".join(it.offsets for it in listed),
+            b"".join(run.ids for run in listed),
+            b"".join(run.kinds for run in listed),
+            b"".join(run.offsets for run in listed),
         )
 
     def __len__(self) -> int:
@@ -93,16 +93,16 @@ class RunColumns:
     @classmethod
     def of(cls, parts: Sequence[PackedRuns]) -> Self:
         """All of them, one part after the other."""
-        rows = np.frombuffer(b"".join([it.numbers for it in parts]), NUMBERS).copy()
-        edges = np.array([len(it.kinds) for it in parts], np.int64)
-        rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(it) for it in parts], np.int64))
+        rows = np.frombuffer(b"".join([part.numbers for part in parts]), NUMBERS).copy()
+        edges = np.array([len(part.kinds) for part in parts], np.int64)
+        rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(part) for part in parts], np.int64))
         return cls(
-            [name for it in parts for name in it.streams],
-            [name for it in parts for name in it.writers],
+            [name for part in parts for name in part.streams],
+            [name for part in parts for name in part.writers],
             rows,
-            np.frombuffer(b"".join([it.ids for it in parts]), "<i8"),
-            np.frombuffer(b"".join([it.kinds for it in parts]), np.uint8),
-            np.frombuffer(b"".join([it.offsets for it in parts]), "<u4"),
+            np.frombuffer(b"".join([part.ids for part in parts]), "<i8"),
+            np.frombuffer(b"".join([part.kinds for part in parts]), np.uint8),
+            np.frombuffer(b"".join([part.offsets for part in parts]), "<u4"),
         )
 
     def __len__(self) -> int:
