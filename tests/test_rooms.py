@@ -52,7 +52,7 @@ RETIRED_PARTS = {
     "nowhere": 2,
     "anew": 4,
 }
-"""How often a word may be a part of an identifier: the words that STYLE.md retires."""
+"""How often a word may be a part of an identifier: words that docs/design.md, section 1, has a better one for."""
 
 RETIRED_NAMES = {
     "it": 317,
@@ -162,7 +162,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_retired_words_are_not_in_identifiers() -> None:
-    """Those of STYLE.md: the word for each is in docs/design.md section 1."""
+    """The field's word for each is in docs/design.md, section 1."""
     parts: Counter[str] = Counter()
     names: Counter[str] = Counter()
     for path in modules():
