@@ -623,7 +623,7 @@ def test_client_that_does_not_read_is_left() -> None:
         serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
             assert not listener.cut_off.done()
-            listener.give("s", StreamAdded())
+            listener.put("s", StreamAdded())
         await asyncio.wait_for(serving, 60)
 
     asyncio.run(serve())

@@ -19,7 +19,7 @@ async def told(stands: Place, *items: Started | EventBatch) -> str:
     """What a client that stands there is told of what a follower gave."""
     listener = Listener()
     for item in items:
-        listener.give("s", item)
+        listener.put("s", item)
     texts = EventsClient(NOBODY, NOBODY, listener, {"s": stands}, {"s": stands}, lambda: None).texts(["s"])
     await anext(texts)  # after how long to come back
     return (await anext(texts)).decode()

@@ -144,7 +144,7 @@ class Hub:
             names = await self._read_side.snapshots.names()
             self._starting = set(names)
             self._read_side.followers.follow_new_streams(listener)
-            with self._read_side.followers.listening(listener, names, {}):
+            with self._read_side.followers.subscribe(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
                 # A move between that and the first read of a follower could only be announced as a start position.

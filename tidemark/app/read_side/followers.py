@@ -67,18 +67,18 @@ class Follower:
         self._task.add_done_callback(self._task_ended)
 
     @property
-    def broken(self) -> bool:
+    def has_failed(self) -> bool:
         return self._task.done()
 
     def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
         """Add a listener. `missed` is what it gets first; None: it gets the place of the follower."""
         if missed is not None:
-            for piece in missed.batches:
-                listener.give(self._stream, piece)
+            for batch in missed.batches:
+                listener.put(self._stream, batch)
         elif self._place is not None:
             if self._started is None or self._started.place is not self._place:
                 self._started = Started(self._place)
-            listener.give(self._stream, self._started)
+            listener.put(self._stream, self._started)
         self.listeners.add(listener)
 
     def compare(self, known: KnownPositions | StreamChange) -> bool:
@@ -148,16 +148,16 @@ class Follower:
             self._replay_buffer.begin(self._stream, after)
             self._give(Started(after))
         elif events or beyond(after.linear, before.linear):
-            piece = EventBatch(self._stream, before, after, events)
-            self._replay_buffer.keep(piece)
-            self._give(piece)
+            batch = EventBatch(self._stream, before, after, events)
+            self._replay_buffer.keep(batch)
+            self._give(batch)
         else:
             return
         self._place, self._events = after, []
 
     def _give(self, item: Item) -> None:
         for listener in self.listeners:
-            listener.give(self._stream, item)
+            listener.put(self._stream, item)
 
 
 class Followers:
@@ -193,7 +193,7 @@ class Followers:
                 await cancel_until_done(task)
 
     @contextmanager
-    def listening(
+    def subscribe(
         self, listener: Listener, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
     ) -> Iterator[dict[str, Place]]:
         """Give `listener` what moves `streams` while the block runs.
@@ -232,7 +232,7 @@ class Followers:
 
     def _add(self, listener: Listener, stream: str, replays: BufferedReplay | None = None) -> None:
         follower = self._followers.get(stream)
-        if follower is None or follower.broken:
+        if follower is None or follower.has_failed:
             follower = self._followers[stream] = Follower(
                 stream, self._requests, self._notifications, self._replay_buffer
             )
@@ -249,7 +249,7 @@ class Followers:
     def _end_idle(self) -> None:
         latest = time.monotonic() - LINGER
         for stream, follower in list(self._followers.items()):
-            if not follower.listeners and (follower.broken or follower.left_at < latest):
+            if not follower.listeners and (follower.has_failed or follower.left_at < latest):
                 follower.stop()
                 self._replay_buffer.end(stream)
                 del self._followers[stream]
@@ -308,7 +308,7 @@ class Followers:
                 for listener in follower.listeners
                 if listener.wants_watermarks
             }:
-                listener.give("", Watermark(changes.mark))
+                listener.put("", Watermark(changes.mark))
 
     async def _discover(self) -> None:
         while True:
@@ -320,5 +320,5 @@ class Followers:
     def _appear(self, stream: str) -> None:
         for listener in self._new_stream_listeners:
             if stream not in self._followers or listener not in self._followers[stream].listeners:
-                listener.give(stream, StreamAdded())
+                listener.put(stream, StreamAdded())
                 self._add(listener, stream)

@@ -82,7 +82,7 @@ class Listener:
         self._items: deque[tuple[float, str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task that waits
 
-    def give(self, stream: str, item: Item) -> None:
+    def put(self, stream: str, item: Item) -> None:
         if self.cut_off.done():
             return
         now = self._now()

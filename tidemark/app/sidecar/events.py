@@ -266,7 +266,7 @@ async def follow_events(call: OperationCall) -> Response:
         listener.wants_watermarks = len(names) > FEW
         if not query.stream:
             read_side.followers.follow_new_streams(listener)
-        joined = stack.enter_context(read_side.followers.listening(listener, names, resume_from))
+        joined = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))
         stack.callback(service.reconnect_throttle.stream_ended, address, time.monotonic())
         resources = stack.pop_all()
     client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, joined, on_started)
