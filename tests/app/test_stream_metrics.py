@@ -24,7 +24,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
 from tidemark.streaming.core.linear import LinearPosition
@@ -69,7 +69,7 @@ def scraped() -> tuple[StreamCollector, CollectorRegistry]:
 def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """Rule 7: the age of a gap counts from when it was first seen, as the state remembers it."""
     board, registry = scraped
-    board.load(loaded({"history": state.encode(a_backward_stream())}), {"facts": {0: 5}})
+    board.load(loaded({"history": codec.encode(a_backward_stream())}), {"facts": {0: 5}})
     labels = {"stream": "history"}
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
     assert registry.get_sample_value("tidemark_pending_ids", labels) == 1
@@ -81,7 +81,7 @@ def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[StreamColle
 def test_who_lost_the_lease_shows_no_stream(scraped: tuple[StreamCollector, CollectorRegistry]) -> None:
     """The new owner does; a gap that it closes would age here for ever. With the lease they come back."""
     board, registry = scraped
-    stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
+    stored, labels = {"history": codec.encode(a_backward_stream())}, {"stream": "history"}
     board.load(loaded(stored), {})
     metrics.set_offsets("facts", 0, end=9, read=5, seconds=0.0, blocked=0.0)
     board.forget()
@@ -108,7 +108,7 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
     registry = CollectorRegistry()
     board = StreamCollector(now=lambda: 25.0, streams=2, writers=3)
     registry.register(board)
-    board.load(loaded({"s9": state.encode(a_backward_stream())}), {})
+    board.load(loaded({"s9": codec.encode(a_backward_stream())}), {})
     board.update([effects(f"s{number}", a=number, b=number) for number in range(5)])
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     positions = {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_position"}
@@ -332,7 +332,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     shard = Shard()
     edges = [rdata("web", id, epoch=1) for id in (3, 5, 7)]
     done = shard.feed(join("web", 0), *edges, *(rdata(f"new{number}", 9, epoch=1) for number in range(500)))
-    board.load(loaded({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}), {})
+    board.load(loaded({"a": done.state, "b": done.state, "c": codec.encode(a_backward_stream())}), {})
     for name, used in (
         ("a", {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}),
         ("other streams", {"pending": 3 / 5, "completed": 4 / 5, "unknown": 1 / 2}),
@@ -348,7 +348,7 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
     board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
     board.follow(Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8}))
-    board.load(loaded(dict.fromkeys(("a", "b", "z"), state.encode(a_backward_stream()))), {})
+    board.load(loaded(dict.fromkeys(("a", "b", "z"), codec.encode(a_backward_stream()))), {})
 
     def shown(setting: str, stream: str) -> float | None:
         return registry.get_sample_value(f"tidemark_policy_{setting}", {"stream": stream})

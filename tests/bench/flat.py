@@ -13,7 +13,7 @@ import psutil
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
@@ -125,7 +125,7 @@ def _steps(play: WritersAtWork, plan: FlatPlan) -> Iterator[tuple[Completions, i
 
 
 def _check(stored: bytes, play: WritersAtWork) -> None:
-    stream = state.decode(stored)
+    stream = codec.decode(stored)
     found = {name: writer.position for name, writer in stream.writers.items()}, stream.linear.position
     wanted = play.positions(0), play.linear(0)
     if found != wanted:

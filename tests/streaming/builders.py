@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core import codec, writer_table
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.store import States
@@ -122,8 +121,8 @@ def sent(records: Iterable[Record], first_offset: int = 0) -> list[Sent]:
 def packing(few: int) -> Iterator[None]:
     """Streams with more than `few` active writers keep them packed, and writers with `few` spans or more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined, "FEW", few)
-        patch.setattr(joined, "MANY", max(few, 1))
+        patch.setattr(writer_table, "FEW", few)
+        patch.setattr(writer_table, "MANY", max(few, 1))
         yield
 
 
@@ -287,7 +286,7 @@ class Shard:
         return self.feed(rdata("w2", 9, 7, epoch=1), position("w2", 9, 20, epoch=1))
 
     def stream(self, name: str = STREAM) -> StreamState:
-        return state.decode(self.states[name])
+        return codec.decode(self.states[name])
 
 
 def behind_a_dead_writer(**ages: float) -> dict[str, object]:

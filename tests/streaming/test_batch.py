@@ -22,8 +22,7 @@ from tests.streaming.builders import (
     sent,
     skip,
 )
-from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import effects
+from tidemark.streaming.core import codec, effects
 from tidemark.streaming.values.limits import Rejected
 from tidemark.streaming.wire.records import Topic
 from tidemark.streaming.wire.runs import PackedRuns, Packet
@@ -100,7 +99,7 @@ def test_a_refused_record_settles_no_home() -> None:
     """After the partitions changed a zombie comes first, from where it does not matter: the JOIN says where to live."""
     shard = Shard()
     shard.feed(join("a", 3, epoch=2))
-    shard.states[STREAM] = state.without_home(shard.states[STREAM]).whole
+    shard.states[STREAM] = codec.without_home(shard.states[STREAM]).whole
     zombie = replace(rdata("a", 2, 1, epoch=1), partition=1)
     alone = shard.feed_packets(packets([Sent(10, zombie)]))
     assert (rejections(alone), shard.stream().home) == ({10: "zombie"}, None)

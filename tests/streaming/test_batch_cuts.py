@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.streaming.builders import Record, Sent, Shard, compacted, packets, packing, rejections, sent
 from tests.streaming.protocol import Database
-from tidemark.streaming.core import effects
-from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core import effects, writer_table
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.ingest import compact
 
@@ -112,7 +111,7 @@ def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some
     where in one of them all writers that can be are packed.
     """
     results = []
-    for where, few in ((some, joined.FEW), (other, 0)):
+    for where, few in ((some, writer_table.FEW), (other, 0)):
         with packing(few):
             shard = Shard()
             evidence: Counter[tuple[str, str]] = Counter()

@@ -183,7 +183,7 @@ def test_who_has_few_records_loads_no_compiler() -> None:
     program = """
 import sys
 from tidemark.app import pipeline
-from tidemark.streaming.ingest import source as kafka_source
+from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest import consumer as librdkafka
 from tidemark.streaming.engine import query
 from tidemark.streaming.ingest.decode import Decoder

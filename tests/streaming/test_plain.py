@@ -31,9 +31,7 @@ from tests.streaming.builders import (
 from tests.streaming.protocol import Database
 from tests.streaming.test_batch_cuts import WRITERS, anything, cut, cuts
 from tidemark.streaming.core import batch as batches
-from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import effects
-from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core import codec, effects, writer_table
 from tidemark.streaming.core.chain import ANNOUNCED_KEPT
 from tidemark.streaming.core.fast_path import advance_plain, at_rest
 from tidemark.streaming.values.limits import Bounds
@@ -64,7 +62,7 @@ class Twins:
         assert effects.encode(done) == effects.encode(wanted)
         assert self.shard.states == self.slow.states
         for stored in self.shard.states.values():
-            stream = state.decode(stored)
+            stream = codec.decode(stored)
             signed, summary = stream.direction.signed, effects.summarize(stream)
             positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
             if summary == effects.Summary(0, 0, None, [], 0, None):
@@ -167,7 +165,7 @@ def disturbed(draw: st.DrawFn) -> list[Record]:
 logs = st.one_of(calm(), disturbed(), disturbed(), anything())
 
 
-@given(log=logs, where=cuts, few=st.sampled_from([1, joined.FEW]), runs=st.booleans())
+@given(log=logs, where=cuts, few=st.sampled_from([1, writer_table.FEW]), runs=st.booleans())
 @settings(max_examples=examples(200))
 def test_a_plain_stream_is_like_any_other(log: list[Record], where: list[int], few: int, *, runs: bool) -> None:
     """Rule 5, rule 10: whatever comes, and wherever it is cut."""
@@ -276,7 +274,7 @@ def test_no_stream_reaches_so_far_that_others_cannot_be_told_apart() -> None:
     twins.send(replace(join("a", 0), stream="r"), *joins)
     edges = [replace(it, stream=stream) for stream in ("s", "t") for it in (rdata("a", 1, 0, 1), rdata("b", 2, 0, 1))]
     twins.send(replace(position("a", 0, MAX_ID, 1), stream="r"), *edges)
-    assert {name: state.decode(stored).linear.position for name, stored in twins.shard.states.items()} == {
+    assert {name: codec.decode(stored).linear.position for name, stored in twins.shard.states.items()} == {
         "r": MAX_ID,
         "s": 2,
         "t": 2,
@@ -329,14 +327,14 @@ GAP = [rdata("a", 7, 6, 1)]
         ("a partition that may be another", [], []),
     ],
 )
-@pytest.mark.parametrize("few", [1, joined.FEW])
+@pytest.mark.parametrize("few", [1, writer_table.FEW])
 def test_what_stands_in_the_way(few: int, why: str, standing: list[Record], records: list[Record]) -> None:
     """Runs that continue are left to the state machine where the stream itself is not plain."""
     twins = two_writers()
     with packing(few):
         twins.send(*standing)
         for shard in (twins.shard, twins.slow) if not standing else ():
-            shard.states = {name: state.without_home(stored).whole for name, stored in shard.states.items()}
+            shard.states = {name: codec.without_home(stored).whole for name, stored in shard.states.items()}
         assert twins.send(*(records or [rdata("a", 5, 3, 1)])) == 0, why
 
 

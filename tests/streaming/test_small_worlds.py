@@ -15,8 +15,7 @@ from tests.examples import WORLDS
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
-from tidemark.streaming.core import batch, stream, writers
-from tidemark.streaming.core import stream_input as inbox
+from tidemark.streaming.core import batch, stream, stream_input, writers
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.outcome import BatchOutcome
@@ -291,7 +290,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     """In a batch the JOINs come last."""
 
-    def in_order(items: list[inbox.Fact]) -> Iterator[tuple[list[inbox.Fact], Marker | None]]:
+    def in_order(items: list[stream_input.Fact]) -> Iterator[tuple[list[stream_input.Fact], Marker | None]]:
         yield [item for item in items if not isinstance(item, Marker)], None
         for item in items:
             if isinstance(item, Marker):

@@ -17,7 +17,7 @@ from tests.streaming.builders import (
     skip,
 )
 from tidemark.common.errors import StateTooNew
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import DeferredRange
 from tidemark.streaming.core.codec import FORMAT
 from tidemark.streaming.core.effects import Recall, summarize
@@ -56,8 +56,8 @@ def test_a_state_comes_back_as_it_went() -> None:
         forced(join("e", 3)),
     )
     stored = shard.states[STREAM]
-    once = state.decode(stored)
-    assert state.encode(once) == stored
+    once = codec.decode(stored)
+    assert codec.encode(once) == stored
     assert [*once.writers["a"].late] == [(2, 4)]
     assert once.writers["a"].chain.refused == 8
     assert once.unjoined["b", 2].retire == 3
@@ -72,14 +72,14 @@ def test_a_newer_format_stops_instead_of_being_misread(more: list[object]) -> No
     fields = msgspec.msgpack.decode(shard.states[STREAM])
     newer = msgspec.msgpack.encode([FORMAT + 1, *fields[1:], *more])
     with pytest.raises(StateTooNew) as stopped:
-        state.decode(newer)
+        codec.decode(newer)
     assert (stopped.value.found, stopped.value.known) == (FORMAT + 1, FORMAT)
 
 
 def test_a_newer_format_of_another_shape_stops_too() -> None:
     """Only the leading number is read before the decision."""
     with pytest.raises(StateTooNew):
-        state.decode(msgspec.msgpack.encode([FORMAT + 1, {"all": "different"}]))
+        codec.decode(msgspec.msgpack.encode([FORMAT + 1, {"all": "different"}]))
 
 
 def test_a_million_pending_ids_behind_one_gap_are_one_interval() -> None:
@@ -109,9 +109,9 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     done = shard.feed(retire("b", 0))
     assert done.retired
     assert shard.states[STREAM] == done.state[:-1] + done.retired
-    assert [*state.decode(done.state).writers] == ["a"]
+    assert [*codec.decode(done.state).writers] == ["a"]
     assert shard.feed(rdata("a", 1, epoch=1)).retired is None
-    for parts in (state.without_home(shard.states[STREAM]), state.marked_uncertain(shard.states[STREAM])):
+    for parts in (codec.without_home(shard.states[STREAM]), codec.marked_uncertain(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
 
@@ -122,9 +122,9 @@ def test_what_was_put_off_comes_back_as_it_went() -> None:
         shard = Shard(bounds=Bounds(pending=1))
         shard.feed(join("a", 0), *(rdata(name, id, epoch=1) for id in (3, 5, 7) for name in "ac"))
         stored = shard.states[STREAM]
-        once = state.decode(stored)
-        assert state.encode(once) == stored
+        once = codec.decode(stored)
+        assert codec.encode(once) == stored
         assert (summarize(once).deferred, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
         assert once.writers["a"].chain.deferred == [DeferredRange(3, 3, 4), DeferredRange(5, 5, 6)]
-        recalls = [*state.deferred(stored)]
+        recalls = [*codec.deferred(stored)]
         assert recalls == [Recall(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

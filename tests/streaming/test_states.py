@@ -9,8 +9,7 @@ from tests.examples import examples
 from tests.streaming.builders import Record, Shard, join, packets, rdata, sent
 from tests.streaming.test_batch_cuts import cut, cuts
 from tests.streaming.test_plain import logs
-from tidemark.streaming.core import effects
-from tidemark.streaming.core import store as states
+from tidemark.streaming.core import effects, store
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import NONE, UNREADABLE, PackedStates, States
 from tidemark.streaming.engine.query import by_shard
@@ -38,7 +37,7 @@ def test_the_newest_state_of_a_stream_counts(
     together = seed | packed | recent
     below = PackedStates.of(seed)
     layered = States(dict(recent), PackedStates.of(packed), below)
-    with patch.object(states, "_FEW", 0):
+    with patch.object(store, "_FEW", 0):
         packed_anew = States.kept(States(dict(recent), PackedStates.of(packed), below).keep(), below)
     for found in (layered, States.kept(layered.keep(), below), packed_anew):
         assert {name: found.get(name) for name in together} == together
@@ -54,7 +53,7 @@ def test_a_batch_is_the_same_wherever_its_states_lie(
     """Effects are equal byte for byte, and so is each state, with a new line of batches begun anywhere."""
     shard = Shard()
     seed, data = NONE, None
-    with patch.object(states, "_FEW", few):
+    with patch.object(store, "_FEW", few):
         for number, batch in enumerate(cut(log, where)):
             if number == reseeded:
                 seed, data = PackedStates.of(shard.states), None

@@ -13,8 +13,7 @@ from tests.examples import examples
 from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, packing, rejections
 from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
-from tidemark.streaming.core import codec as state
-from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core import codec, writer_table
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.wire.records import CURRENT_EPOCH
@@ -73,7 +72,7 @@ class Compared(RuleBasedStateMachine):
         self.apart = b"\xc0"
         self.packing = ExitStack()
 
-    @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, joined.FEW]))
+    @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, writer_table.FEW]))
     def begin(self, sign: int, few: int) -> None:
         self.database = Database(sign, WRITERS)
         self.packing.enter_context(packing(few))
@@ -183,7 +182,7 @@ class Compared(RuleBasedStateMachine):
         done = self.shard.feed_packets(parts)
         assert_equal_effects(twin.feed_packets(compacted(batch)), done)
         (effects,) = done.streams
-        stored = state.decode(self.shard.states[effects.stream])
+        stored = codec.decode(self.shard.states[effects.stream])
 
         rejected = {at: it.removeprefix("rejected: ") for at, it in outcomes.items() if it.startswith("rejected: ")}
         assert rejections(done) == rejected
@@ -228,7 +227,7 @@ class Compared(RuleBasedStateMachine):
     def compare_encoded(self, effects: StreamEffects, stored: StreamState) -> None:
         """What Postgres has of the state by parts, each written when it changed, is the whole."""
         self.apart = self.apart if effects.retired is None else effects.retired
-        assert state.encode(stored) == self.shard.states[effects.stream] == effects.state[:-1] + self.apart
+        assert codec.encode(stored) == self.shard.states[effects.stream] == effects.state[:-1] + self.apart
 
     def compare_moves(self, effects: StreamEffects) -> None:
         """Each advance begins where the last one ended, and its evidence is that of its IDs."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.values.limits import Bounds, Reason
 from tidemark.streaming.wire.records import Timeline
@@ -398,7 +398,7 @@ def test_the_same_join_again_is_a_duplicate() -> None:
     before = shard.states["events"]
     done = shard.feed(first, join("w", 0, 7, timeline=DB1, told=4))
     assert (done.counts, begun(done)) == ({"duplicate": 2}, [])
-    assert shard.stream().writers["w"].joined == state.decode(before).writers["w"].joined
+    assert shard.stream().writers["w"].joined == codec.decode(before).writers["w"].joined
     done = shard.feed(join("v", 5, 7, timeline=Timeline("db2", "v1")), first)
     assert (done.counts["duplicate"], begun(done)) == (1, [("v", 5, 2, "database")])
 

@@ -24,7 +24,7 @@ from tidemark.streaming.engine.executors import Cluster, Pods, address_towards
 from tidemark.streaming.engine.jvm import Jvm, is_local
 from tidemark.streaming.engine.query import keys_of
 from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
-from tidemark.streaming.ingest import source as kafka_source
+from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import KafkaConfig
 
@@ -108,7 +108,7 @@ def packets(
         most=MOST_FACTS,
         refused={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
     )
-    return kafka_source.packets(spark, config)
+    return source.packets(spark, config)
 
 
 def require_states(spark: SparkSession, holders: Set[str], there: Set[str]) -> None:

@@ -10,7 +10,7 @@ from datetime import datetime
 from tidemark.app.lag_json import last_seen, moment
 from tidemark.app.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.linear_lag import behind, is_brief
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
@@ -53,7 +53,7 @@ def read(
     operator began; who is silent in one of these is fenced. `bridged`: streams that `tidemark synapse` tells."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
-        stream = state.decode(data)
+        stream = codec.decode(data)
         ranges = _of_stream(name, stream, now, silence(policies, name))
         of_stream = [_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in ranges]
         if name in bridged:

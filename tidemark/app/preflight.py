@@ -14,7 +14,7 @@ from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
 from tidemark.sources.topic_checks import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.policies import Policies
@@ -113,15 +113,15 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
 
 def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
-        deferred = [(name, item) for name, stored in postgres.states().items() for item in state.deferred(stored)]
+        deferred = [(name, item) for name, stored in postgres.states().items() for item in codec.deferred(stored)]
         postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
         # Each stream may be in another partition now: its first record shows which.
-        postgres.replace_states({stream: state.without_home(stored) for stream, stored in postgres.states().items()})
+        postgres.replace_states({stream: codec.without_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
         # The lost records may have been facts: ranges that writers settle next are not proven empty
         # (docs/design.md, rule 1).
         postgres.replace_states(
-            {stream: state.marked_uncertain(stored) for stream, stored in postgres.states().items()}
+            {stream: codec.marked_uncertain(stored) for stream, stored in postgres.states().items()}
         )
         postgres.set_offsets(offsets)

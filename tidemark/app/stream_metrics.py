@@ -21,7 +21,7 @@ from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.core.fast_path import at_rest
 from tidemark.streaming.core.linear_lag import HELD_AFTER, Holder
@@ -45,7 +45,7 @@ class StreamEntry:
     def of_state(cls, stored: bytes) -> "StreamEntry":
         if (resting := at_rest(stored)) is not None:
             return cls(resting.line, resting.line, resting.positions, QUIET)
-        stream = state.decode(stored)
+        stream = codec.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
         return cls(signed(stream.linear.position), signed(stream.allocated), positions, summarize(stream))

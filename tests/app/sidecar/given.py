@@ -19,7 +19,7 @@ from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.tls_listener import ListenerConfig
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.linear import LinearPosition
@@ -95,7 +95,7 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
     left = StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), Writers(known))
     left.transactions = {writer: [*at.transactions] for writer, at in writers.items() if at.transactions}
-    encoded = state.encode(left)
+    encoded = codec.encode(left)
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
     allocated = max(at.pending or at.id for at in writers.values())
     return stream(name, *moves, linear=linear, allocated=allocated, state=encoded)

@@ -19,7 +19,7 @@ from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.core.linear import LinearPosition
@@ -99,7 +99,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
     line = max(after.values())
     writers = {name: WriterState(1, Chain(id)) for name, id in after.items()}
-    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), Writers(writers)))
+    encoded = codec.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), Writers(writers)))
     advances = [
         WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
         for name, id in after.items()

@@ -10,7 +10,7 @@ from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.topics import Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.store import States
@@ -30,11 +30,11 @@ class Verdict:
     announced: dict[str, set[int]] = field(default_factory=dict)
 
     def position(self, stream: str, writer: str) -> int:
-        return state.decode(self.states[stream]).writers[writer].position
+        return codec.decode(self.states[stream]).writers[writer].position
 
     def positions(self, stream: str) -> dict[str, int]:
         """By writer."""
-        known = state.decode(self.states[stream]).writers if stream in self.states else {}
+        known = codec.decode(self.states[stream]).writers if stream in self.states else {}
         return {name: known[name].position for name in known}
 
     def transactions(self, stream: str) -> dict[str, list[str]]:

@@ -30,7 +30,7 @@ from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.relay.queries import SILENT_SECONDS, silence
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.wire.records import FactRun
 
@@ -157,7 +157,7 @@ def test_a_writer_that_is_retired_holds_nobody_back(
             assert "pod-1 ends at " in waiting.result(60)
 
     def orders() -> StreamState:
-        return state.decode(judge.verdict().states["orders"])
+        return codec.decode(judge.verdict().states["orders"])
 
     eventually(lambda: orders().writers["pod-1"].retired is not None)
     assert retire() == "no stream has a writer pod-1 that is not retired\n"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tidemark.app.logs import shortened
 from tidemark.common.errors import BadCommand
-from tidemark.streaming.wire import line_protocol as commands
+from tidemark.streaming.wire import line_protocol
 from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
@@ -84,7 +84,7 @@ class ServerSession:
             return
         self._received_at = now
         try:
-            command = commands.parse(line)
+            command = line_protocol.parse(line)
         except BadCommand as problem:
             yield from self.refuse(problem)
             return

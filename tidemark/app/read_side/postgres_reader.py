@@ -18,7 +18,7 @@ from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, blockers, summarize
 from tidemark.streaming.core.fast_path import at_rest
 from tidemark.streaming.core.linear_lag import Behind
@@ -186,7 +186,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
     details = {}
     for name, stored in states.items():
         try:
-            decoded = state.decode(stored)
+            decoded = codec.decode(stored)
         except StateTooNew:
             continue
         details[name] = replace(

@@ -25,7 +25,7 @@ from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import Forced, StreamEffects
 from tidemark.streaming.core.store import States
@@ -81,7 +81,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
     if isinstance(record, records.Rdata) and record.id == "batch":
         raise BadRecord("not_replayed", "a row without a number moves nothing")
     states = {} if stored is None else {record.stream: stored}
-    home = 0 if stored is None else (state.decode(stored).home or 0)
+    home = 0 if stored is None else (codec.decode(stored).home or 0)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
     effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
     for bad in effects.rejected:

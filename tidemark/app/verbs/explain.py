@@ -27,7 +27,7 @@ from tidemark.sinks.postgres.inspect import (
 )
 from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.linear_lag import HELD_AFTER
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import beyond
@@ -82,7 +82,7 @@ class Explanation:
 
 def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Of the time `when`; None where the history that is kept does not go as far back."""
-    stand, now = past.stand(stream, when), state.decode(encoded)
+    stand, now = past.stand(stream, when), codec.decode(encoded)
     if stand is None:
         return None
     line = now.direction.signed(now.linear.position)

@@ -39,7 +39,7 @@ from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import Forced, StreamEffects
 from tidemark.streaming.core.store import States
@@ -222,7 +222,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     states = {act.stream: stored}
     effects = advance(0, States(states), [packet], milliseconds, Bounds())
     for bad in effects.rejected:
-        reason, before = Reason(bad.reason), state.decode(stored)
+        reason, before = Reason(bad.reason), codec.decode(stored)
         how = _in_the_way(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
         raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit what the stream holds"))
     (done,) = effects.streams
@@ -236,7 +236,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
         )
     ]
     trial = Trial(
-        act, state.decode(stored), state.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
+        act, codec.decode(stored), codec.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
     )
     if isinstance(act, records.Skip) and not trial.settled():
         raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
@@ -275,7 +275,7 @@ def of_a_bridge(act: records.Marker, bridged: Collection[str]) -> Iterator[str]:
 def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Of the JOIN that ends the writer's epoch: by default the next one, up to all that it completed. Raises
     `BadRecord` where there is none to end."""
-    now = state.decode(stored)
+    now = codec.decode(stored)
     known = now.writers.get(writer)
     if known is None or known.retired is not None:
         raise BadRecord(Reason.UNKNOWN_WRITER, "no epoch of it is open that could end: see `tidemark status`")
@@ -295,7 +295,7 @@ def asked(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker
 
 def standing(stored: bytes, writer: str) -> str:
     """Where the line and the writer are, in a line for people."""
-    stream = state.decode(stored)
+    stream = codec.decode(stored)
     signed, known = stream.direction.signed, stream.writers.get(writer)
     where = f"the line is at {signed(stream.linear.position)}"
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"

@@ -24,7 +24,7 @@ from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, Summary, summarize
 from tidemark.streaming.core.linear_lag import Behind, Holder, is_brief
 
@@ -84,7 +84,7 @@ def read(
 def _status(
     name: str, data: bytes, faults: list[SinkFault], recalls: list[RequeueStatus], bridge: BridgeStatus | None
 ) -> StreamStatus:
-    stream = state.decode(data)
+    stream = codec.decode(data)
     signed = stream.direction.signed
     writers = [
         WriterStatus(

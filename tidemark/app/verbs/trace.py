@@ -27,7 +27,7 @@ from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka_lookup import RecordedMessage, RecordReader
 from tidemark.sources.topics import Topics
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import Direction, beyond
 from tidemark.streaming.wire import records
@@ -111,7 +111,7 @@ class IdTrace:
 
 def of_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
     """What Postgres tells."""
-    now = state.decode(encoded)
+    now = codec.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
     passed = known and abs(id) <= now.linear.position
@@ -146,7 +146,7 @@ def _standing(now: StreamState, id: int) -> Iterator[WriterStand]:
 
 def home_partition(encoded: bytes) -> int | None:
     """The partition in which the stream's records lie; None: not known yet."""
-    return state.decode(encoded).home
+    return codec.decode(encoded).home
 
 
 def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:

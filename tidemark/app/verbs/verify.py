@@ -27,7 +27,7 @@ from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sinks.redis.snapshot import RedisPositions
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.values.direction import beyond
 
 PAGE = 1000  # streams in one answer of a sidecar
@@ -296,7 +296,7 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
     def told(writer: str | None, what: str, here: int | str | None, there: int | str | None) -> Difference:
         return Difference(STATE, stream, writer, what, here, there, "differs")
 
-    stored = state.decode(rows.state)
+    stored = codec.decode(rows.state)
     stored.writers.open_waiting()
     signed = stored.direction.signed
     if signed(stored.linear.position) != rows.linear:

@@ -10,8 +10,8 @@ if __name__ == "__main__":
 
     from tidemark.common.gc_tuning import freeze
     from tidemark.streaming.engine import query
-    from tidemark.streaming.ingest import source as kafka_source
+    from tidemark.streaming.ingest import source
 
-    imported = (kafka_source, query, worker)
+    imported = (source, query, worker)
     freeze()  # no worker's collector touches, and so copies, the pages that all share
     daemon.manager()
