@@ -46,7 +46,7 @@ LONGEST = (
 TOGETHER = {
     "homeserver": ("tests/sources/synapse/",),
     "spark": tuple(
-        f"tests/streaming/test_{it}.py" for it in ("checkpoint_store", "daemon", "kafka_source", "shards", "spark")
+        f"tests/streaming/test_{it}.py" for it in ("checkpoint_store", "daemon", "source", "query_keys", "spark")
     ),
 }
 """The files of tests with a fixture that takes ten seconds of a core to start: one process of `pytest -n` does them

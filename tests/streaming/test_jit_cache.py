@@ -168,7 +168,7 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
     """The code of an archive is that of the installation; a home that is empty, two processes."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from tests.streaming.test_scan import VOID, raw, scanned;"
+        "from tests.streaming.test_field_scan import VOID, raw, scanned;"
         "from tidemark.streaming.ingest import field_scan as scan;"
         "scanned([(b'events', raw(VOID))]);"
         "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.streaming.test_scan import ODD, written
+from tests.streaming.test_field_scan import ODD, written
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_cache import compiled
 from tidemark.streaming.ingest.json_scan import peek, plain, word

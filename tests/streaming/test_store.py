@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.streaming.builders import Record, Shard, join, packets, rdata, sent
 from tests.streaming.test_batch_cuts import cut, cuts
-from tests.streaming.test_plain import logs
+from tests.streaming.test_fast_path import logs
 from tidemark.streaming.core import effects, store
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import NONE, UNREADABLE, PackedStates, States
