@@ -23,7 +23,7 @@ FULL_FOLDERS = {"tidemark/app": 34}
 SMALL_MODULES = {
     "tidemark.app.policies",
     "tidemark.errors",  # the public name of our errors
-    "tidemark.sources.oversized",
+    "tidemark.sources.run_loop",
 }
 
 RETIRED_PARTS = {

@@ -1,4 +1,8 @@
-"""Records as they lie in Kafka, from one offset of a partition to another: for people who look back."""
+"""Readers of a topic: `RecordReader` reads records between two offsets of a partition, `Tail` follows the end of a
+topic.
+
+Neither has a consumer group or commits offsets: the caller says where to begin, and begins again after every error.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
@@ -52,7 +56,7 @@ class RecordReader:
             raise self._errors.explain(error.args[0]) from error
 
     def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
-        """Those in `[first, end)`, which lies within the bounds; fewer where retention is quicker."""
+        """The records in `[first, end)`, which lies within the bounds; fewer if retention removes some meanwhile."""
         if first >= end:
             return
         try:
@@ -105,8 +109,11 @@ class Tail:
             self._consumer = None
 
     def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
-        """Read each partition from its offset in `offsets` on, and from its start where it has none. Gives for every
-        partition whether no record ever came before that place."""
+        """Read each partition from its offset in `offsets` on, and from its start if it has none.
+
+        Returns:
+            For every partition, whether no record ever came before that offset.
+        """
         self.close()
         self._errors.forget()
         try:
@@ -116,8 +123,11 @@ class Tail:
             raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """The records that came, each with its partition, as soon as one did; none after `seconds`. A partition's are
-        in order and without a hole, but for bad ones, which count for nothing; of a RUN each edge is a record."""
+        """The records that came, each with its partition, as soon as one did; none after `seconds`.
+
+        The records of a partition are in order and complete, but bad records are left out. Each edge of a RUN is a
+        record.
+        """
         assert self._consumer is not None, "begin first"
         try:
             records = [*islice(self._left, AT_ONCE)]
@@ -174,7 +184,7 @@ class Tail:
 
 
 def singles(record: Record) -> Iterator[Record]:
-    """The records of which each says one thing, and which together say what `record` does."""
+    """Records of one edge each, which together mean the same as `record`."""
     if not isinstance(record, FactRun):
         yield record
         return

@@ -24,7 +24,8 @@ def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float
 
 
 def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
-    """librdkafka settings of a producer for the topic, with its limits; Kafka's defaults if nobody may describe it.
+    """librdkafka settings of a producer for the topic, with the limits of the topic; with Kafka's defaults if this user
+    may not describe it.
 
     Raises `Unavailable` if Kafka does not answer.
     """
@@ -66,12 +67,13 @@ class RecordProducer:
             raise kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
-        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
+        """Queue a record; blocks while the queue is full. Raises the error of an *earlier* record."""
         self._produce(stream.encode(), value, self._delivered)
         self._poll(0)
 
     def send_all(self, stream: str, values: Iterable[bytes], acknowledged: Callable[[], None]) -> None:
-        """The same with many; `acknowledged` is called for each as Kafka has it, during a later call of any method."""
+        """Queue several records. `acknowledged` is called for each as Kafka has it, during a later call of any
+        method."""
         key, done = stream.encode(), partial(self._delivered, acknowledged=acknowledged)
         for value in values:
             self._produce(key, value, done)
@@ -106,7 +108,7 @@ class RecordProducer:
         return left
 
     def deliver(self, seconds: float) -> None:
-        """Return when Kafka has acknowledged everything; raises `Unavailable` where it does not in that time."""
+        """Return when Kafka has acknowledged every record; raises `Unavailable` if it does not in that time."""
         if left := self.flush(seconds):
             raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
 

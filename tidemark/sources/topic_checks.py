@@ -1,7 +1,7 @@
-"""The start of reading: the topics as they are now, compared with what was remembered of them. Pure; no Kafka here.
+"""The start of reading: compares the topics as they are now with what was stored about them. Pure; no Kafka here.
 
-A stream lives in one partition, in one order, and nothing is read twice or passed over (docs/design.md 3). So a topic
-that was made anew, repartitioned, or cut behind our back stops the pipeline, until a person accepts what is lost.
+A stream is in one partition, in one order, and nothing is read twice or skipped (docs/design.md 3). So a topic that was
+created again, repartitioned, or truncated stops the pipeline, until an operator accepts the loss.
 """
 
 from collections.abc import Mapping, Set
@@ -72,8 +72,8 @@ def starting_offsets(
 ) -> Offsets:
     """The next offset to read of every partition of `topics`; a partition never read starts at its oldest record.
 
-    `stored` holds the next offsets that the last commit left. Raises `TopicReplaced`, `PartitionsChanged`,
-    `RecordsGone` or `RecordsBeyondEnd`, unless `accept` holds what allows it; what was given up is then logged.
+    `stored` has the next offsets that the last commit left. Raises `TopicReplaced`, `PartitionsChanged`,
+    `RecordsGone` or `RecordsBeyondEnd`, unless `accept` contains what allows it; the loss is then logged.
     """
     return {
         name: _topic_offsets(topic, remembered.get(name), stored.get(name, {}), accept)
@@ -88,7 +88,7 @@ def _topic_offsets(
         if "loss" not in accept:
             raise TopicReplaced(topic.name, before.id, topic.id)
         log.warning(
-            "the topic was made anew: it is read from its beginning, and what the old one still held is lost",
+            "the topic was created again: it is read from its beginning, and unread records of the old topic are lost",
             topic=topic.name,
             stored=dict(stored),
         )
@@ -97,7 +97,7 @@ def _topic_offsets(
         if "partitions" not in accept:
             raise PartitionsChanged(topic.name, before.partitions, len(topic.partitions))
         log.warning(
-            "the partition count changed: the order of streams that moved is lost, their gaps hold",
+            "the partition count changed: streams that moved have lost their order, and their gaps stay open",
             topic=topic.name,
             was=before.partitions,
             now=len(topic.partitions),

@@ -57,7 +57,7 @@ class Topics:
     """Asks the brokers about topics. Holds one connection; any thread may call, one at a time.
 
     Every method raises `Unavailable` where the brokers do not answer within `patience` seconds (ask again), and
-    `Refused` where they say no.
+    `Refused` if they refuse.
     """
 
     def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
@@ -88,7 +88,7 @@ class Topics:
         ]
         answers = self._ask(
             lambda patience: self._admin.create_topics(topics, request_timeout=patience),
-            # Another process was quicker, or the broker that was asked had not heard of the topic yet.
+            # Another process was quicker, or the broker that answered did not know the topic yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
         self._wait_until_led(missing)

@@ -134,7 +134,7 @@ class OpenTransaction:
 
 
 REPORTED_AFTER = timedelta(seconds=2)
-"""How long a transaction is open before it is told: what they usually take is nobody's business."""
+"""How long a transaction is open before it is reported: usual transactions are not reported."""
 
 
 class TransactionReports:
@@ -148,7 +148,7 @@ class TransactionReports:
         self._named: dict[str, list[str]] = {}
 
     def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
-        """The records for the transactions that block streams now, the oldest first."""
+        """The OPEN records for the transactions that block streams now, the oldest first."""
         for name, (writer, epoch) in self.reporters.items():
             old = [it for it in found if it.stream == name and is_old(it, now)]
             known = [it.process for it in old]  # a query is named, but the next one is nothing new

@@ -162,7 +162,7 @@ def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -
 
 
 def _problem(row: object, body: bytes) -> str:
-    """Why the row could not be told, or nothing; looks closely only where something could be wrong."""
+    """Why the row could not be published, or an empty text. Examines a row closely only if something could be wrong."""
     if len(body) > MOST_BYTES:
         return f"it has {len(body)} bytes of JSON, and Kafka takes {MOST_BYTES}"
     if b"null" in body and not _finite(row):
@@ -173,7 +173,7 @@ def _problem(row: object, body: bytes) -> str:
 
 
 def _finite(row: object) -> bool:
-    """Whether no number in it is NaN or infinite: msgspec would say null for those, and nothing."""
+    """Whether no number in the row is NaN or infinite: msgspec would encode those as null, without an error."""
     found = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # what is JSON already, which the server reads
     while found:
         match found.pop():
