@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from tidemark.app.output import count, one_line
+from tidemark.app.output import count, duration, one_line
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.status import Condition, LaggingPartition
 from tidemark.sinks.postgres.store import Postgres
@@ -55,7 +55,7 @@ class PipelineCondition:
         if condition.owner is None:
             problems.append("no pipeline has ever run here")
         elif not condition.lease:
-            problems.append(f"no pipeline holds the lease; the last one was {condition.owner}")
+            problems.append(f"no pipeline is active; the last one was {condition.owner}")
         if condition.waits is not None:
             problems.append(f"no position moves: {condition.waits}")
         if self.kafka is not None:
@@ -65,12 +65,12 @@ class PipelineCondition:
         for (topic, partition), records in sorted((self.waiting or {}).items()):
             if records < 0:
                 problems.append(
-                    f"partition {partition} of {topic} ends {-records} records before the last offset that was read"
+                    f"partition {partition} of Kafka topic {topic} is {count(-records, 'record')} shorter than the"
+                    " committed offset: records were lost"
                 )
         if condition.quiet is not None and condition.quiet > QUIET_AFTER and self.records > 0:
-            problems.append(
-                f"no batch was applied for {condition.quiet:.0f} s, although the Kafka lag is {self.records} records"
-            )
+            lag = count(self.records, "record")
+            problems.append(f"no batch for {duration(condition.quiet)}, although the Kafka lag is {lag}")
         problems += [self._blocked(lag) for lag in condition.lagging if lag.blocked_offset is not None]
         return problems
 
@@ -89,10 +89,10 @@ class PipelineCondition:
     def line(self) -> str:
         """The condition in one line."""
         condition = self.condition
-        owner = f"{condition.owner} holds the lease" if condition.lease else "nobody holds the lease"
-        batch = "no batch yet" if condition.quiet is None else f"last batch {condition.quiet:.0f} s ago"
+        owner = f"active on {condition.owner}" if condition.lease else "not running"
+        batch = "no batch yet" if condition.quiet is None else f"last batch {duration(condition.quiet)} ago"
         lag = "unknown" if self.waiting is None else count(self.records, "record")
-        return f"pipeline: {owner}, {batch}, Kafka lag: {lag}"
+        return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
     def plain(self) -> dict[str, Any]:
         condition = self.condition

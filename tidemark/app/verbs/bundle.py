@@ -1,4 +1,4 @@
-"""`tidemark bundle`: one archive for a report of a fault, also where half of the servers are away."""
+"""`tidemark bundle`: write one archive for a fault report, even if some servers do not answer."""
 
 import io
 import platform
@@ -18,7 +18,7 @@ import click
 
 from tidemark.app import config, health, open_ranges
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import as_object, one_line
+from tidemark.app.output import as_object, count, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
@@ -43,7 +43,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the archive, and what makes it, out of what `server` answers."""
+    """A file of the archive; `make` makes it from what `server` answers."""
 
     name: str
     server: str
@@ -52,7 +52,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Bundle:
-    """`problems`: of each part that is missing, why."""
+    """`problems`: why a part is missing, by part."""
 
     file: Path
     parts: list[str] = field(default_factory=list)
@@ -79,12 +79,12 @@ def to_text(bundle: Bundle) -> str:
     missing: dict[str, list[str]] = {}
     for part, problem in bundle.problems.items():
         missing.setdefault(problem, []).append(part)
-    lines = [f"without {_named(parts)}: {problem}" for problem, parts in missing.items()]
+    lines = [f"missing {_named(parts)}: {problem}" for problem, parts in missing.items()]
     return "\n".join(
         [
             *lines,
-            f"wrote {bundle.file}: {len(bundle.parts)} files, {bundle.file.stat().st_size / 1024:.0f} KiB",
-            "It names streams, writers, hosts, and what operators gave as reasons; it has no facts and no passwords.",
+            f"wrote {bundle.file}: {count(len(bundle.parts), 'file')}, {bundle.file.stat().st_size / 1024:.0f} KiB",
+            "It has names of streams, writers and hosts, and reasons of overrides. It has no facts and no passwords.",
         ]
     )
 
@@ -115,7 +115,7 @@ def _pack(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
     away: dict[str, str] = {}
     with tarfile.open(fileobj=target, mode="w:gz") as archive:
         for part in parts:
-            if part.server in away:  # whoever hangs is not waited for again and again
+            if part.server in away:  # wait only once for a server that hangs
                 bundle.problems[part.name] = away[part.server]
                 continue
             try:
@@ -177,11 +177,13 @@ def _fetched(url: str) -> str:
 
 @click.command("bundle", cls=OurCommand)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--metrics", multiple=True, help="Also keep what this address answers; without it the pipeline's.")
+@click.option(
+    "--metrics", multiple=True, help="Also store the metrics at this address. Default: those of the pipeline."
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
-    """Write what a report of a fault needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
-    last advances, and what the servers say; also where some of them do not answer."""
+    """Write what a fault report needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the last
+    advances, and the state of the servers. Servers that do not answer are named in the archive."""
     settings = loaded()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
     try:

@@ -1,7 +1,7 @@
-"""`tidemark dead-letters`: rejected records for people, and one of them tried on the state before it is sent again.
+"""`tidemark dead-letters`: list and show rejected records, and send one again after a trial on the stored state.
 
-What may be replayed is a writer's own word that holds wherever it stands: a fact, a void, an announcement. A JOIN or
-RETIRE is true at its place among the records alone (docs/decisions/0001-segments.md), so it never comes again.
+A fact, a void or an announcement may be sent again, because its meaning does not depend on its place among the records.
+A JOIN or RETIRE is valid only at its place (docs/decisions/0001-segments.md), so it is never sent again.
 """
 
 import re
@@ -43,7 +43,7 @@ _SETTLED: Final = {"duplicate", "deferred"}  # what a record counts as that come
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a record of `stream` would do if it came now; `counts` has how it would be counted."""
+    """What the record of a dead letter would do if it came now."""
 
     letter: DeadLetter
     record: records.Rdata | records.Void | records.Position | FactRun
@@ -51,33 +51,36 @@ class Replay:
 
     def told(self) -> Iterator[str]:
         it = self.record
-        yield f"{records.kind_of(it).name} of {it.writer} in epoch {it.epoch}, refused as {self.letter.reason}"
+        yield f"{records.kind_of(it).name} of {it.writer} in epoch {it.epoch}, rejected as {self.letter.reason}"
         told = [*moved(self.done)]
         yield from told
         if not told:
             counted = ", ".join(f"{name} {count}" for name, count in self.done.counts.items()) or "nothing"
-            yield f"nothing moves; the line of {it.stream} stays at {self.done.linear}; counted as: {counted}"
+            stays = f"the linear position of {it.stream} stays at {self.done.linear}"
+            yield f"nothing moves; {stays}; counted as: {counted}"
 
     def is_settled(self) -> bool:
-        """Whether the state knows all that the record says."""
+        """Whether the state already contains everything that the record says."""
         return {*self.done.counts} <= _SETTLED
 
     def act(self, by: str, why: str) -> Forced:
-        """For the table of acts."""
+        """The override for the audit table."""
         prev, ids, _ = _edges(self.record)
         return Forced(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
 def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float) -> Replay:
-    """Try the record on its stream's encoded state (None: there is none); `now` in s. Raises `BadRecord` with why it
-    cannot come again, or would be refused once more."""
+    """Try the record on its stream's encoded state (None: there is none); `now` in s.
+
+    Raises `BadRecord` if the record cannot be sent again, or would be rejected again.
+    """
     if letter.value is None:
-        raise BadRecord("gone", letter.gone or "the letter holds no record")
+        raise BadRecord("gone", letter.gone or "the dead letter has no record")
     if letter.origin[0] != facts_topic:
-        raise BadRecord("wrong_topic", f"it stood on {letter.origin[0]}: say an act again by its verb")
+        raise BadRecord("wrong_topic", f"it was on topic {letter.origin[0]}: repeat an override by its command")
     record = records.read(letter.value, letter.key, Topic.FACTS)
     if isinstance(record, records.Join | records.Retire | records.Skip | records.Open):
-        raise BadRecord("not_replayed", "it is true at its place alone: the writer's next start sends a new one")
+        raise BadRecord("not_replayed", "it is valid only at its place: the writer sends a new one at its next start")
     if isinstance(record, records.Rdata) and record.id == "batch":
         raise BadRecord("not_replayed", "a row without a number moves nothing")
     states = {} if stored is None else {record.stream: stored}
@@ -85,7 +88,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
     effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
     for bad in effects.rejected:
-        raise BadRecord(bad.reason, "it would be refused again, for what the stream holds now")
+        raise BadRecord(bad.reason, "it would be rejected again: it does not fit the current state of the stream")
     return Replay(letter, record, effects.streams[0])
 
 
@@ -121,7 +124,7 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
 
 
 def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
-    """Applied, where the state that a record was tried on knows all of it by now."""
+    """`applied` if the state now contains everything that the record says."""
     try:
         return "applied" if tried().is_settled() else "refused"
     except BadRecord:
@@ -129,7 +132,7 @@ def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
 
 
 def send_again(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
-    """Note that a dead letter is replayed, and send its record as it was. Raises `BadRecord` where one did before."""
+    """Note that a dead letter is replayed, and send its record unchanged. Raises `BadRecord` if it was before."""
     assert trial.letter.value is not None
     require_topic(connection, topic)
     noted = acts.note_replay(trial.record.stream, trial.act(by, why), trial.letter.origin)
@@ -172,7 +175,7 @@ def plain(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[
 
 
 def to_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    """All of a letter; what is the record's own in JSON, so that no terminal obeys it."""
+    """All of a dead letter. Text of the record is in JSON, so that no terminal obeys it."""
     told = plain(it, replayed)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
     lines = [f"{name}: {told[name]}" for name in shown if told[name] is not None]
@@ -183,32 +186,32 @@ def to_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: f
     return "\n".join(lines)
 
 
-LOOKED: Final = 10_000  # letters of each partition that a filter looks at, the newest
+LOOKED: Final = 10_000  # newest dead letters of each partition that a filter reads
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
 class LetterPlace(click.ParamType[tuple[int, int]]):
-    """`OFFSET`, of partition 0, or `PARTITION/OFFSET`, as the list shows it."""
+    """`OFFSET` (of partition 0) or `PARTITION/OFFSET`, as the list shows it."""
 
     name = "OFFSET"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         found = re.fullmatch(r"(?:(\d{1,9})/)?(\d{1,18})", str(value))
         if found is None:
-            self.fail(f"{value!r} is no offset such as 17, or 1/17 of partition 1", param, ctx)
+            self.fail(f"{value!r} is not an offset such as 17, or 1/17 of partition 1", param, ctx)
         return int(found[1] or 0), int(found[2])
 
 
 @click.group("dead-letters", cls=CommandGroup)
 def dead_letters() -> None:
-    """What the pipeline refused, byte for byte: list it, show it, and send it again once after its cause is mended."""
+    """List and show rejected records, byte for byte, and send one again after its cause is repaired."""
 
 
 @dead_letters.command("list")
 @click.argument("stream", required=False)
-@click.option("--reason", help="Only these.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
+@click.option("--reason", help="Only dead letters with this reason.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
 def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest dead letters of all streams, or STREAM."""
@@ -233,7 +236,7 @@ def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json:
 @click.argument("place", type=LetterPlace(), metavar="OFFSET")
 @_as_json
 def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
-    """Show all of the dead letter at OFFSET: why, where the record stood, its key, value and headers."""
+    """Show the dead letter at OFFSET: why it was rejected, where the record was, its key, value and headers."""
     settings = loaded()
     with _servers(settings) as (kafka, acts):
         found, replayed = _letter(kafka, place), acts.replays()
@@ -247,9 +250,9 @@ def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
 def letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:
-    """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is mended.
+    """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is repaired.
 
-    It is tried on the state first, and not sent where it would be refused again. A JOIN or RETIRE is never sent again.
+    It is tried on the stored state first, and not sent if it would be rejected again. A JOIN or RETIRE is never sent.
     """
     settings = loaded()
     topic = settings.kafka_facts_topic
@@ -264,9 +267,9 @@ def letters_replay(
         for line in trial.told():
             click.echo(line, err=as_json)
         if trial.is_settled():
-            raise CommandFailed("the stream knows all that it says: there is nothing to replay")
+            raise CommandFailed("the stream already contains this record: there is nothing to replay")
         if (act := noted.replays().get(letter.origin)) is not None:
-            raise CommandFailed(f"act {act} has sent this record again before")
+            raise CommandFailed(f"act {act} has already sent this record again")
         if dry_run:
             if as_json:
                 click.echo(as_object({"would": [*trial.told()], "outcome": None}))
@@ -277,8 +280,8 @@ def letters_replay(
         found = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
         stored = postgres.states([letter.stream]).get(letter.stream)
     now = {
-        "not seen": f"no batch has read it within {wait:g} s; it will be counted when the pipeline reads it",
-        "refused": "the pipeline refused it again: look at the newest dead letters",
+        "not seen": f"no batch has read it after {wait:g} s; it is counted when the pipeline reads it",
+        "refused": "the pipeline rejected it again: see the newest dead letters",
         "applied": "applied: " + ("" if stored is None else standing(stored, trial.record.writer)),
     }[found]
     if as_json:
@@ -300,5 +303,7 @@ def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideL
 def _letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
     found = kafka.at(*place)
     if found is None:
-        raise CommandFailed(f"there is no dead letter at offset {place[1]} of partition {place[0]}")
+        raise CommandFailed(
+            f"there is no dead letter at offset {place[1]} of partition {place[0]}: see tidemark dead-letters list"
+        )
     return found

@@ -1,4 +1,4 @@
-"""`tidemark wait` and `tidemark listen`: positions as a reader gets them."""
+"""`tidemark wait` and `tidemark listen`: follow positions as a reader does."""
 
 import json
 import math
@@ -18,13 +18,13 @@ from tidemark.common.errors import NotReached, Reject, StreamNotKnown
 @click.command("wait", cls=OurCommand)
 @click.argument("stream")
 @click.argument("token")
-@click.option("--writer", help="TOKEN is an ID of this writer; without it one ID stands for all up to it.")
+@click.option("--writer", help="TOKEN is an ID of this writer. Default: of any writer.")
 @click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
-    """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID): exit code 1 where it is not in time.
+    """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID).
 
-    2 where there is no such stream, or TOKEN is none of it.
+    Exit code 1 if the time is over, 2 if there is no such stream or TOKEN does not fit it.
     """
     settings = loaded()
     from tidemark.sinks.reader import Positions
@@ -40,24 +40,24 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
                 raise CommandStopped(no_stream(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None
-            raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` tells who holds it") from None
+            raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` shows what blocks it") from None
     if as_json:
         found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}
         click.echo(json.dumps(found))
     else:
-        click.echo(f"{stream} stands at {stands.token}")
+        click.echo(f"{stream} is at {stands.token}")
 
 
 @click.command("listen", cls=OurCommand)
 @click.argument("address", required=False)
 @click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line.")
-@click.option("--server", help="End with exit code 2 where the server has another name.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in each line.")
+@click.option("--server", help="End with exit code 2 if the server has another name.")
 @click.option(
-    "--tls", is_flag=True, help="Over TLS, also without TIDEMARK_SIDECAR_CA_FILE: by the system's authorities."
+    "--tls", is_flag=True, help="Use TLS, with the authorities of the system unless TIDEMARK_SIDECAR_CA_FILE is set."
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
-    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_LINES_LISTEN)."""
+    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; default: TIDEMARK_LINES_LISTEN)."""
     settings = loaded()
     try:
         where = host_port(address or settings.lines_listen)

@@ -1,4 +1,4 @@
-"""`tidemark gaps`: what holds positions back, as lines for people and as JSON for programs."""
+"""`tidemark gaps`: the open IDs that block positions, and the command that settles them."""
 
 import shlex
 import time
@@ -9,11 +9,12 @@ import click
 from tidemark.app import open_ranges
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.open_ranges import OpenRange
-from tidemark.app.output import as_object, duration, id_range, sanitize
+from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
 from tidemark.app.remedies import arguments
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 SHOWN = 10  # gaps of one writer in the text; the JSON has all
+NONE = "no gaps: nothing is blocked"
 
 
 def to_json(found: Sequence[OpenRange]) -> str:
@@ -21,47 +22,65 @@ def to_json(found: Sequence[OpenRange]) -> str:
 
 
 def to_text(found: Sequence[OpenRange], now: float) -> str:
-    """A line for each, and below the last one of a writer its transactions and the verb."""
+    """Text for people: a line for each open range, and after the last one of a writer the remedy."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
-    for it in found:
-        writers.setdefault((it.stream, it.writer, it.epoch), []).append(it)
+    for gap in found:
+        writers.setdefault((gap.stream, gap.writer, gap.epoch), []).append(gap)
     for ranges in writers.values():
-        lines += [_line(it, now) for it in ranges[:SHOWN]]
+        lines += [_line(gap, now) for gap in ranges[:SHOWN]]
         if len(ranges) > SHOWN:
-            lines.append(f"{ranges[0].stream}: {ranges[0].writer} has {len(ranges) - SHOWN} gaps more")
+            lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - SHOWN, 'more gap')}")
         lines += _remedy(ranges[0])
     return sanitize(lines)
 
 
-def _line(it: OpenRange, now: float) -> str:
-    if it.low is None:
-        what = "has not joined"
-    elif it.top is None:
-        what = f"has told nothing beyond {it.low}"
+def _line(gap: OpenRange, now: float) -> str:
+    age = "" if gap.since is None else f" for {duration(now - gap.since.timestamp())}"
+    writer = gap.writer
+    if gap.low is None:
+        writer, what = f"{gap.writer} (epoch {gap.epoch})", f"has not joined{age}"
+    elif gap.top is None:
+        what = f"no record beyond ID {gap.low}{age}"
     else:
-        what = f"owes {id_range(it.low, it.top)}"
-    age = "" if it.since is None else f", for {duration(now - it.since.timestamp())}"
-    seen = "never seen" if it.last_seen is None else f"last seen {duration(now - it.last_seen.timestamp())} ago"
-    waits = f"; {it.waiting} IDs wait, {it.facts} with a fact" if it.waiting else ""
-    return f"{it.stream}: {it.writer} (epoch {it.epoch}) {what}{age}: {it.verdict}, {seen}{waits}"
+        what = f"{ids(gap.low, gap.top)} open{age}"
+    waiting = ""
+    if gap.waiting:
+        facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
+        waiting = f"; {count(gap.waiting, 'committed ID')} {'is' if gap.waiting == 1 else 'are'} waiting{facts}"
+    return f"{gap.stream}: {writer}: {what}; {_life(gap, now)}{waiting}"
 
 
-def _remedy(it: OpenRange) -> Iterator[str]:
-    yield from (f"    open: {transaction}" for transaction in it.transactions)
-    yield f"    {it.advice} {it.verb}".rstrip()
-    if it.verdict in ("silent", "fenced") and it.low is not None and it.top is not None:
-        words = shlex.join(arguments(it.stream, it.writer, id_range(it.low, it.top)))
-        yield f'    If it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
+def _life(gap: OpenRange, now: float) -> str:
+    """What is known of the writer's life."""
+    if gap.last_seen is None:
+        return "no record was ever read"
+    age = duration(now - gap.last_seen.timestamp())
+    match gap.verdict:
+        case "silent":
+            return f"no record for {age}"
+        case "open transaction":
+            return f"transaction open, last record {age} ago"
+        case "unknown":
+            return f"last record {age} ago"
+    return f"{gap.verdict}, last record {age} ago"
+
+
+def _remedy(gap: OpenRange) -> Iterator[str]:
+    yield from (f"    open transaction: {transaction}" for transaction in gap.transactions)
+    yield f"    {gap.advice} {gap.verb}".rstrip()
+    if gap.verdict in ("silent", "fenced") and gap.low is not None and gap.top is not None:
+        words = shlex.join(arguments(gap.stream, gap.writer, id_range(gap.low, gap.top)))
+        yield f'    If it still runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
 
 
 @click.command("gaps", cls=OurCommand)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-@click.option("--check", is_flag=True, help="End with exit code 3 where anything is held back.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if anything is blocked.")
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
-    """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
+    """Show every gap and silent writer of all streams, or of STREAM, and the command that settles it."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
@@ -72,6 +91,6 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     if as_json:
         click.echo(to_json(found))
     else:
-        click.echo(to_text(found, time.time()) if found else "nothing is held back")
+        echo(to_text(found, time.time()) if found else NONE)
     if check and found:
         context.exit(CHECK_FAILED)

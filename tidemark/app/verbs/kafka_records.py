@@ -1,6 +1,8 @@
-"""`tidemark produce`: JSON lines to Kafka under the right key, for trying things by hand.
+"""`tidemark produce` and `tidemark tail`: write and read records in Kafka by hand, as lines of JSON.
 
-Every line is checked as the pipeline will check it, so that a mistake shows here and not among the dead letters.
+`tidemark produce` checks each line as the pipeline will check it, so that a mistake does not end in the dead letters.
+`tidemark tail --json` writes records in the form that `tidemark replay` reads: `key` and `value` are text, or
+`key_base64` and `value_base64` if they are not UTF-8.
 """
 
 import time
@@ -16,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import printable, timestamp
+from tidemark.app.output import count, printable, timestamp
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.sources.kafka import KafkaConnection
@@ -31,14 +33,14 @@ DELIVERY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """What became of the lines; `last` is partition and offset of the record that was acknowledged last."""
+    """The result for the lines; `last` is the partition and offset of the record that was acknowledged last."""
 
     sent: int
     refused: int
     last: tuple[int, int] | None
 
     def summary(self, topic: str) -> str:
-        text = f"{self.sent} record{'' if self.sent == 1 else 's'} sent to {topic}"
+        text = f"{count(self.sent, 'record')} sent to {topic}"
         if self.last is not None:
             text += f", the last to partition {self.last[0]} at offset {self.last[1]}"
         return text
@@ -47,10 +49,10 @@ class Produced:
 def produce_lines(
     connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
 ) -> Produced:
-    """Send the good lines and `refuse` the bad ones, each with its number and reason; blank lines count for nothing.
+    """Send the valid lines, and call `refuse` for each invalid one with its number and reason. Blank lines are skipped.
 
-    Raises `TopicMissing` and, where Kafka does not take the records within half a minute, `Unavailable`: some of the
-    lines may have arrived then, and sending all again makes duplicates, which Tidemark counts and passes over.
+    Raises `TopicMissing`, and `Unavailable` if Kafka does not accept the records within half a minute. Then some lines
+    may have arrived; if all are sent again, Tidemark counts duplicates and ignores them.
     """
     Topics(connection).describe([topic])
     producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
@@ -101,7 +103,7 @@ def to_line(it: RecordedMessage) -> str:
 
 
 def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
-    """Raises what `refuse` makes of a line that is none of these; empty ones are passed over."""
+    """Records of the lines. Raises what `refuse` returns for an invalid line; empty lines are skipped."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -114,13 +116,13 @@ def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> It
                 for text, coded in ((it.key, it.key_base64), (it.value, it.value_base64))
             )
         except (ValueError, RecursionError) as problem:
-            raise refuse(f"line {number} is no record as `tidemark tail --json` writes them: {problem}") from None
+            raise refuse(f"line {number} is not a record of `tidemark tail --json`: {problem}") from None
         yield RecordedMessage(it.topic, it.partition, it.offset, it.time, key, value)
 
 
 def to_text(it: RecordedMessage) -> str:
-    """In a line for people."""
-    what = "no record"
+    """One line for people."""
+    what = "unreadable"
     with suppress(BadRecord):
         record = records.decode(it.value)
         what = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
@@ -132,11 +134,11 @@ def to_text(it: RecordedMessage) -> str:
 
 @click.command("produce", cls=OurCommand)
 @click.argument("file", type=click.File("rb"), default="-")
-@click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")
+@click.option("--control", is_flag=True, help="Send override records to the control topic instead.")
 def produce(file: BinaryIO, *, control: bool) -> None:
-    """Send JSON lines from FILE (or standard input) to Kafka, each under the key that it must have.
+    """Send records from FILE, or standard input, to Kafka: a JSON object in each line. The key is added.
 
-    Bad lines are named and left out; then the exit code is 1.
+    Invalid lines are reported and not sent; then the exit code is 1.
     """
     settings = loaded()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
@@ -149,14 +151,20 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 
 @click.command("tail", cls=OurCommand)
 @click.argument("stream", required=False)
-@click.option("--last", type=click.IntRange(0), default=10, show_default=True, help="So many of each partition first.")
-@click.option("--all", "everything", is_flag=True, help="All that retention kept, in place of the last.")
-@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object per line, as `tidemark replay` reads them.")
+@click.option(
+    "--last",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="First show so many newest records of each partition.",
+)
+@click.option("--all", "everything", is_flag=True, help="First show all records that Kafka still has.")
+@click.option("--follow", is_flag=True, help="Then show new records until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object in each line, as `tidemark replay` reads them.")
 def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_json: bool) -> None:
-    """Show the records of all streams (or STREAM) on the facts and the control topic as they lie in Kafka.
+    """Show the records of all streams, or of STREAM, in the facts topic and the control topic.
 
-    `tidemark tail --all --json > FILE` records them.
+    `tidemark tail --all --json > FILE` stores them for `tidemark replay`.
     """
     settings = loaded()
     show = to_line if as_json else to_text
@@ -176,12 +184,10 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
             if not follow:
                 if stream is not None and not shown:
                     looked = (
-                        "no record that retention kept" if everything else f"none of the last {last} of each partition"
+                        "no record in Kafka" if everything else f"none of the last {last} records of each partition"
                     )
                     more = (
-                        "`tidemark status` shows all streams"
-                        if everything
-                        else "look farther back with --last or --all"
+                        "`tidemark status` shows all streams" if everything else "use --last or --all for older records"
                     )
                     click.echo(f"{looked} is of {stream}; {more}", err=True)
                 return
@@ -189,7 +195,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
 
 
 def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
-    """Topic and partition -> its bounds."""
+    """The first and the next offset of each partition of the two topics."""
     topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
     return {
         (topic, partition): kafka.bounds(topic, partition)
@@ -207,10 +213,10 @@ def read_topics(settings: Settings, facts: str, most: int) -> Iterator[RecordedM
     with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})
         places = topic_bounds(changed, kafka)
-        count = sum(high - low for low, high in places.values())
-        if count > most:
+        number = sum(high - low for low, high in places.values())
+        if number > most:
             raise CommandFailed(
-                f"there are about {count} records, and --records allows {most}: they are held in memory"
+                f"Kafka has about {number} records, and --records={most}: raise it if they fit in memory"
             )
         for place, bounds in places.items():
             yield from kafka.between(*place, *bounds)

@@ -1,4 +1,4 @@
-"""`tidemark late`: completions that came after their range was settled without them, and who has repaired them."""
+"""`tidemark late`: completions that came after their range was settled, and which of them are resolved."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,24 +22,24 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 
 @click.group("late", cls=CommandGroup)
 def late() -> None:
-    """Facts that came after readers may have passed them: list them, and say which are repaired."""
+    """List facts that came after readers may have passed them, and mark them as resolved."""
 
 
 @late.command("list")
 @click.argument("stream", required=False)
-@click.option("--all", "everything", is_flag=True, help="Also those that are resolved.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
-@click.option("--check", is_flag=True, help="End with exit code 3 where any is not resolved.")
+@click.option("--all", "everything", is_flag=True, help="Also resolved ones.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
+@click.option("--check", is_flag=True, help="End with exit code 3 if any is not resolved.")
 @_as_json
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
-    """List the newest late completions of all streams, or STREAM, that nobody has resolved."""
+    """List the newest unresolved late completions of all streams, or of STREAM."""
     with _database() as database:
         found = database.newest(stream, limit, resolved=everything)
         holds = database.newest(stream, 1, resolved=False)
     if as_json:
         click.echo(as_object({"late": found}))
     else:
-        click.echo(_table(found, time.time()) if found else "nothing is late that is not resolved")
+        click.echo(_table(found, time.time()) if found else "no unresolved late completions")
     if check and holds:
         raise SystemExit(CHECK_FAILED)
 
@@ -51,9 +51,9 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Note that late completions of STREAM, by their NUMBERs, are repaired: readers took them up, or need not.
+    """Mark late completions of STREAM, by their NUMBERs, as resolved: readers processed them, or need not.
 
-    It changes no position and tells no reader anything: that is done before.
+    This changes no position and notifies no reader: process the facts first.
     """
     with _database() as database:
         found = database.numbered(stream, numbers)

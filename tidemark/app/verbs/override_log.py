@@ -1,4 +1,4 @@
-"""`tidemark acts`: who did what, as whom Postgres knew them, and what came of it."""
+"""`tidemark acts`: what operators settled by hand: who, as which user of Postgres, why, and with which outcome."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,30 +22,30 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 
 @click.group("acts", cls=CommandGroup)
 def acts() -> None:
-    """What operators did: which user of Postgres, when, why, and what came of it."""
+    """List operator overrides: which user of Postgres, when, why, and with which outcome."""
 
 
 @acts.command("list")
 @click.argument("stream", required=False)
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
 def acts_list(stream: str | None, limit: int, *, as_json: bool) -> None:
-    """List the newest acts on all streams, or STREAM; also those that came to the control topic by other means."""
+    """List the newest overrides of all streams, or of STREAM, also those that other programs sent."""
     with _database() as database:
         found = database.newest(stream, limit)
         if stream is not None and not found and not database.is_stream(stream):
-            raise CommandFailed(f"there is no act on {stream}, and no such stream; `tidemark status` shows all")
+            raise CommandFailed(f"there is no stream {stream}, and no override of it; `tidemark status` shows all")
     if as_json:
         click.echo(as_object({"acts": found}))
     else:
-        click.echo(sanitize(_table(found, time.time())) if found else "no acts")
+        click.echo(sanitize(_table(found, time.time())) if found else "no overrides")
 
 
 @acts.command("show")
 @click.argument("number", type=click.IntRange(1))
 @_as_json
 def acts_show(number: int, *, as_json: bool) -> None:
-    """Show all of the act NUMBER."""
+    """Show the override NUMBER with all its fields."""
     with _database() as database:
         found = database.numbered(number)
     if found is None:
@@ -93,11 +93,11 @@ def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
 
 def _whole(it: "OverrideEntry") -> Iterator[str]:
     stream = "all streams" if it.stream == EVERY_STREAM else it.stream
-    whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream
+    whose = f"{it.writer} (epoch {it.epoch}) of {stream}" if it.writer else stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()
     yield f"when: {timestamp(it.time)}"
-    yield f"who: {it.seen_as} as Postgres knew it, from {it.seen_from or 'a local socket'}; by {it.by}, as they said"
+    yield f"who: {it.by}; user {it.seen_as} of Postgres, from {it.seen_from or 'a local socket'}"
     yield f"why: {it.why}"
-    if it.writer:  # else it is none of a writer's, and goes nowhere
+    if it.writer:  # only an override of a writer is sent
         yield "sent: " + ("not known to be" if it.topic is None else f"{it.topic}/{it.partition} {it.offset}")
     yield f"outcome: {_outcome(it)}"

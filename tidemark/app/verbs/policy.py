@@ -1,4 +1,4 @@
-"""`tidemark policy`: what streams have of their own: bounds, what alerts compare with, how long history is kept."""
+"""`tidemark policy`: limits, alert thresholds and retention of single streams."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 def _name(_: click.Context, param: click.Parameter, name: str) -> str:
     plain = name.removesuffix("*")
     if not name or len(plain) > NAME or not plain.isprintable() or any(it.isspace() for it in plain):
-        raise click.BadParameter(f"{name!r} is no stream, nor the beginning of names with a * behind it", param=param)
+        raise click.BadParameter(f"{name!r} is neither the name of a stream nor a prefix followed by *", param=param)
     return name
 
 
 def _known(setting: str) -> str:
     if setting not in POLICY_SETTINGS:
-        raise click.BadParameter(f"{setting!r} is no setting of a policy: {', '.join(POLICY_SETTINGS)}")
+        raise click.BadParameter(f"{setting!r} is not a setting of a policy: {', '.join(POLICY_SETTINGS)}")
     return setting
 
 
@@ -41,7 +41,7 @@ def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> d
         setting, _equals, text = word.partition("=")
         most = POLICY_SETTINGS[_known(setting)].most
         if setting in found:
-            raise click.BadParameter(f"{setting} is there twice", param=param)
+            raise click.BadParameter(f"{setting} is given twice", param=param)
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
             raise click.BadParameter(f"{word!r}: {setting} is a whole number from 1 to {most}", param=param)
         found[setting] = int(text)
@@ -50,9 +50,9 @@ def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> d
 
 @click.group("policy", cls=CommandGroup)
 def policy() -> None:
-    """What streams have of their own: bounds, what alerts compare with, how long history is kept.
+    """Set limits, alert thresholds and retention of single streams.
 
-    A policy is called like a stream, or like the beginning of some streams' names with a `*` behind it; `*` is all.
+    The name of a policy is a stream's name, or a prefix of names followed by `*`; `*` alone fits all streams.
     """
 
 
@@ -67,14 +67,14 @@ def policy_list(*, as_json: bool) -> None:
     else:
         rows = [(name, setting, str(value)) for name, known in given.items() for setting, value in known.items()]
         lines = table(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
-        click.echo("\n".join(lines) if rows else "no stream has a policy")
+        click.echo("\n".join(lines) if rows else "no policies")
 
 
 @policy.command("show")
 @click.argument("stream", callback=_name)
 @_as_json
 def policy_show(stream: str, *, as_json: bool) -> None:
-    """Show what holds of STREAM, and which policy says so; a stream need not be there yet."""
+    """Show the settings of STREAM and the policy of each; the stream need not exist yet."""
     with _database() as (settings, postgres):
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
     sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
@@ -102,7 +102,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
 def policy_set(
     name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Have streams that NAME fits keep to these values. `tidemark policy show` tells which settings there are."""
+    """Set values for the streams that NAME fits. `tidemark policy show STREAM` lists the settings."""
     _change(name, values, by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -113,7 +113,7 @@ def policy_set(
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Take back what the policy NAME says, all of it or these settings: the next that fits counts, else the default."""
+    """Remove settings of the policy NAME, or all of them. Then the next policy that fits counts, else the default."""
     _change(name, dict.fromkeys(settings), by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -135,7 +135,7 @@ def _change(
             setting for setting, value in changes.items() if value is None and setting not in given.get(name, ())
         ]
         if missing or not changes:
-            raise CommandFailed(f"the policy {name} says nothing of {', '.join(missing) or 'anything'}")
+            raise CommandFailed(f"the policy {name} has no {', '.join(missing) or 'settings'}")
         streams = [stream for stream in postgres.streams() if name in fitting(stream)]
         for line in _would(name, changes, streams, given):
             click.echo(line, err=as_json)
@@ -146,16 +146,16 @@ def _change(
     if as_json:
         tell(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
     elif not dry_run:
-        tell(f"{done}; noted as act {act}. A pipeline that runs follows within seconds")
+        tell(f"{done}; noted as act {act}. A running pipeline follows within seconds")
 
 
 def _would(
     name: str, changes: Mapping[str, int | None], streams: Sequence[str], given: Mapping[str, Mapping[str, int]]
 ) -> Iterator[str]:
-    """What is changed, for whom, and what that costs; for people, before they confirm it."""
+    """Which streams are changed and at what cost: shown before the confirmation."""
     named = ", ".join(streams[:SHOWN]) + (f" and {len(streams) - SHOWN} more" if len(streams) > SHOWN else "")
-    yield f"the policy {name} fits {named}" if streams else f"no stream is there yet that {name} fits"
+    yield f"the policy {name} fits {named}" if streams else f"no stream fits {name} yet"
     after = {setting: value for setting, value in {**given.get(name, {}), **changes}.items() if value is not None}
     before = Policies(given).bounds()
     if Policies({**given, name: after}).bounds() != before:
-        yield "the pipeline begins its query anew for it, behind the batch in hand: readers wait a few seconds longer"
+        yield "the pipeline restarts its query after the current batch: readers wait a few seconds longer"

@@ -1,7 +1,7 @@
-"""`tidemark replay`: recorded records through the rules again, without Spark, held against the history in Postgres.
+"""`tidemark replay`: apply recorded records again, without Spark, and compare the positions with the stored history.
 
-What a batch is does not matter to the rules, so no batch of the past is made again: one of the history ends with the
-first record after which the replay has come as far as it went, and there both must be alike.
+The positions do not depend on how records are divided into batches. So a batch of the history ends at the first record
+with which the replay reaches the batch's positions; there both must be equal.
 """
 
 import re
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.output import as_object, plain, sanitize, timestamp
+from tidemark.app.output import as_object, count, echo, plain, sanitize, timestamp
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
 from tidemark.app.verbs.kafka_records import to_text as record_text
@@ -48,7 +48,7 @@ _named = msgspec.json.Decoder(_Named)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A stream as far as it was replayed; `counts` are the sums of each writer's evidence."""
+    """The state of a stream in a replay; `counts` are the sums of each writer's evidence."""
 
     stream: str
     bounds: Bounds
@@ -58,7 +58,7 @@ class Replayed:
     counts: Mapping[str, Evidence] = field(default_factory=dict)
 
     def fed(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
-        """With more records, as one batch at `now` (ms)."""
+        """The stream after more records, as one batch at `now` (ms)."""
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
@@ -78,15 +78,15 @@ class Replayed:
         return replace(self, counts={})
 
     def reaches(self, batch: StoredBatch) -> bool:
-        """Whether all has come at least as far as after that batch."""
+        """Whether all positions are at least those after that batch."""
         return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
 
 
 def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
-    """In their order, under the stream that the key names and that which the value names: a record that is refused may
-    be a fact of either."""
+    """The records in their order, by the stream of the key and by the stream of the value: a rejected record may belong
+    to either."""
     found: dict[str, list[RecordedMessage]] = defaultdict(list)
     for it in messages:
         keyed = (it.key or b"").decode(errors="replace")
@@ -100,7 +100,7 @@ def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMes
 
 
 def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
-    """As the query packs them, of any partitions; `roles` has each topic's."""
+    """Packets as the pipeline makes them of records of any partitions; `roles` has the role of each topic."""
     parted: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for it in messages:
         parted[it.topic, it.partition].append(it)
@@ -230,9 +230,9 @@ AT_ONCE: Final = 4096  # records that are tried together while the history is fa
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where the two part, at `record` (None: after the last one). `writer` stands at `replayed`, and at `history` after
-    the batch of that number and time (None: at the end); None: the stream's line. `evidence` of both where they stand
-    at the same place."""
+    """The first divergence of a stream, at `record` (None: after the last record). The position of `writer` (None: the
+    linear position) is `replayed`, and `history` after the batch of that number and time (None: at the end). If the
+    positions are equal, `evidence` has the counts of both."""
 
     stream: str
     record: RecordedMessage | None
@@ -246,9 +246,9 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class PartCompared:
-    """What of a stream was compared, where it was not all. `after`: the batch behind which it begins, for want of
-    records before `offset` or of history; lines from where `line_from` was passed (None: none). `upto`: where the
-    records end, and so many batches came `behind` it."""
+    """Which part of a stream was compared. `after`: the comparison begins after this batch, because records before
+    `offset` or older history are missing; linear positions are compared beyond `line_from` (None: not at all). `upto`:
+    the batch at which the records end; `behind`: batches after it."""
 
     after: StoredBatch | None = None
     offset: int = 0
@@ -259,8 +259,8 @@ class PartCompared:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """`parts`: of streams that are alike as far as they were compared. `unknown`: streams of which nothing could be,
-    and why. `absent`: those of which there is no record."""
+    """`parts`: streams that were compared in part and are equal there. `unknown`: why a stream could not be compared.
+    `absent`: streams without a record."""
 
     records: int = 0
     batches: int = 0
@@ -273,7 +273,7 @@ class ReplayReport:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """`batches` that are alike, up to `last`. Without a `parting` all are, or the records end."""
+    """`batches` that are equal, up to `last`. Without a `parting` all are equal, or the records end."""
 
     batches: int
     last: StoredBatch | None
@@ -288,7 +288,7 @@ def report(
     bounds: Bounds,
     only: str | None = None,
 ) -> ReplayReport:
-    """Of all streams, or `only` of one, as far as batches have read it."""
+    """Compare all streams, or `only` one, as far as batches have read the records."""
     upto = past.read_up_to()
     read = [it for it in messages if it.offset < upto.get((it.topic, it.partition), it.offset + 1)]
     firsts: dict[tuple[str, int], int] = {}
@@ -303,7 +303,7 @@ def report(
             continue  # nothing of it was ever taken: its records are in the dead letters
         places = {(it.topic, it.partition) for it in of_stream if roles[it.topic] is Topic.FACTS}
         begins = max((firsts[place] for place in places), default=0)
-        # A batch before the last record was made cannot have read beyond it: so it is to be reached.
+        # A batch that is older than the last record cannot have read beyond it, so the replay must reach the batch.
         ends = min((lasts[it].time for it in places if lasts[it].offset + 1 < upto.get(it, 0)), default=None)
         _compare(found, held, stream, of_stream, roles, bounds, begins, ends)
     return found
@@ -325,15 +325,13 @@ def _compare(
     if not past.whole or (begins and done is not None and done.parting is not None):
         facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
         start = start_of(past, stream, facts, bounds, cut=begins > 0)
-        missing = f"the recording begins at offset {begins}" if begins else "the history no longer has its first days"
+        missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
         if start is None or start.skipped == len(past.batches):
-            found.unknown[stream] = f"{missing}, and behind no batch since was nothing open"
+            found.unknown[stream] = f"{missing}, and after every later batch some ID was open"
             return
         done = compared(past, stream, messages, roles, bounds, ends, start)
         if done.parting is not None and done.parting.record is None:
-            found.unknown[stream] = (
-                f"{missing}, and what is there does not lead on from {named(done.last or start.after)}"
-            )
+            found.unknown[stream] = f"{missing}, and the records do not continue from {named(done.last or start.after)}"
             return
     assert done is not None
     batches = len(past.batches) - (start.skipped if start else 0)
@@ -367,8 +365,8 @@ def compared(
     ends: int | None = None,
     start: ReplayStart | None = None,
 ) -> _Compared:
-    """Up to the first place where they part. `messages` are all that batches have read of the stream; where `ends` (ms)
-    is given, all up to that time."""
+    """Compare a stream up to its first divergence. `messages` are all records of the stream that batches have read; if
+    `ends` (ms) is given, all up to that time."""
     facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
     acts = _applied([it for it in messages if roles[it.topic] is Topic.CONTROL], past.acts)
     now, told = Replayed(stream, bounds), dict[str, Evidence]()
@@ -410,13 +408,14 @@ def _to(
     roles: Mapping[str, Topic],
     time: int,
 ) -> tuple[int, Replayed]:
-    """The fewest records of `facts` with which, and with `acts` behind them, the replay reaches the batch: how many,
-    and what it is then. Where none do, all of them."""
+    """Apply the fewest records of `facts`, and then `acts`, with which the replay reaches the batch, else all.
+
+    Returns how many records, and the replay after them."""
 
     def tried(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
         return base.fed(more, roles, time).fed(acts, roles, time)
 
-    low, step = 0, 1  # `now` has taken `low` records, and does not reach
+    low, step = 0, 1  # `now` has `low` records, which are too few
     done = tried(now, [])
     if done.reaches(batch):
         return 0, done
@@ -455,7 +454,7 @@ def _ends(
     acts: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
 ) -> Parting | None:
-    """What is left moves nothing, but for the line where a writer retired."""
+    """Check that the remaining records move nothing, except the linear position if a writer retired."""
     time = max([it.time for it in (*facts, *acts)], default=0)
     end = now.fed(facts, roles, time).fed(acts, roles, time)
     moved = next((it for it in end.positions if end.positions[it] != past.positions.get(it)), None)
@@ -463,16 +462,18 @@ def _ends(
         if end.linear == past.linear:
             return None
         return Parting(stream, None, None, past.linear, end.linear, None, None)
-    for count in range(1, len(facts) + 1):
-        if now.fed(facts[:count], roles, time).positions.get(moved) != now.positions.get(moved):
-            return Parting(stream, facts[count - 1], moved, past.positions.get(moved), end.positions[moved], None, None)
+    for number in range(1, len(facts) + 1):
+        if now.fed(facts[:number], roles, time).positions.get(moved) != now.positions.get(moved):
+            return Parting(
+                stream, facts[number - 1], moved, past.positions.get(moved), end.positions[moved], None, None
+            )
     return Parting(stream, None, moved, past.positions.get(moved), end.positions[moved], None, None)
 
 
 def _applied(
     messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
-    """The operators' records that were applied, each with the time of its batch; what was refused does nothing."""
+    """The override records that were applied, each with the time of its batch. A refused one does nothing."""
     left, found = [*audit], []
     for it in messages:
         try:
@@ -504,49 +505,53 @@ def to_json(found: ReplayReport) -> str:
 def to_text(found: ReplayReport) -> str:
     lines = [line for it in found.parted[:SHOWN] for line in _parting(it)]
     if len(found.parted) > SHOWN:
-        lines.append(f"{len(found.parted) - SHOWN} streams more part from their history")
-    unknown = [f"{stream}: nothing of it could be compared: {why}" for stream, why in found.unknown.items()]
+        lines.append(f"{count(len(found.parted) - SHOWN, 'more stream')} differ from their history")
+    unknown = [f"{stream}: not compared: {why}" for stream, why in found.unknown.items()]
     lines += unknown[:SHOWN]
     if len(unknown) > SHOWN:
-        lines.append(f"nothing could be compared of {len(unknown) - SHOWN} streams more")
-    parts = [f"{stream}: compared {_part(it)}" for stream, it in found.parts.items()]
+        lines.append(f"{count(len(unknown) - SHOWN, 'more stream')} not compared")
+    parts = [f"{stream}: equal in part: {_part(it)}" for stream, it in found.parts.items()]
     lines += parts[:SHOWN]
     if len(parts) > SHOWN:
-        lines.append(f"{len(parts) - SHOWN} streams more were compared in part")
+        lines.append(f"{count(len(parts) - SHOWN, 'more stream')} equal in part")
     if found.absent:
         named = ", ".join(found.absent[:SHOWN]) + (", ..." if len(found.absent) > SHOWN else "")
-        lines.append(f"not compared, as there is no record of them: {len(found.absent)} streams: {named}")
-    said = f"{found.records} records give the history of {len(found.alike)} of"
+        lines.append(f"without a record: {count(len(found.absent), 'stream')}: {named}")
     every = len(found.alike) + len(found.parted) + len(found.unknown)
-    return sanitize([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
+    compared_batches = f"{found.batches} {'batch' if found.batches == 1 else 'batches'}"
+    lines.append(
+        f"{count(found.records, 'record')} give the stored history of {len(found.alike)} of {count(every, 'stream')}"
+        f" ({compared_batches})"
+    )
+    return sanitize(lines)
 
 
 def _part(it: PartCompared) -> str:
     told = []
     if it.after is not None:
-        missing = f"the recording begins at offset {it.offset}" if it.offset else "older days of history are dropped"
-        line = "its line nowhere" if it.line_from is None else f"its line beyond {it.line_from}"
-        told.append(f"behind {named(it.after)} only, as {missing}; {line}")
+        missing = f"the recording begins at offset {it.offset}" if it.offset else "older history was dropped"
+        line = "no linear position" if it.line_from is None else f"linear positions beyond {it.line_from}"
+        told.append(f"after {named(it.after)}, because {missing}; {line}")
     if it.behind:
         upto = "no batch" if it.upto is None else named(it.upto)
-        told.append(f"up to {upto} only, where the recording ends: {it.behind} came behind it")
+        told.append(f"up to {upto}, where the recording ends ({it.behind} later)")
     return ", and ".join(told)
 
 
 def _parting(it: Parting) -> Iterator[str]:
     where = "after the last record" if it.record is None else "at the record below"
-    when = "in the end" if it.time is None else f"after batch {it.batch} of {timestamp(it.time)}"
-    whose = "the line" if it.writer is None else it.writer
+    when = "at the end" if it.time is None else f"after batch {it.batch} of {timestamp(it.time)}"
+    whose = "the linear position" if it.writer is None else it.writer
     if it.evidence is None:
         yield (
-            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} in the history, and at"
-            f" {it.replayed} in the replay"
+            f"{it.stream}: differs {where}: {when} {whose} is {it.history} in the history and {it.replayed} in the"
+            " replay"
         )
     else:
         told, now = map(evidence, it.evidence)
         yield (
-            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
-            f" and by {now} in the replay"
+            f"{it.stream}: differs {where}: {when} {whose} is {it.history} by {told} in the history and by {now} in the"
+            " replay"
         )
     if it.record is not None:
         yield f"    {record_text(it.record)}"
@@ -556,26 +561,26 @@ def _parting(it: Parting) -> Iterator[str]:
 @click.argument("source", metavar="[TOPIC or FILE]", required=False)
 @click.option("--stream", help="Only this stream.")
 @click.option(
-    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Read so many of Kafka at most."
+    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Kafka records to read at most."
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def replay(context: click.Context, source: str | None, stream: str | None, records: int, *, as_json: bool) -> None:
-    """Feed recorded records to the rules again, without Spark, and compare with the history in Postgres.
+    """Apply recorded records again, without Spark, and compare the positions with the history in Postgres.
 
-    They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
-    without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
+    The records come from a FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC,
+    or without it from the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared.
     """
     settings = loaded()
     file = source is not None and (source == "-" or Path(source).is_file())
     if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
         raise click.BadParameter(
-            f"{source!r} is no file that is there, and no topic's name", param_hint="TOPIC or FILE"
+            f"{source!r} is neither an existing file nor the name of a topic", param_hint="TOPIC or FILE"
         )
     facts = settings.kafka_facts_topic if source is None or file else source
     roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
     if len(roles) == 1:
-        raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
+        raise click.UsageError(f"{facts} is the control topic: name the facts topic; its overrides are read too")
     with BatchHistory.open(settings.postgres) as past:
         if stream is not None and stream not in past.streams():
             raise CommandFailed(no_stream(stream))
@@ -587,9 +592,12 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
                     f"{it.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
                 )
             if stream is None or it.key == stream.encode():
-                messages[it.topic, it.partition, it.offset] = it  # two recordings may be in one file
+                messages[it.topic, it.partition, it.offset] = it  # a file may contain two recordings
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
         found = report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
-    click.echo(to_json(found) if as_json else to_text(found))
+    if as_json:
+        click.echo(to_json(found))
+    else:
+        echo(to_text(found))
     if found.parted or found.unknown or not found.alike:
         context.exit(1 if found.parted else 3)

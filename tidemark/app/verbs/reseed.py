@@ -1,4 +1,4 @@
-"""`tidemark reseed`: the pipeline's next start uses another number of shards."""
+"""`tidemark reseed`: change the number of shards for the next start of the pipeline."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import Forced
 
-PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up sooner
+PATIENCE = 5.0  # seconds to wait for the lease of a pipeline that was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,9 @@ def _found(settings: Settings, postgres: Postgres) -> Reseed:
 
 
 @click.command("reseed", cls=OurCommand)
-@click.option(
-    "--by", default=own_name, show_default="who runs it", callback=said, help="Who answers for it; it is kept."
-)
-@click.option("--why", default="by hand", show_default=True, callback=said, help="Why it must be; it is kept.")
-@click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
+@click.option("--by", default=own_name, show_default="who runs it", callback=said, help="Your name; it is stored.")
+@click.option("--why", default="by hand", show_default=True, callback=said, help="The reason; it is stored.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen, change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     """Set the number of shards of a stopped pipeline to TIDEMARK_SHARDS."""

@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded, waiting
+from tidemark.app.output import count
 
 
 @click.command("config", cls=OurCommand)
@@ -21,7 +22,7 @@ def config() -> None:
 @click.command("migrate", cls=OurCommand)
 @waiting
 def migrate(*, wait: float) -> None:
-    """Bring the database's schema up to this version."""
+    """Create or update Tidemark's schema in Postgres."""
     settings = loaded()
     from tidemark.common.backoff import wait_out
     from tidemark.sinks.postgres.database import migrate
@@ -33,7 +34,7 @@ def migrate(*, wait: float) -> None:
 @click.command("topics", cls=OurCommand)
 @waiting
 def topics(*, wait: float) -> None:
-    """Make the topics that are missing, and check those that are there."""
+    """Create the Kafka topics that are missing, and check the others."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.preflight import ready
     from tidemark.common.backoff import wait_out
@@ -41,8 +42,7 @@ def topics(*, wait: float) -> None:
 
     found = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
     for name, topic in found.items():
-        count = len(topic.partitions)
-        click.echo(f"{name}: {count} partition{'' if count == 1 else 's'}")
+        click.echo(f"{name}: {count(len(topic.partitions), 'partition')}")
 
 
 @click.command("pipeline", cls=OurCommand)
@@ -50,10 +50,10 @@ def topics(*, wait: float) -> None:
     "--accept",
     multiple=True,
     type=click.Choice(["partitions", "loss", "shards"]),
-    help="Start once in spite of what an earlier start refused; may be repeated.",
+    help="Override one failed start-up check: partitions, loss or shards. May be repeated.",
 )
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
-    """Read facts from Kafka and publish positions, until SIGTERM or Ctrl-C."""
+    """Read records from Kafka and publish positions, until SIGTERM or Ctrl-C."""
     settings = loaded()
     from tidemark.app import pipeline
 
@@ -70,22 +70,28 @@ def sidecar() -> None:
 
 
 @click.command("simulate", cls=OurCommand)
-@click.option("--seconds", type=Amount(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
-@click.option("--rate", type=Amount(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all.")
-@click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="How many streams.")
-@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the beginning.")
+@click.option("--seconds", type=Amount(min=0), default=math.inf, help="Duration in seconds. Default: until Ctrl-C.")
+@click.option(
+    "--rate", type=Amount(0, min_open=True), default=40.0, show_default=True, help="Transactions a second, in total."
+)
+@click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="Streams.")
+@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the start.")
 @click.option(
     "--workload",
     type=click.Choice(["streams", "rooms"]),
     default="streams",
     show_default=True,
-    help="rooms: a chat server's (docs/explanation/rooms.md); --streams is not for them.",
+    help="rooms: a chat server (docs/explanation/rooms.md), without --streams.",
 )
-@click.option("--prefix", default="", help="Begins each stream's and writer's name.")
-@click.option("--seed", type=int, help="Repeat the script that had this seed; the interleaving is never the same.")
-@click.option("--faults", "named", help="Names with commas between, all, or none; without it all but the servers'.")
+@click.option("--prefix", default="", help="Prefix of the names of streams and writers.")
+@click.option("--seed", type=int, help="Repeat the script of this seed; timing still differs.")
 @click.option(
-    "--verify", is_flag=True, help="In the end compare what was read with what was written; exit 1 on a fault."
+    "--faults", "named", help="Names separated by commas, or all, or none. Default: all except those of servers."
+)
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="At the end, compare what was read with what was written; exit code 1 if they differ.",
 )
 def simulate(
     *,
@@ -102,7 +108,7 @@ def simulate(
     """Write and read with real processes that roll back, hang, die, pause, join late and leave.
 
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
-    postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
+    postgres-crash, failover, restore. For the last three the services use a Postgres of their own.
     """
     settings = loaded()
     from tidemark.app.simulation import simulate

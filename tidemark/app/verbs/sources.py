@@ -1,4 +1,4 @@
-"""`tidemark relay` and its verbs."""
+"""`tidemark relay` and `tidemark synapse`: the commands that send facts of other databases to Kafka."""
 
 import threading
 from typing import Literal
@@ -7,18 +7,18 @@ import click
 
 from tidemark.app.commands import CommandGroup, awaiting_its_end, loaded, waiting
 
-_dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
+_dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEMARK_POSTGRES_DSN.")
 
 
 @click.group("relay", cls=CommandGroup, invoke_without_command=True)
 @_dsn
-@click.option("--writer", help="What Tidemark calls this database; without it the database's name. Kept for life.")
+@click.option("--writer", help="Writer name of this database, fixed for life. Default: the name of the database.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
-    """Send to Kafka what services appended to their database with `tidemark.append`, until SIGTERM or Ctrl-C.
+    """Send to Kafka what services wrote with `tidemark.append`, until SIGTERM or Ctrl-C.
 
-    One for each database; a second one waits and takes over. It keeps nothing.
+    Run one relay for each database. A second one waits as a standby. A relay has no state of its own.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -30,9 +30,9 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
 
 @relay.command("migrate")
 @_dsn
-@click.option("--stream", "streams", multiple=True, help="Make this stream unless it is there; may be repeated.")
+@click.option("--stream", "streams", multiple=True, help="Create this stream if it does not exist; may be repeated.")
 @click.option(
-    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Where the streams' IDs go."
+    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Direction of the streams' IDs."
 )
 @waiting
 @click.pass_obj
@@ -44,7 +44,7 @@ def relay_migrate(
     *,
     wait: float,
 ) -> None:
-    """Make or update what `tidemark.append` needs in a service's database."""
+    """Create or update the tables and functions of `tidemark.append` in a service's database."""
     settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
     from tidemark.common.backoff import wait_out
@@ -60,10 +60,10 @@ def relay_migrate(
 @awaiting_its_end
 @click.pass_obj
 def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
-    """End WRITER, a name given to append_as that nobody uses any more, in STREAM or in all that know it.
+    """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all its streams.
 
-    Once nothing of it is open and the relay has told all of it, readers and positions wait for it no more. If it
-    appends again it begins anew.
+    The relay first sends all its facts and waits until none of its transactions is open. Then readers and positions
+    no longer wait for it. If it appends again, it joins again.
     """
     settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
@@ -76,7 +76,7 @@ def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | 
 @_dsn
 @click.pass_obj
 def relay_blockers(given: str | None, dsn: str | None) -> None:
-    """Name the open transactions that hold a stream: process, user, application, state, since when, query."""
+    """Show the open transactions that block a stream: process, user, application, state, start, query."""
     settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
 
@@ -84,16 +84,16 @@ def relay_blockers(given: str | None, dsn: str | None) -> None:
 
 
 @click.group("synapse", cls=CommandGroup, invoke_without_command=True)
-@click.option("--server-name", help="Synapse's server_name, after which its replication channel is called.")
+@click.option("--server-name", help="Synapse's server_name: the name of its replication channel.")
 @click.option(
-    "--stream", "streams", multiple=True, default=["events"], help="Tell this stream; may be repeated. Default: events."
+    "--stream", "streams", multiple=True, default=["events"], help="Send this stream; may be repeated. Default: events."
 )
 @click.option(
     "--writers",
     multiple=True,
-    help="stream=worker,worker: all that write it, as in stream_writers. The stream begins when all have spoken.",
+    help="stream=worker,worker: all its writers, as in stream_writers. The stream starts when each has sent a record.",
 )
-@click.option("--prefix", default="", help="What the streams' names begin with on Kafka.")
+@click.option("--prefix", default="", help="Prefix of the streams' names in Kafka.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def synapse(
@@ -104,9 +104,10 @@ def synapse(
     prefix: str,
     metrics: str | None,
 ) -> None:
-    """Send to Kafka what the workers of a Synapse write, until SIGTERM or Ctrl-C. Nothing in Synapse changes.
+    """Send to Kafka what the workers of a Synapse write, until SIGTERM or Ctrl-C. Synapse is not changed.
 
-    TIDEMARK_SYNAPSE_DSN and TIDEMARK_SYNAPSE_REDIS_URL say where it is; the bridge remembers in TIDEMARK_POSTGRES_DSN.
+    TIDEMARK_SYNAPSE_DSN and TIDEMARK_SYNAPSE_REDIS_URL are its addresses. The bridge stores its state in
+    TIDEMARK_POSTGRES_DSN.
     """
     if ctx.invoked_subcommand is None:
         settings = loaded()
@@ -120,7 +121,7 @@ def synapse(
 @synapse.command("migrate")
 @waiting
 def synapse_migrate(*, wait: float) -> None:
-    """Make or update the tables in which the bridge remembers what it said, in Tidemark's own database."""
+    """Create or update the tables in which the bridge stores what it has sent, in Tidemark's own database."""
     settings = loaded()
     from tidemark.app import synapse
     from tidemark.common.backoff import wait_out
@@ -133,10 +134,10 @@ def synapse_migrate(*, wait: float) -> None:
 @click.argument("stream", required=False)
 @awaiting_its_end
 def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
-    """End WRITER, a worker that was stopped and taken out of Synapse for good, in STREAM or in all that know it.
+    """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
 
-    The bridge first tells what the tables have of it. Then readers and positions wait for it no more. If it is heard
-    again it is a writer again.
+    The bridge first sends what the tables have of it. Then readers and positions no longer wait for it. If it sends
+    again, it joins again.
     """
     settings = loaded()
     from tidemark.app import synapse
@@ -146,7 +147,7 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
 
 @synapse.command("blockers")
 def synapse_blockers() -> None:
-    """Show the open transactions of Synapse that readers wait for, the oldest first, and what ends each."""
+    """Show the open transactions of Synapse that block a stream, oldest first, and how to end each."""
     settings = loaded()
     from tidemark.app import synapse
 

@@ -1,4 +1,4 @@
-"""`tidemark status`: where every stream stands, from Postgres, as a table for people or as JSON for programs."""
+"""`tidemark status` and `tidemark top`: the positions of all streams and what blocks them, from Postgres."""
 
 import curses
 import itertools
@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,7 +18,7 @@ from tidemark.app import health, open_ranges
 from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.health import PipelineCondition
 from tidemark.app.lag_json import behind_answer, last_seen
-from tidemark.app.output import as_object, duration, id_range, sanitize, table
+from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.requeues import RequeueStatus
@@ -28,13 +28,13 @@ from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, Summary, summarize
 from tidemark.streaming.core.linear_lag import Behind, Holder, is_brief
 
-HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST SEEN", "OLDEST GAP")
+HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
 
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
-    """`last_seen` is when the pipeline read its newest record; None if none was noted."""
+    """`last_seen` is when the pipeline read its newest record; None if it never read one."""
 
     writer: str
     epoch: int
@@ -47,8 +47,8 @@ class WriterStatus:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks without it.
-    `recalls`: what was put off and is on its way back. `bridge`: of a stream that `tidemark synapse` tells.
+    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks that cannot show
+    the stream. `recalls`: deferred records that are being requeued. `bridge`: if `tidemark synapse` sends the stream.
     """
 
     stream: str
@@ -155,83 +155,17 @@ def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
 
 
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """One line per writer; the stream's own figures stand on its first line. Below them whether a bridge tells it, who
-    holds a line, the transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks
-    that lack a stream.
-    """
-    rows = [row for stream in streams for row in _rows(stream, now)]
-    lines = table(HEADINGS, rows, NUMBERS)
-    lines += [f"{it.stream}: {_told(it.bridge, it.writers, now)}" for it in streams if it.bridge is not None]
-    lines += [f"{stream.stream}: {line}" for stream in streams for line in _held(stream.summary.behind, now)]
-    lines += [
-        f"{stream.stream}: open at {writer}: {transaction}"
-        for stream in streams
-        for writer, transactions in sorted(stream.summary.transactions.items())
-        for transaction in transactions
-    ]
-    lines += [
-        f"{stream.stream}: records of {name.rpartition('/')[0]} are put off: too much of it is pending; they come again"
-        for stream in streams
-        for name in stream.summary.deferred
-    ]
-    lines += [f"{it.stream}: {_recalled(it, now)}" for stream in streams for it in stream.recalls]
-    lines += [
-        f"{stream.stream} is not shown in {it.sink}, for {duration(now - it.since.timestamp())}: {it.problem}"
-        for stream in streams
-        for it in stream.faults
-    ]
+    """Text for people: a table with a line for each writer, and below it what blocks a stream or is wrong with it."""
+    lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBERS)
+    for kind in (_bridge, _lag, _transactions, _deferred, _requeued, _faults):
+        lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
     return sanitize(lines)
 
 
-def _told(bridge: BridgeStatus, writers: Sequence[WriterStatus], now: float) -> str:
-    if bridge.speaks is None:
-        return "told by a bridge to Synapse; only the primary of this Postgres knows whether it runs"
-    if bridge.speaks:
-        age = "" if bridge.since is None else f", for {duration(now - bridge.since.timestamp())}"
-        return f"a bridge to Synapse tells it{age}"
-    seen = max((it.last_seen.timestamp() for it in writers if it.last_seen), default=None)
-    last = "nothing of it was noted" if seen is None else f"the last that it told is {duration(now - seen)} old"
-    return f"no bridge to Synapse tells it now; {last}"
-
-
-def _held(behind: Behind | None, now: float) -> Iterable[str]:
-    """Nothing of a line that waits no longer than a transaction may take."""
-    if behind is None or is_brief(behind.since, now):
-        return
-    age = "" if behind.since is None else f", for {duration(now - behind.since / 1000)}"
-    yield f"the line is {behind.ids} {'ID' if behind.ids == 1 else 'IDs'} behind{age}"
-    for holder in behind.holders:
-        yield f"held by {held_by(holder, now)}"
-    if (more := behind.count - len(behind.holders)) > 0:
-        yield f"and by {more} more"
-
-
-def held_by(holder: Holder, now: float) -> str:
-    """The writer, why the line waits for it, and when it was last heard of."""
-    why = {
-        "unknown": "has not joined",
-        "gap": f"owes IDs beyond {holder.position}",
-        "transaction": f"has a transaction open beyond {holder.position}",
-        "silent": f"has told nothing beyond {holder.position}",
-    }[holder.reason]
-    seen = f"last seen {duration(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
-    return f"{holder.writer} (epoch {holder.epoch}), which {why}; {seen}"
-
-
-def _recalled(it: RequeueStatus, now: float) -> str:
-    if it.gone:
-        why = it.problem or "retention, or its limit of size"
-        return (
-            f"up to {it.gone} records of {it.writer} that were put off are gone from partition {it.partition} ({why});"
-            " what is open waits for its next JOIN"
-        )
-    hindered = f": {it.problem}" if it.problem else ""
-    return f"records of {it.writer} that were put off come again, for {duration(now - it.since.timestamp())}{hindered}"
-
-
-def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
+def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
+    """A row for each writer. Figures of the stream are in its first row alone."""
     head = [stream.stream, str(stream.linear)]
-    oldest = "" if stream.summary.oldest is None else described(stream.summary.oldest, now)
+    oldest = "" if stream.summary.oldest is None else open_ids(stream.summary.oldest, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
         seen = "" if writer.last_seen is None else f"{duration(now - writer.last_seen.timestamp())} ago"
@@ -243,92 +177,166 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
         head, oldest = ["", ""], ""
 
 
-def described(blocker: Blocker, now: float) -> str:
-    """Who holds what back, and for how long."""
+def open_ids(blocker: Blocker, now: float) -> str:
+    """The oldest open IDs of a stream: `359 (tidemark, 4 s)`, or that a writer never joined."""
     age = duration(now - blocker.since / 1000)
     if blocker.unknown:
-        return f"{blocker.writer} (epoch {blocker.epoch}) has not joined, for {age}"
-    return f"{blocker.writer} owes {id_range(blocker.low, blocker.top)}, for {age}"
+        return f"{blocker.writer} has not joined ({age})"
+    return f"{id_range(blocker.low, blocker.top)} ({blocker.writer}, {age})"
+
+
+def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
+    bridge = stream.bridge
+    if bridge is None:
+        return
+    if bridge.speaks is None:
+        yield "sent by a bridge to Synapse; only the primary of this Postgres knows whether the bridge runs"
+    elif bridge.speaks:
+        since = "" if bridge.since is None else f", connected for {duration(now - bridge.since.timestamp())}"
+        yield f"sent by a bridge to Synapse{since}"
+    else:
+        seen = max((writer.last_seen.timestamp() for writer in stream.writers if writer.last_seen), default=None)
+        last = "no record was ever read" if seen is None else f"last record {duration(now - seen)} ago"
+        yield f"its bridge to Synapse is not connected; {last}"
+
+
+def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
+    """Why the linear position is below the allocated ID, unless the wait is no longer than a transaction may take."""
+    lag = stream.summary.behind
+    if lag is None or is_brief(lag.since, now):
+        return
+    age = "" if lag.since is None else f" for {duration(now - lag.since / 1000)}"
+    yield f"blocked{age}, lag {count(lag.ids, 'ID')}"
+    for cause in lag.holders:
+        yield waiting_for(cause, now)
+    if (more := lag.count - len(lag.holders)) > 0:
+        yield f"and for {count(more, 'more writer')}"
+
+
+def waiting_for(cause: Holder, now: float) -> str:
+    """The writer that blocks a stream, and why."""
+    age = duration(now - cause.seen / 1000)
+    seen = f"last record {age} ago" if cause.seen else "no record was ever read"
+    match cause.reason:
+        case "unknown":
+            return f"waiting for {cause.writer} (epoch {cause.epoch}): it has not joined; {seen}"
+        case "gap":
+            return f"waiting for {cause.writer}: IDs beyond {cause.position} are open; {seen}"
+        case "transaction":
+            return f"waiting for {cause.writer}: a transaction is open beyond ID {cause.position}; {seen}"
+    silence = f"no record for {age}" if cause.seen else seen
+    return f"waiting for {cause.writer}: {silence} (last position {cause.position})"
+
+
+def _transactions(stream: StreamStatus, _: float) -> Iterator[str]:
+    for writer, transactions in sorted(stream.summary.transactions.items()):
+        for transaction in transactions:
+            yield f"open transaction of {writer}: {transaction}"
+
+
+def _deferred(stream: StreamStatus, _: float) -> Iterator[str]:
+    for name in stream.summary.deferred:
+        writer = name.rpartition("/")[0]
+        yield f"records of {writer} are deferred, because too many of its IDs are pending; they will be requeued"
+
+
+def _requeued(stream: StreamStatus, now: float) -> Iterator[str]:
+    for requeue in stream.recalls:
+        if requeue.gone:
+            why = requeue.problem or "retention, or its size limit"
+            yield (
+                f"up to {requeue.gone} deferred records of {requeue.writer} are lost from partition"
+                f" {requeue.partition} ({why}); its open IDs wait for its next JOIN"
+            )
+        else:
+            problem = f": {requeue.problem}" if requeue.problem else ""
+            age = duration(now - requeue.since.timestamp())
+            yield f"deferred records of {requeue.writer} are being requeued for {age}{problem}"
+
+
+def _faults(stream: StreamStatus, now: float) -> Iterator[str]:
+    for fault in stream.faults:
+        yield f"missing in {fault.sink} for {duration(now - fault.since.timestamp())}: {fault.problem}"
 
 
 @click.command("status", cls=OurCommand)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.option(
-    "--check", is_flag=True, help="End with exit code 3 where the pipeline behind the positions has problems."
+    "--check", is_flag=True, help="End with exit code 3 if the pipeline that computes the positions has problems."
 )
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
-    """Show how far every stream (or STREAM) and its writers are, who holds them back, and how the pipeline is."""
+    """Show the positions of all streams, or of STREAM, and of their writers, what blocks them, and the pipeline."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         found = of(postgres, postgres.states(), stream)
-        how = health.of(settings, postgres)
+        pipeline = health.of(settings, postgres)
     if stream is not None and not found:
         raise CommandFailed(no_stream(stream))
     if as_json:
-        click.echo(to_json(found, time.time(), how))
+        click.echo(to_json(found, time.time(), pipeline))
     else:
-        click.echo(to_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
-        click.echo("\n".join([how.line(), *(f"problem: {problem}" for problem in how.problems())]))
-    if check and how.problems():
+        echo(to_table(found, time.time()) if found else "no streams yet: nothing was read from Kafka")
+        echo("\n".join([pipeline.line(), *(f"problem: {problem}" for problem in pipeline.problems())]))
+    if check and pipeline.problems():
         context.exit(CHECK_FAILED)
 
 
 @click.command("top", cls=OurCommand)
 @click.argument("stream", required=False)
-@click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between looks.")
-@click.option("--times", type=click.IntRange(1), help="End after so many looks; without it at Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
+@click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between two queries.")
+@click.option("--times", type=click.IntRange(1), help="End after so many queries; without it at Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in a line for each query.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
-    """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
+    """Show `tidemark status` and `tidemark gaps`, refreshed. If a server does not answer, try again."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        for look in itertools.count(1):
+        for query in itertools.count(1):
             try:
                 stored = postgres.states(None if stream is None else [stream])
-                how = health.of(settings, postgres)
+                pipeline = health.of(settings, postgres)
                 now = time.time()
                 found = of(postgres, stored)
-                held = open_ranges.of(postgres, stored, now, settings.policy_defaults)
+                open_now = open_ranges.of(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
                     raise CommandFailed(no_stream(stream))
                 if as_json:
-                    click.echo(msgspec.json.encode({**plain(found, now, how), "gaps": held}))
+                    click.echo(msgspec.json.encode({**plain(found, now, pipeline), "gaps": open_now}))
                 else:
-                    problems = [f"problem: {problem}" for problem in how.problems()]
-                    text = [how.line(), *problems, gaps.to_text(held, now) if held else "nothing is held back"]
+                    problems = [f"problem: {problem}" for problem in pipeline.problems()]
+                    blocked = gaps.to_text(open_now, now) if open_now else gaps.NONE
+                    text = [pipeline.line(), *problems, blocked]
                     _show([*text, "", to_table(found, now)])
-            if look == times:
+            if query == times:
                 break
             time.sleep(every)
 
 
 def _show(parts: Sequence[str]) -> None:
-    """On a terminal in the place of what was shown before, and no more than it has room for: what is held comes
-    first."""
+    """Print the parts. On a terminal they replace the last output and are cut at its height."""
     lines = "\n".join(parts).splitlines()
     if sys.stdout.isatty():
         click.echo(_clearing(), nl=False)
         lines = fitting(lines, *shutil.get_terminal_size())
-    click.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _clearing() -> str:
-    """What clears this terminal; nothing for one that cannot be cleared, which shows one look below the other."""
+    """The sequence that clears this terminal; empty if the terminal cannot be cleared."""
     try:
         curses.setupterm()
-    except curses.error:  # nobody knows it
+    except curses.error:  # the terminal is not in the database
         return "\033[2J\033[1;1H"
     return (curses.tigetstr("clear") or b"").decode()
 
 
 def fitting(lines: Sequence[str], columns: int, rows: int) -> list[str]:
-    """The first of them for which a terminal of that size, which breaks long ones, has room and a row left over."""
+    """The first lines that fit a terminal of that size, which wraps long lines, with one row left."""
     taken = itertools.accumulate(max(1, math.ceil(len(line) / max(1, columns))) for line in lines)
     return [line for line, upto in zip(lines, taken, strict=True) if upto < rows]

@@ -1,8 +1,8 @@
-"""`tidemark trace`: the life of one ID, from its record in Kafka to the position that shows it.
+"""`tidemark trace`: the history of one ID, from its record in Kafka to the position that shows it.
 
-Postgres says in which batch it was settled, and so between which offsets its record lies; there Kafka is read, and a
-record that retention removed is said to be gone. Only its record says whose an ID is: every writer's position passes
-it.
+Postgres has the batch that settled the ID, and so the offsets between which its record lies. Kafka is read there, and
+if retention removed the record, the output says so. Only the record tells which writer an ID belongs to, because the
+positions of all writers pass it.
 """
 
 import shlex
@@ -15,7 +15,7 @@ import click
 
 from tidemark.app.commands import MOST_ID, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.lag_json import moment
-from tidemark.app.output import as_object, duration, id_range, plain, sanitize, timestamp
+from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, sanitize, timestamp
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import LOOKED
@@ -41,7 +41,7 @@ Stands = Literal["complete", "owed", "silent", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class TracedRecord:
-    """A record that says something of the ID. `text` is its value; `cut`: of a longer one the beginning."""
+    """A record that is about the ID. `text` is its value; `cut`: only the beginning of the value."""
 
     topic: str
     partition: int
@@ -57,8 +57,8 @@ class TracedRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriterStand:
-    """Where an active writer is with the ID: `complete` waits for the gap `(low, top]` below it, `owed` lies in that
-    gap, a `silent` one has told nothing beyond `low`, and an `unknown` one never joined."""
+    """The state of the ID at an active writer: `complete` (above the open gap `(low, top]`), `owed` (in that gap),
+    `silent` (the writer sent nothing beyond `low`) or `unknown` (the writer never joined)."""
 
     writer: str
     epoch: int
@@ -70,8 +70,8 @@ class WriterStand:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Where in Kafka: offsets `[first, end)` of a partition, of which `[wanted, end)` may hold the record, and from
-    `kept` on retention left what there was."""
+    """The offsets `[first, end)` of a partition that were read. The record can be in `[wanted, end)`; retention removed
+    all offsets below `kept`."""
 
     topic: str
     partition: int
@@ -83,9 +83,9 @@ class Looked:
 
 @dataclass(slots=True)
 class IdTrace:
-    """All that is known of one ID. `linear`: the line now; `highest`: the highest ID that any record named. `writer` is
-    whose it is, where a record says so; `unread` the first offset that no batch has read. `published` (Redis's clock)
-    is when that writer's position passed it there. `unknown` says in sentences what could not be asked."""
+    """All that is known of one ID. `linear`: the linear position now; `highest`: the allocated ID. `writer`: the ID's
+    writer, if a record names it; `unread`: the first offset that no batch has read. `published`: when that writer's
+    position passed the ID in Redis, by Redis's clock. `unknown`: sentences about servers that did not answer."""
 
     stream: str
     id: int
@@ -110,7 +110,7 @@ class IdTrace:
 
 
 def of_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
-    """What Postgres tells."""
+    """What is in Postgres."""
     now = codec.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
@@ -145,12 +145,12 @@ def _standing(now: StreamState, id: int) -> Iterator[WriterStand]:
 
 
 def home_partition(encoded: bytes) -> int | None:
-    """The partition in which the stream's records lie; None: not known yet."""
+    """The partition of the stream's records; None if it is not known yet."""
     return codec.decode(encoded).home
 
 
 def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:
-    """Add what at most `most` records of the partition tell, and what follows from whose ID it is."""
+    """Add what at most `most` records of the partition say, and what follows from the ID's writer."""
     kept, end = kafka.bounds(topic, partition)
     it.unread = past.next_offset(topic, partition) or 0
     first, last = _range(it, past, topic, partition)
@@ -173,8 +173,8 @@ def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, p
 
 
 def _range(it: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
-    """Between which offsets its record lies, as far as the batches that are noted tell; without an end where it may be
-    the next to come."""
+    """The offsets between which the record lies, from the stored batches; without an end if the record may still
+    come."""
     if not it.known:
         return it.unread, None
     times = [*(move.time for move in it.settled[:1]), *(gap.opened for gap in _gaps(it, past, None))]
@@ -191,8 +191,7 @@ def _range(it: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple
 
 
 def _gaps(it: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
-    """Those that it lies in, and those below it that were open when it was complete, which was at `arrived` if that is
-    known."""
+    """The gaps that contain the ID, and the gaps below it that were open when it completed (at `arrived`, if known)."""
     settled = min((move.time for move in it.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in it.settled} | {one.writer for one in it.standing}
@@ -202,7 +201,7 @@ def _gaps(it: IdTrace, past: IdInspection, arrived: datetime | None) -> list[Sto
 
 
 def told(message: RecordedMessage, id: int) -> TracedRecord | None:
-    """What a message says of the ID; None: nothing."""
+    """What a message says about the ID; None if it says nothing."""
     value = message.value or b""
     kind = writer = epoch = None
     try:
@@ -232,7 +231,7 @@ def _has_number(value: bytes, id: int) -> bool:
 
 
 def said(record: records.Record, id: int) -> Says | None:
-    """What a record of the stream says of the ID."""
+    """What a record of the stream says about the ID."""
     match record:
         case records.Rdata(id=int(top)):
             return _edge(records.start(record), top, id, "fact")
@@ -262,7 +261,7 @@ def _holds(prev: int, top: int, id: int) -> bool:
 
 
 def of_letters(it: IdTrace, letters: Sequence[DeadLetter]) -> None:
-    """Add the dead letters of the stream that say something of the ID."""
+    """Add the dead letters of the stream that are about the ID."""
     for letter in letters:
         if letter.stream != it.stream or len(it.dead_letters) == KEPT:
             continue
@@ -273,14 +272,14 @@ def of_letters(it: IdTrace, letters: Sequence[DeadLetter]) -> None:
 
 
 def of_redis(it: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
-    """Add when it was published: when its writer's position passed it; of one whose writer is not known, the last."""
+    """Add when the ID was published: when the position of its writer passed it, or if that is unknown the last."""
     writer = it.settled[-1].writer if it.settled and (it.passed or it.writer is not None) else None
     if writer is not None and (time := published(it.stream, writer, it.id)) is not None:
         it.published = moment(time)
 
 
 def asking(it: IdTrace, what: str, ask: Callable[[], None]) -> None:
-    """Note where a server does not answer: what the others tell is worth having."""
+    """Note that a server does not answer, and go on: the answers of the others are still useful."""
     try:
         ask()
     except TidemarkError as problem:
@@ -291,18 +290,18 @@ SHOWN: Final = 10  # of each kind; the JSON has all
 LINE: Final = 300  # characters of a record
 
 _SAYS: Final[dict[Says, str]] = {
-    "fact": "it completed",
-    "void": "it was rolled back",
-    "announced": "it is announced that this writer has nothing there",
-    "settled": "all of this writer up to a higher ID is settled",
-    "passed": "it is none of this writer's",
-    "mentions": "cannot be read, and the number is in it",
+    "fact": "it has the fact",
+    "void": "the ID was rolled back",
+    "announced": "this writer has no fact there",
+    "settled": "settles all IDs of this writer up to a higher ID",
+    "passed": "the ID is not of this writer",
+    "mentions": "unreadable, but contains the number",
 }
 _STANDS: Final[dict[Stands, str]] = {
-    "complete": "has told beyond it, and waits for {range} since {since}",
-    "owed": "owes {range}, in which it lies, since {since}",
-    "silent": "has told nothing beyond {low}",
-    "unknown": "has not joined; what it tells is held since {since}",
+    "complete": "has completed the ID and waits for {range} since {since}",
+    "owed": "the ID is in {range}, open since {since}",
+    "silent": "no record beyond ID {low}",
+    "unknown": "has not joined; its records are buffered since {since}",
 }
 
 
@@ -314,46 +313,46 @@ def to_text(it: IdTrace) -> str:
     lines = [f"{it.stream} {it.id}: {_headline(it)}"]
     parts = (_told(it), _settled(it), _standing_lines(it), _line(it), _beside(it))
     lines += [f"  {line}" for part in parts for line in part]
-    return sanitize([*lines, *(f"  not known: {problem}" for problem in it.unknown)])
+    return sanitize([*lines, *(f"  unknown: {problem}" for problem in it.unknown)])
 
 
 def _headline(it: IdTrace) -> str:
     if it.known:
-        where = "the line has passed it" if it.passed else "the line has not passed it"
-        return f"{where}, and is at {it.linear}"
+        passed = "passed" if it.passed else "not passed yet"
+        return f"{passed}; linear position {it.linear}"
     if beyond(it.id, it.highest):
-        return f"no record has named an ID as high; the highest is {it.highest}, and the line is at {it.linear}"
-    return f"the stream's IDs lie on the other side of 0; the highest is {it.highest}"
+        return f"not allocated; highest ID {it.highest}, linear position {it.linear}"
+    return f"wrong sign: the highest ID is {it.highest}"
 
 
-def _some(lines: Iterable[str], count: int, what: str) -> Iterator[str]:
+def _some(lines: Iterable[str], number: int, what: str) -> Iterator[str]:
     for line, _ in zip(lines, range(SHOWN), strict=False):
         yield line
-    if count > SHOWN:
-        yield f"and {count - SHOWN} {what} more: --json has them"
+    if number > SHOWN:
+        yield f"and {count(number - SHOWN, f'more {what}')}: use --json"
 
 
 def _told(it: IdTrace) -> Iterator[str]:
     for record, _ in zip(it.records, range(SHOWN), strict=False):
-        yield _record(record) + (", and no batch has read it yet" if record.offset >= it.unread else "")
+        yield _record(record) + (", not read by a batch yet" if record.offset >= it.unread else "")
         yield f"    {record.text[:LINE]}" + ("..." if record.cut or len(record.text) > LINE else "")
     if len(it.records) > SHOWN:
-        yield f"and {len(it.records) - SHOWN} records more: --json has them"
+        yield f"and {count(len(it.records) - SHOWN, 'more record')}: use --json"
     looked = it.looked if it.known else None
     if looked is None or any(one.says in ("fact", "void") for one in it.records):
         return
     place = f"{looked.topic}/{looked.partition}"
     searched = f"offsets {looked.first}..{looked.end - 1}" if looked.first < looked.end else "no offset"
-    yield f"no record completes it in what was read again of {place}: {searched}"
+    yield f"no record has the ID in {place}, {searched}"
     if looked.wanted < looked.kept:
-        yield f"retention removed what was before offset {looked.kept}, where its record may have been"
+        yield f"retention removed offsets below {looked.kept}, which may have had its record"
     if max(looked.wanted, looked.kept) < looked.first:
-        yield f"offsets {max(looked.wanted, looked.kept)}..{looked.first - 1} may hold it: --records reads more"
+        yield f"offsets {max(looked.wanted, looked.kept)}..{looked.first - 1} may have it: raise --records"
 
 
 def _record(it: TracedRecord) -> str:
-    whose = "a record" if it.kind is None else f"{it.kind} of {it.writer or ''} (epoch {it.epoch})"
-    return f"{timestamp(it.time)} told by {whose} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
+    record = "record" if it.kind is None else f"{it.kind} of {it.writer or ''} (epoch {it.epoch})"
+    return f"{timestamp(it.time)} {record} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
 
 
 def _settled(it: IdTrace) -> Iterator[str]:
@@ -363,30 +362,30 @@ def _settled(it: IdTrace) -> Iterator[str]:
         f" {one.prev} to {one.id}: {evidence(one.evidence)}"
         for one in it.settled
     )
-    yield from _some(moves, len(it.settled), "writers")
+    yield from _some(moves, len(it.settled), "writer")
     if it.offsets:
-        yield f"  that batch read {', '.join(map(offsets, it.offsets))}"
+        yield f"  the batch read {', '.join(map(offsets, it.offsets))}"
     if it.passed and not it.settled:
-        yield "when it was settled the history does not tell: that day is no longer kept, or no position passed it"
-    yield from _some((_gap(it, gap) for gap in it.gaps), len(it.gaps), "gaps")
+        yield "the stored history does not say when it was settled"
+    yield from _some((_gap(it, gap) for gap in it.gaps), len(it.gaps), "gap")
 
 
 def _gap(it: IdTrace, gap: StoredGap) -> str:
     inside = abs(gap.low) < abs(it.id) <= abs(gap.top)
-    what = "it lay in the gap" if inside else "below it was the gap"
+    what = "in the gap" if inside else "above the gap"
     opened = f"{what} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
     if gap.closed is None:
-        return f"{opened} on"
+        return f"{opened} until now"
     lasted = duration((gap.closed - gap.opened).total_seconds())
-    return f"{opened} to {timestamp(gap.closed)}, for {lasted}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+    return f"{opened} to {timestamp(gap.closed)} ({lasted}): {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
 def _standing_lines(it: IdTrace) -> Iterator[str]:
     if it.passed:
         return
-    yield from _some(map(_stand, it.standing), len(it.standing), "writers")
+    yield from _some(map(_stand, it.standing), len(it.standing), "writer")
     if it.standing:
-        yield f"what to do: tidemark gaps {shlex.quote(it.stream)}"
+        yield f"to see what to do: tidemark gaps {shlex.quote(it.stream)}"
 
 
 def _stand(it: WriterStand) -> str:
@@ -398,38 +397,38 @@ def _stand(it: WriterStand) -> str:
 def _line(it: IdTrace) -> Iterator[str]:
     stream = shlex.quote(it.stream)
     if it.line is not None:
-        yield f"{timestamp(it.line.time)} the line passed it in batch {it.line.batch}, and came to {it.line.linear}"
+        yield f"{timestamp(it.line.time)} the linear position passed it in batch {it.line.batch}, to {it.line.linear}"
         if it.settled and it.line.time > it.settled[0].time:
             at = it.settled[0].time.isoformat(timespec="milliseconds")
-            yield f"  what held the line between: tidemark explain {stream} --at {at}"
+            yield f"  to see what blocked it until then: tidemark explain {stream} --at {at}"
     elif it.passed:
-        yield "when the line passed it no advance tells"
+        yield "the stored history does not say when the linear position passed it"
     if it.published is not None:
-        yield f"{timestamp(it.published)} published in Redis, by its clock"
+        yield f"{timestamp(it.published)} published in Redis (by its clock)"
     elif it.settled and not it.unknown and (it.passed or it.writer is not None):
-        yield "Redis's list of advances does not tell when it was published: it keeps the newest alone"
+        yield "Redis no longer has the time at which it was published"
 
 
 def _beside(it: IdTrace) -> Iterator[str]:
     late = (
-        f"{timestamp(one.time)} late, number {one.number}: {one.writer} (epoch {one.epoch}) completed"
-        f" {id_range(one.prev, one.id)}, facts {one.facts} ({one.why}); "
-        + ("nobody has resolved it" if one.act is None else f"resolved by act {one.act}")
+        f"{timestamp(one.time)} late completion {one.number} of {one.writer} (epoch {one.epoch}):"
+        f" {ids(one.prev, one.id)}, facts {one.facts} ({one.why}); "
+        + ("not resolved" if one.act is None else f"resolved by act {one.act}")
         for one in it.late
     )
-    yield from _some(late, len(it.late), "late completions")
+    yield from _some(late, len(it.late), "late completion")
     acts = (
-        f"{timestamp(one.time)} {one.kind} of {one.writer} in epoch {one.epoch},"
+        f"{timestamp(one.time)} {one.kind} of {one.writer} (epoch {one.epoch}),"
         f" {id_range(one.prev, one.id)}, by {one.by}: {one.why}"
         + ("" if one.number is None else f" (act {one.number} of {one.seen_as})")
         for one in it.acts
     )
-    yield from _some(acts, len(it.acts), "acts")
+    yield from _some(acts, len(it.acts), "override")
     refused = (
-        "refused as {}: {}/{} {}; tidemark dead-letters show {}".format(one.reason, *one.origin, one.place)
+        "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(one.reason, *one.origin, one.place)
         for one in it.dead_letters
     )
-    yield from _some(refused, len(it.dead_letters), "dead letters")
+    yield from _some(refused, len(it.dead_letters), "dead letter")
 
 
 class StreamIdType(click.ParamType[int]):
@@ -441,7 +440,7 @@ class StreamIdType(click.ParamType[int]):
         except ValueError:
             found = 0
         if not 0 < abs(found) <= MOST_ID:
-            self.fail(f"{value!r} is no ID such as 17, or -17 of a stream that goes down", param, ctx)
+            self.fail(f"{value!r} is not an ID such as 17, or -17 of a stream that counts down", param, ctx)
         return found
 
 
@@ -449,14 +448,18 @@ class StreamIdType(click.ParamType[int]):
 @click.argument("stream")
 @click.argument("id", type=StreamIdType(), metavar="ID")
 @click.option(
-    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Read so many of Kafka at most."
+    "--records",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="Read at most so many Kafka records.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def trace(context: click.Context, stream: str, id: int, records: int, *, as_json: bool) -> None:
-    """Show the life of one ID of STREAM: its record in Kafka, who settled it, what held it, when it was published.
+    """Show the history of one ID of STREAM: its Kafka record, its batch, what blocked it, when it was published.
 
-    Exit code 1 where no record that was counted has named an ID as high.
+    Exit code 1 if the ID is not allocated.
     """
     settings = loaded()
     with IdInspection(settings.postgres, "tidemark trace") as past:
@@ -471,7 +474,10 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
                 asking(it, "records", lambda: of_kafka(it, past, kafka, topic, home, records))
             asking(it, "dead letters", lambda: of_letters(it, _letters(settings, LOOKED)))
             asking(it, "Redis", lambda: of_redis(it, redis.published))
-    click.echo(to_json(it) if as_json else to_text(it))
+    if as_json:
+        click.echo(to_json(it))
+    else:
+        echo(to_text(it))
     if not it.known:
         context.exit(1)
 

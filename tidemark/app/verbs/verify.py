@@ -1,8 +1,7 @@
-"""`tidemark verify`: every copy of the positions held against Postgres, and Postgres's rows against its states.
+"""`tidemark verify`: compare every replica of the positions with Postgres, and the rows of Postgres with its states.
 
-Streams move meanwhile, and yet nothing is called a difference that was only a moment: Postgres is read before a copy
-and after it. What it held before, the copy must come to within `patience`; what it does not hold after, the copy may
-not show (docs/design.md, rule 4).
+Streams move during the comparison, so Postgres is read before and after a replica. Within `patience` the replica must
+reach what Postgres had before; it must not show what Postgres does not have afterwards (docs/design.md, rule 4).
 """
 
 import json
@@ -20,7 +19,7 @@ from urllib.request import Request, urlopen
 import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded
-from tidemark.app.output import as_object, one_line
+from tidemark.app.output import as_object, count, echo, one_line
 from tidemark.app.tls_listener import trusting
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
@@ -36,8 +35,8 @@ _SECONDS = 10.0  # for an answer of a sidecar
 
 @dataclass(frozen=True, slots=True)
 class CopyPositions:
-    """A stream as a copy shows it; None: it shows nothing of that. In a copy that is not `whole` a writer that is not
-    named stands at the line. `listed`: whoever asks for all names of streams is told this one."""
+    """A stream as a replica shows it; None: the replica has no such value. If the replica is not `whole`, a writer
+    without a position is at the linear position. `listed`: the stream is in the replica's list of all streams."""
 
     linear: int | None
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class CopyPositions:
 
 
 class Copy(Protocol):
-    """Raises `TidemarkError` where it does not answer."""
+    """A replica of the positions. Methods raise `TidemarkError` if it does not answer."""
 
     @property
     def name(self) -> str: ...
@@ -79,7 +78,7 @@ class RedisKeys:
 
 
 class RedisTokens:
-    """What readers of Redis take that want all in one text."""
+    """The token that Redis has of each stream: all positions in one text."""
 
     name = "redis's token"
 
@@ -111,12 +110,12 @@ def _of_token(text: str | None) -> CopyPositions:
 
 
 class Sidecar:
-    """At `url`; the file `tokens` has what it asks for in its first line, `trust` whom its certificate may be from."""
+    """The sidecar at `url`. The first line of the file `tokens` is its bearer token; `trust` checks its certificate."""
 
     def __init__(self, url: str, tokens: Path | None, trust: ssl.SSLContext | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadSetting("--sidecar", f"{url!r} is no address; write http://host:9480")
+            raise BadSetting("--sidecar", f"{url!r} is not an address; write http://host:9480")
         self.name = f"sidecar {url}"
         self._url = url.rstrip("/")
         self._headers = {} if tokens is None else {"Authorization": f"Bearer {_first_line(tokens)}"}
@@ -127,7 +126,7 @@ class Sidecar:
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
         found = dict.fromkeys(streams, CopyPositions(None))
-        # Pages are by name and begin behind one; the first name without its last character is before it.
+        # A page begins after a name; the first stream's name without its last character is before that stream.
         for it in self._pages(streams[0][:-1], streams[-1]):
             if it["stream"] in found:
                 found[it["stream"]] = CopyPositions(it["linear"], it["vector"])
@@ -147,7 +146,7 @@ class Sidecar:
             with urlopen(request, timeout=_SECONDS, context=self._trust) as answer:
                 return json.load(answer)
         except HTTPError as problem:
-            hint = "; set TIDEMARK_SIDECAR_TOKENS_FILE: it asks for a token" if problem.code == 401 else ""
+            hint = "; it needs a token: set TIDEMARK_SIDECAR_TOKENS_FILE" if problem.code == 401 else ""
             raise Unavailable("the sidecar", self._url, f"{problem.code} {problem.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as problem:
             raise Unavailable("the sidecar", self._url, str(problem)) from None
@@ -170,8 +169,8 @@ Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`copy` shows `found` where Postgres has `postgres`, of `what` (`linear`, `position`, ...) of a stream, and of a
-    writer where one is named. `behind` is for longer than the patience."""
+    """The replica `copy` shows `found` and Postgres has `postgres` as the `what` (`linear`, `position`, ...) of a stream
+    or of a writer. The verdict `behind` means for longer than `patience`."""
 
     copy: str
     stream: str
@@ -184,7 +183,7 @@ class Difference:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """`advances` were looked at; None: the history was not asked for."""
+    """`advances`: how many were checked; None if the history was not asked for."""
 
     streams: int = 0
     copies: list[str] = field(default_factory=list)
@@ -200,23 +199,23 @@ class VerifyReport:
 def compared(
     audit: Audit, copies: Sequence[Copy], patience: float, clock: Callable[[], float] = time.monotonic
 ) -> VerifyReport:
-    """Raises what `audit` raises; a copy that does not answer is a difference of its own."""
+    """Compare all replicas. A replica that does not answer is a difference. Raises what `audit` raises."""
     report = VerifyReport(copies=[it.name for it in copies])
     names = audit.names()
     report.streams = len(names)
-    living = [*copies]
+    answering = [*copies]
     for start in range(0, len(names), AT_ONCE):
         part = names[start : start + AT_ONCE]
         before = audit.streams(part)
         for stream, rows in before.items():
             report.differences += state_differences(audit, stream, rows)
-        for copy in [*living]:
+        for copy in [*answering]:
             try:
                 report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
             except TidemarkError as problem:
-                living.remove(copy)
+                answering.remove(copy)
                 report.differences.append(_away(copy, problem))
-    for copy in living:
+    for copy in answering:
         try:
             shown = copy.names()
         except TidemarkError as problem:
@@ -290,8 +289,8 @@ GAP = "open gap"
 
 
 def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
-    """Rows and state are of one transaction, so they are alike, but for what outlives a state: the position of a writer
-    that comes back after it was forgotten, and what is allocated where the database went back."""
+    """Compare a stream's rows with its state. One transaction writes both. They differ only in what outlives a state:
+    the position of a writer that returns after it was forgotten, and the allocated ID after a restore."""
 
     def told(writer: str | None, what: str, here: int | str | None, there: int | str | None) -> Difference:
         return Difference(STATE, stream, writer, what, here, there, "differs")
@@ -331,31 +330,33 @@ def with_history(audit: Audit, report: VerifyReport) -> None:
 
 
 _DO: dict[tuple[str, str], str] = {
-    ("redis", "behind"): "the pipeline fills Redis again within a minute; `tidemark status` tells whether one runs",
+    ("redis", "behind"): "the pipeline refills Redis within a minute; `tidemark status` shows whether a pipeline runs",
     (
         "redis",
         "ahead",
-    ): "was the database restored? Nothing is taken back: readers may have used it. A pipeline that reads"
-    " the facts again catches up; `tidemark status` tells how many records wait",
-    ("redis", "unknown stream"): "Redis is of another database: check TIDEMARK_REDIS_URL and TIDEMARK_POSTGRES_DSN",
-    ("redis", "fault"): "delete the stream's keys; the pipeline fills them again from Postgres within a minute",
-    ("redis", "away"): "readers go on from Postgres where they have it; see to Redis",
+    ): "was the database restored? Positions are not taken back, because readers may have used them. The"
+    " pipeline reads the facts again and catches up; `tidemark status` shows the Kafka lag",
+    (
+        "redis",
+        "unknown stream",
+    ): "Redis belongs to another database: check TIDEMARK_REDIS_URL and TIDEMARK_POSTGRES_DSN",
+    ("redis", "fault"): "delete the stream's keys; the pipeline refills them from Postgres within a minute",
+    ("redis", "away"): "start Redis; readers that know Postgres use it meanwhile",
     (
         "state",
         "differs",
-    ): "one transaction writes both, so somebody else wrote into the schema tidemark. Stop the pipeline"
-    " before it goes on from it, and restore the rows",
-    ("sidecar", "behind"): "it has lost Redis and Postgres, or hangs: its /readyz and log tell; any number may run, so"
-    " restart it",
-    ("sidecar", "ahead"): "it never tells less than it told before: was the database restored? Restart it once the"
+    ): "one transaction writes both, so another program wrote into the schema tidemark. Stop the pipeline"
+    " and restore the rows",
+    ("sidecar", "behind"): "it has lost Redis and Postgres, or hangs: see its /readyz and its log, and restart it",
+    ("sidecar", "ahead"): "a sidecar never moves back: was the database restored? Restart the sidecar when the"
     " pipeline has caught up",
-    ("sidecar", "unknown stream"): "it reads other servers: compare `tidemark config` there and here",
+    ("sidecar", "unknown stream"): "it reads other servers: compare its `tidemark config` with yours",
     ("sidecar", "away"): "start it, or correct its address",
 }
 
 _HISTORY = (
     "rows were deleted or written by hand, or a part of the database was restored. Positions do not come from the"
-    " history; readers that were away read such a range from their table"
+    " history; readers that were away read the missing range from their table"
 )
 
 
@@ -377,7 +378,7 @@ def to_json(report: VerifyReport) -> str:
 
 
 def to_text(report: VerifyReport) -> str:
-    """A line for each difference, by copy, and below those of a kind what to do; last what was compared."""
+    """Text for people: a line for each difference, below each kind its remedy, and last what was compared."""
     lines: list[str] = []
     kinds: dict[tuple[str, str], list[Difference]] = {}
     for it in report.differences:
@@ -385,12 +386,12 @@ def to_text(report: VerifyReport) -> str:
     for (copy, verdict), of_kind in kinds.items():
         lines += [_sentence(it) for it in of_kind[:SHOWN]]
         if len(of_kind) > SHOWN:
-            lines.append(f"{copy}: {len(of_kind) - SHOWN} more that are {verdict}, {_streams_of(of_kind)} in all")
+            lines.append(f"{copy}: {len(of_kind) - SHOWN} more {verdict}; {_streams_of(of_kind)} in total")
         lines.append(f"    {_remedy(copy, verdict)}")
     lines += [_broken(it) for it in report.history[:SHOWN]]
     if len(report.history) > SHOWN:
-        more = "or more" if len(report.history) == MOST else "in all"
-        lines.append(f"history: {len(report.history)} {more} do not join")
+        more = " or more" if len(report.history) == MOST else ""
+        lines.append(f"history: {len(report.history)}{more} places are broken")
     if report.history:
         lines.append(f"    {_HISTORY}")
     return "\n".join([*lines, _last(report)])
@@ -400,13 +401,13 @@ def _sentence(it: Difference) -> str:
     if it.verdict == "away":
         return f"{it.copy}: {it.found}"
     if it.verdict == "unknown stream":
-        return f"{it.stream}: {it.copy} shows it, and Postgres does not know it"
+        return f"{it.stream}: in {it.copy}, not in Postgres"
     if it.verdict == "fault":
         return f"{it.stream}: {it.copy} cannot be read: {it.found}"
     if it.what == GAP:
         where, other = (it.copy, "Postgres") if it.postgres is None else ("Postgres", it.copy)
         top = it.found if it.postgres is None else it.postgres
-        return f"{it.stream}: the gap of {it.writer} below {top} is open in {where} and not in {other}: {it.verdict}"
+        return f"{it.stream}: the gap of {it.writer} below {top} is open in {where}, not in {other}: {it.verdict}"
     whose = it.what if it.writer is None else f"{it.what} of {it.writer}"
     here, there = ("nothing" if at is None else str(at) for at in (it.found, it.postgres))
     return f"{it.stream}: {whose} is {here} in {it.copy} and {there} in Postgres: {it.verdict}"
@@ -415,45 +416,43 @@ def _sentence(it: Difference) -> str:
 def _broken(it: HistoryFault) -> str:
     match it.fault:
         case "hole":
-            what = f"a hole: nothing leads from {it.expected} to {it.found}"
+            what = f"a hole: no advance from {it.expected} to {it.found}"
         case "overlap":
-            what = f"an overlap: after {it.expected} it goes on from {it.found}"
+            what = f"an overlap: after {it.expected} it continues from {it.found}"
         case "regress":
-            what = f"a step back: {it.expected} was published, and then {it.found}"
+            what = f"a step back: first {it.expected}, then {it.found}"
         case "no writer":
-            what = f"it leads to {it.found}, and no such writer is known"
+            what = f"an advance to {it.found} of an unknown writer"
     return f"{it.stream}: the history of {it.writer} has {what}"
 
 
 def _streams_of(differences: Sequence[Difference]) -> str:
-    count = len({it.stream for it in differences})
-    return f"{len(differences)} in {count} stream{'' if count == 1 else 's'}"
+    streams = len({difference.stream for difference in differences})
+    return f"{len(differences)} in {count(streams, 'stream')}"
 
 
 def _last(report: VerifyReport) -> str:
     where = ", ".join(["Postgres", STATE, *report.copies])
-    ending = "" if report.advances is None else f"; {report.advances} advances join"
-    if report.history:
-        places = "1 place" if len(report.history) == 1 else f"{len(report.history)} places"
-        ending = f"; among {report.advances} advances {places} where they do not join"
-    said = f"{len(report.differences) or 'no'} difference{'s' if len(report.differences) > 1 else ''}"
-    return f"{said} in {report.streams} stream{'' if report.streams == 1 else 's'} of {where}{ending}"
+    history = "" if report.advances is None else f"; {count(report.advances, 'advance')} without a hole"
+    if report.advances is not None and report.history:
+        history = f"; {count(report.advances, 'advance')} with {count(len(report.history), 'broken place')}"
+    return f"{count(len(report.differences), 'difference')} in {count(report.streams, 'stream')} of {where}{history}"
 
 
 @click.command("verify", cls=OurCommand)
-@click.option("--history", is_flag=True, help="Also read the whole history: it must join from first to last.")
+@click.option("--history", is_flag=True, help="Also check that the whole history has no hole and no overlap.")
 @click.option("--sidecar", "sidecars", multiple=True, metavar="URL", help="Also compare this sidecar; may be repeated.")
 @click.option(
     "--patience",
     type=Amount(min=0),
     default=5.0,
     show_default=True,
-    help="Seconds in which a copy has to come to what Postgres holds.",
+    help="Seconds in which a replica must reach what Postgres has.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
-    """Compare Postgres, the query's state, Redis and sidecars; end with exit code 1 where they differ."""
+    """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ."""
     settings = loaded()
     trust = trusting(settings.sidecar_ca_file)
     asked = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
@@ -462,6 +461,9 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
         report = compared(audit, [RedisKeys(redis), RedisTokens(redis), *asked], patience)
         if history:
             with_history(audit, report)
-    click.echo(to_json(report) if as_json else to_text(report))
+    if as_json:
+        click.echo(to_json(report))
+    else:
+        echo(to_text(report))
     if not report.alike:
         context.exit(1)
