@@ -36,13 +36,13 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
         (PipelineCondition(condition(), {("facts", 0): 900}, None), []),
         (
             PipelineCondition(condition(quiet=4000), {("facts", 0): 2, ("facts", 1): 3}, None),
-            ["no batch was applied for 4000 s, although the Kafka lag is 5 records"],
+            ["no batch for 66 min, although the Kafka lag is 5 records"],
         ),
-        (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline holds the lease; the last one was host:7"]),
+        (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline is active; the last one was host:7"]),
         (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever run here"]),
         (
             PipelineCondition(condition(), {("facts", 1): -4}, None),
-            ["partition 1 of facts ends 4 records before the last offset that was read"],
+            ["partition 1 of Kafka topic facts is 4 records shorter than the committed offset: records were lost"],
         ),
         (
             PipelineCondition(condition(), {("facts", 0): 0}, None, "Redis is away"),
@@ -60,9 +60,9 @@ def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[s
 def test_the_line_says_who_when_and_how_much() -> None:
     """One line of all that positions rest on; what is not known is not called 0."""
     well = PipelineCondition(condition(), {("facts", 0): 2}, None)
-    assert well.line() == "pipeline: host:7 holds the lease, last batch 1 s ago, Kafka lag: 2 records"
+    assert well.line() == "pipeline: active on host:7, last batch 1 s ago, Kafka lag 2 records"
     dead = PipelineCondition(condition(lease=0.0, quiet=None), None, "gone")
-    assert dead.line() == "pipeline: nobody holds the lease, no batch yet, Kafka lag: unknown"
+    assert dead.line() == "pipeline: not running, no batch yet, Kafka lag unknown"
 
 
 def test_kafka_is_asked_what_nobody_read(

@@ -33,7 +33,7 @@ def test_a_table_fits_the_terminal() -> None:
 def test_one_format_of_numbers_ranges_and_times() -> None:
     """Every verb uses these."""
     assert [count(number, "record") for number in (0, 1, 2)] == ["0 records", "1 record", "2 records"]
-    assert count(2, "entry") == "2 entries"
+    assert (count(2, "entry"), count(2, "batch")) == ("2 entries", "2 batches")
     assert [id_range(6, 7), id_range(6, 9), id_range(-6, -7)] == ["7", "7..9", "-7"]
     assert [ids(6, 7), ids(-6, -9)] == ["ID 7", "IDs -7..-9"]
     assert [*map(duration, (0, 119, 120, 7199, 7200, 172_800))] == ["0 s", "119 s", "2 min", "119 min", "2 h", "2 d"]

@@ -229,7 +229,7 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     assert act(shared, "skip", "forced", "A", "3", "--force", "--dry-run")[0] == 0
     assert shared.sql("select 1 from tidemark.acts where stream = 'forced'") == []
     code, said = act(shared, "skip", "forced", "A", "3", "--force", "--yes")
-    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5")
+    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, linear position 5")
     code, said = act(shared, "skip", "forced", "A", "5..2000000000", "--beyond", "--force", "--yes", "--json")
     told = json.loads(said[said.index("{") :])
     assert (code, told["outcome"], told["advances"][0]["id"]) == (0, "applied", 2_000_000_000)
@@ -259,7 +259,7 @@ def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
     assert (code, "A is alive" in said) == (1, True)
     time.sleep(1.0)
     code, said = act(shared, "fence", "fenced", "A", "--yes", TIDEMARK_SILENT_SECONDS="1")
-    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5"), said
+    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, linear position 5"), said
     with Postgres(PostgresConfig(shared.dsn)) as postgres:
         assert {it for it in postgres.conditions.begun() if it[0] == "fenced"} == {("fenced", "A", 2)}
     shared.send(replace(edge, prev=4, id=6), Join(stream="fenced", writer="A", epoch=3, id=5))
@@ -302,7 +302,7 @@ def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
     assert act(shared, "dead-letters", "replay", place, "--dry-run")[0] == 0
     assert act(shared, "dead-letters", "replay", place)[0] == 2
     code, said = act(shared, "dead-letters", "replay", place, "--yes")
-    assert (code, said.splitlines()[-1]) == (0, "applied: first is at 2, the line is at 2")
+    assert (code, said.splitlines()[-1]) == (0, "applied: first is at 2, linear position 2")
     noted = "select number, seen_as = session_user, outcome from tidemark.acts where kind = 'REPLAY'"
     ((number, proved, outcome),) = shared.sql(noted)
     assert (proved, outcome) == (True, "applied")

@@ -162,14 +162,14 @@ class OverrideOutput(msgspec.Struct):
     warnings: list[str]
     objections: Annotated[list[str], Meta(description="Reasons that need --force.")]
     sent: SentOutput | None
-    number: Annotated[int | None, Meta(description="Number in `tidemark acts`.")]
+    number: Annotated[int | None, Meta(description="Number in `tidemark overrides`.")]
     seen_as: Annotated[str | None, Meta(description="The user that Postgres knew.")]
     outcome: Outcome | None
     result: str | None
 
 
-class ActsOutput(msgspec.Struct):
-    acts: list[OverrideEntry]
+class OverridesOutput(msgspec.Struct):
+    overrides: list[OverrideEntry]
 
 
 class DeadLetterOutput(msgspec.Struct, kw_only=True):
@@ -216,7 +216,7 @@ class VerifyOutput(msgspec.Struct):
 
 
 class ExplainOutput(msgspec.Struct):
-    stands: list[Explanation]
+    stays: list[Explanation]
 
 
 class WaitOutput(msgspec.Struct):
@@ -260,8 +260,6 @@ class LateOutput(msgspec.Struct):
 _PARTING: Final = _changed(Parting, record=RecordedLine | None)
 
 OUTPUTS: Final[dict[str, Any]] = {
-    "acts list": ActsOutput,
-    "acts show": OverrideEntry,
     "bundle": BundleOutput,
     "dead-letters list": DeadLettersOutput,
     "dead-letters replay": DeadLetterReplayOutput,
@@ -274,6 +272,8 @@ OUTPUTS: Final[dict[str, Any]] = {
     "late list": LateOutput,
     "late resolve": LateOutput,
     "listen": LineOutput,
+    "overrides list": OverridesOutput,
+    "overrides show": OverrideEntry,
     "policy list": PoliciesOutput,
     "policy set": PolicyChangeOutput,
     "policy show": PolicyOutput,

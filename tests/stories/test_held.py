@@ -38,10 +38,10 @@ def test_a_silent_writer(scene: Scene) -> None:
         assert "silent" in said
         story.tidemark("status", "payments")
         done = story.act("retire", "payments", "till-1", why="sold on Friday")
-        assert done.splitlines()[-1] == "applied: till-1 is at 7, the line is at 20"
+        assert done.splitlines()[-1] == "applied: till-1 is at 7, linear position 20"
         site.reaches("payments", linear=20)
         story.woken("TidemarkForced")
-        assert "sold on Friday" in story.tidemark("acts", "list", "payments")
+        assert "sold on Friday" in story.tidemark("overrides", "list", "payments")
 
 
 def test_a_dead_writer(scene: Scene) -> None:
@@ -56,12 +56,12 @@ def test_a_dead_writer(scene: Scene) -> None:
         then = story.now()
         said = story.tidemark("gaps")
         assert "invoices: w1 (epoch 1) owes 8" in said
-        assert "silent, last seen 2 min ago" in said
+        assert "silent, last record 2 min ago" in said
         # It is started again, and its JOIN settles what its last life left open.
         site.send(Join(stream="invoices", writer="w1", epoch=2, id=20))
         site.reaches("invoices", w1=20, linear=20)
         told = story.tidemark("explain", "invoices", "--at", then)
-        assert "held by w1 (epoch 1), which owed 8" in told
+        assert "blocked by w1 (epoch 1): ID 8 open" in told
 
 
 def test_a_hung_transaction(scene: Scene) -> None:

@@ -44,13 +44,13 @@ def test_the_index_has_twelve_stories_with_the_alerts_of_their_pages() -> None:
 def test_a_page_gets_what_was_printed_below_what_was_typed() -> None:
     """Prose stays. Numbers in a command may be others than on the page, words may not."""
     entries = [
-        Entry("$ tidemark gaps", "nothing is held back\n"),
+        Entry("$ tidemark gaps", "no gaps: nothing is blocked\n"),
         Entry("alert: TidemarkGapOld, warning", "held for 9 s"),
-        Entry("$ tidemark wait orders 13", "orders stands at m13\n"),
+        Entry("$ tidemark wait orders 13", "orders is at m13\n"),
     ]
     page = made_anew(PAGE, entries)
-    assert page.splitlines()[3:7] == ["$ tidemark gaps", "nothing is held back", *str(entries[1]).splitlines()]
-    assert page.endswith("```console\n$ tidemark wait orders 13\norders stands at m13\n```\n")
+    assert page.splitlines()[3:7] == ["$ tidemark gaps", "no gaps: nothing is blocked", *str(entries[1]).splitlines()]
+    assert page.endswith("```console\n$ tidemark wait orders 13\norders is at m13\n```\n")
     assert "\nIt ends.\n" in page
     assert differs(PAGE, entries) == ""
     assert "the story typed" in differs(PAGE, entries[:2])

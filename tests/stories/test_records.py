@@ -91,7 +91,7 @@ def test_poisoned_records(scene: Scene) -> None:
         assert "reason: not_json" in story.tidemark("dead-letters", "show", offsets["not_json"])
         # The bridge is mended, and sends what was cut short again.
         done = story.act("dead-letters", "replay", offsets["wrong_partition"], why="the bridge partitions by key again")
-        assert done.splitlines()[-1] == "applied: bridge is at 2, the line is at 2"
+        assert done.splitlines()[-1] == "applied: bridge is at 2, linear position 2"
         site.send(fact("visits", "bridge", 3))
         site.reaches("visits", linear=3)
         story.calm()

@@ -1,4 +1,4 @@
-"""What went back, or is gone, or is there twice: a checkpoint, a database, the pipeline itself."""
+"""What went back, or is gone, or is given twice: a checkpoint, a database, the pipeline itself."""
 
 import shutil
 
@@ -23,7 +23,7 @@ def test_a_lost_checkpoint(scene: Scene) -> None:
         shutil.rmtree(site.checkpoint)
         site.send(*(fact("admissions", "w", id) for id in (2, 3, 4)))
         story.woken()
-        assert "nobody holds the lease" in story.tidemark("status", "admissions")
+        assert "pipeline: not running" in story.tidemark("status", "admissions")
         scene.restart()
         story.shown("tidemark pipeline", scene.pipeline.says("The query runs"))
         site.reaches("admissions", linear=4)
@@ -53,13 +53,13 @@ def test_two_pipelines(scene: Scene) -> None:
             story.woken("TidemarkServerAway")
             story.woken("TidemarkStandsStill")
             said = story.tidemark("status", "seats")
-            assert f"{SECOND} holds the lease" in said
+            assert f"active on {SECOND}" in said
         scene.pipeline.says("the lease was taken over")
         story.calm()
         second.terminate()
         site.send(fact("seats", "w", 3))
         site.reaches("seats", linear=3)
-        assert f"{PIPELINE} holds the lease" in story.tidemark("status", "seats")
+        assert f"active on {PIPELINE}" in story.tidemark("status", "seats")
         assert "no difference" in story.tidemark("verify", "--history")
 
 

@@ -56,7 +56,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
         "retire": Verb("overrides", "sidecar", "Stop waiting for a writer."),
         "join": Verb("overrides", "sidecar", "Join in the name of a writer that never joined."),
         "fence": Verb("overrides", "sidecar", "End the epoch of a writer whose process cannot be stopped."),
-        "acts": Verb("override_log", "sidecar", "List what operators settled: who, when, why."),
+        "overrides": Verb("override_log", "sidecar", "List what operators settled: who, when, why."),
     },
     "Repair": {
         "late": Verb("late", "sidecar", "List and resolve facts that came after readers had passed them."),

@@ -93,8 +93,10 @@ def count(number: int, singular: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun of ours, such as `entry` or `record`."""
-    return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+    """The plural of a noun of ours, such as `record`, `batch` or `entry`."""
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
 
 
 def id_range(low: int, top: int) -> str:

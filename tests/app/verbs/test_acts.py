@@ -49,12 +49,12 @@ def refusal(stored: bytes, act: Marker) -> str:
 def test_what_an_act_would_do_is_shown_with_the_epoch_that_it_means(stored: bytes) -> None:
     """The state machine's own answer: who moves over what, and the line."""
     assert shown(stored, skip(2, 4)) == [
-        "SKIP of a in epoch 7, by ada: host is gone",
+        "SKIP of a (epoch 7), by ada: host is gone",
         "a moves from 2 to 5: facts 1, skipped 2",
-        "the line of events moves from 2 to 6",
+        "the linear position of events moves from 2 to 6",
     ]
     join = Join(stream=STREAM, writer="b", epoch=2, id=6, by="ada", why="host is gone")
-    assert shown(stored, join)[1:] == ["nothing moves; the line of events stays at 2"]
+    assert shown(stored, join)[1:] == ["nothing moves; the linear position of events stays at 2"]
 
 
 def test_what_is_taken_back_is_shown() -> None:
@@ -63,15 +63,15 @@ def test_what_is_taken_back_is_shown() -> None:
     shard.feed(builders.join("a", -2), builders.skip("a", -2, -2_000_000_000, beyond=True))
     act = Join(stream=STREAM, writer="a", epoch=CURRENT_EPOCH, id=-2, by="ada", why="a zero too many")
     assert shown(shard.states[STREAM], act) == [
-        "JOIN of a in epoch 1, by ada: a zero too many",
-        "a is waited for again from -2 on; what it completes up to -2000000000 is late",
+        "JOIN of a (epoch 1), by ada: a zero too many",
+        "IDs of a beyond -2 are open again; completions up to -2000000000 are late",
     ]
 
 
 def test_a_writer_retires_where_it_stands(stored: bytes) -> None:
     """Without an ID nothing is settled; where something is open, that must be said."""
-    assert shown(stored, retire("b"))[0] == "RETIRE of b in epoch 1, by ada: host is gone"
-    assert "settles what is open" in refusal(stored, retire("a"))
+    assert shown(stored, retire("b"))[0] == "RETIRE of b (epoch 1), by ada: host is gone"
+    assert "settles its open IDs" in refusal(stored, retire("a"))
 
 
 def test_an_id_beyond_what_is_allocated_is_refused_unless_that_is_said(stored: bytes) -> None:
@@ -83,26 +83,26 @@ def test_an_id_beyond_what_is_allocated_is_refused_unless_that_is_said(stored: b
 def test_what_is_asked_wrongly_is_refused_with_what_to_do(stored: bytes) -> None:
     """One line for each mistake."""
     assert "no such writer" in refusal(stored, skip(2, 4, writer="zoe"))
-    assert "that epoch is over" in refusal(stored, skip(2, 4, epoch=6))
-    assert "on the other side of 0" in refusal(stored, skip(-2, -4))
+    assert "that epoch has ended" in refusal(stored, skip(2, 4, epoch=6))
+    assert "wrong sign" in refusal(stored, skip(-2, -4))
     assert "not beyond prev" in refusal(stored, skip(4, 4))
 
 
 def test_only_what_is_open_can_be_skipped(stored: bytes) -> None:
     """An ID that is complete is no gap; of a range that goes beyond one, what is open is named."""
-    assert "nothing of the writer is open there" in refusal(stored, skip(4, 5))
+    assert "no ID of the writer is open there" in refusal(stored, skip(4, 5))
     assert acts.attempt(stored, skip(0, 5), 1000.0).settled() == [(2, 4)]
 
 
 def test_what_waits_and_what_would_be_lost_is_said_before(stored: bytes) -> None:
     """The IDs whose facts rest on the operator's word alone, who owes them, and when it was last heard of."""
     assert [*acts.attempt(stored, skip(2, 4), 1000.0).warnings()] == [
-        "a is silent, last seen 16 min ago; IDs of it that are complete and wait: 1, with a fact: 1",
-        "nothing proves that 3..4 of a will hold no fact: that is your word alone.",
-        "Whatever completes there after all is late: no position counts it, and readers must repair by hand.",
+        "a: silent, last record 16 min ago; 1 committed ID waiting, 1 with facts",
+        "Tidemark cannot verify that IDs 3..4 of a are empty.",
+        "If a row appears there later, readers have already passed it: you must repair them by hand.",
     ]
     (warning,) = acts.attempt(stored, retire("b"), 1000.0).warnings()
-    assert warning.startswith("The line waits for b no more: an ID")
+    assert warning.startswith("The linear position no longer waits for b")
 
 
 def test_what_is_settled_of_a_stranger_is_said() -> None:
@@ -118,16 +118,16 @@ def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: byte
     """Whether it owes anything or not: heard of within a minute, or with a transaction that it says to be open."""
     assert [*acts.attempt(stored, act, 61.0).objections()] == []
     (objection,) = acts.attempt(stored, act, 59.0).objections()
-    assert f"{act.writer} is alive, last seen 58 s ago, and may yet complete its IDs" in objection
+    assert f"{act.writer} is alive, last record 58 s ago, and may still complete its IDs" in objection
     hourly = Policies({"*": {"silent_seconds": 3600}})
-    assert "is alive, last seen 16 min ago" in "".join(acts.attempt(stored, act, 1000.0, hourly).objections())
+    assert "is alive, last record 16 min ago" in "".join(acts.attempt(stored, act, 1000.0, hourly).objections())
 
 
 @pytest.mark.parametrize("act", [retire("aa"), Join(stream=STREAM, writer="aa", id=2, by="ada", why="it sends none")])
 def test_a_name_that_no_record_has_named_is_refused_unless_that_is_overruled(stored: bytes, act: Marker) -> None:
     """A mistyped JOIN would hold the line for ever, and a mistyped RETIRE would leave the right one as it is."""
     (objection,) = acts.attempt(stored, act, 1000.0).objections()
-    assert objection.startswith("no record of events has named aa: ")
+    assert objection.startswith("events has no writer aa: ")
 
 
 def test_an_open_transaction_is_ended_and_not_skipped() -> None:
@@ -135,7 +135,7 @@ def test_an_open_transaction_is_ended_and_not_skipped() -> None:
     shard = Shard()
     shard.feed(builders.join("a", 2), rdata("a", 5, 4, epoch=1), builders.opened("a", "pid 7: insert"))
     (objection,) = acts.attempt(shard.states[STREAM], skip(2, 4), 9000.0).objections()
-    assert "a has a transaction open" in objection
+    assert "a has an open transaction" in objection
 
 
 def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
@@ -149,8 +149,8 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
             acts.attempt(shard.states[STREAM], act, now)
         return str(problem.value)
 
-    settles = "--id=5 settles what is open below what it has completed"
-    assert f"a is alive, last seen 29 s ago: stop it first; then {settles}" in refused(retire("a"), 30.0)
+    settles = "--id=5 settles its open IDs"
+    assert f"a is alive, last record 29 s ago: stop it first; then {settles}" in refused(retire("a"), 30.0)
     assert refused(retire("a"), 300.0).endswith(f"conflict: {settles}")
     at_5, at_9 = (Retire(stream=STREAM, writer="a", id=id, by="ada", why="gone") for id in (5, 9))
     assert acts.attempt(shard.states[STREAM], at_5, 300.0).settled() == [(2, 4)]
@@ -161,7 +161,7 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
 def test_a_worker_of_synapse_retires_by_its_bridge_unless_that_is_overruled() -> None:
     """Which looks what it has written; an operator would skip that, and the bridge go on waiting."""
     (objection,) = acts.of_a_bridge(retire("event1"), {STREAM})
-    assert "`tidemark synapse retire` ends it" in objection
+    assert "use `tidemark synapse retire`" in objection
     assert [*acts.of_a_bridge(retire("event1"), {"others"}), *acts.of_a_bridge(skip(2, 4), {STREAM})] == []
 
 
@@ -178,7 +178,7 @@ def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> N
 def fence(stored: bytes, now: float, id: int | None = None, epoch: int | None = None, writer: str = "a") -> acts.Trial:
     """As `tidemark fence` tries it."""
     fields = {"stream": STREAM, "writer": writer, "epoch": epoch, "id": id, "by": "ada", "why": "its host is lost"}
-    return acts.attempt(stored, acts.asked("FENCE", stored, fields), now)
+    return acts.attempt(stored, acts.override_record("FENCE", stored, fields), now)
 
 
 def test_a_fence_ends_the_epoch_where_the_writer_stands(stored: bytes) -> None:
@@ -187,8 +187,8 @@ def test_a_fence_ends_the_epoch_where_the_writer_stands(stored: bytes) -> None:
     tried = fence(stored, 1000.0)
     assert (tried.act.epoch, tried.act.id, tried.settled(), [*tried.dangers()]) == (8, 5, [(2, 4)], [])
     assert [*tried.warnings()][2:] == [
-        "What a sends in an epoch below 8 from now on is refused, facts too.",
-        "Its next start needs an epoch above 8; the line waits for that, or its RETIRE.",
+        "Records of a in an epoch below 8 are rejected from now on.",
+        "Its next start needs an epoch above 8; the linear position waits for it.",
     ]
     assert fence(stored, 1000.0, epoch=99).act.epoch == 99
 
@@ -197,7 +197,7 @@ def test_a_fence_never_begins_a_timeline(stored: bytes) -> None:
     """Rule 10: below what the writer completed it is refused, and of one that lives, which may complete more before the
     pipeline reads it."""
     (danger,) = fence(stored, 1000.0, id=4).dangers()
-    assert "would begin a new timeline" in danger
+    assert "a new timeline would begin" in danger
     (danger,) = fence(stored, 30.0).dangers()
     assert "a is alive" in danger
     by_hand = Join(stream=STREAM, writer="a", epoch=9, id=4, by="ada", why="typed")
@@ -209,12 +209,15 @@ def test_what_a_relay_tells_is_not_fenced() -> None:
     shard = Shard()
     shard.feed(replace(builders.join("a", 2), timeline=Timeline("db", "t1")))
     (danger,) = fence(shard.states[STREAM], 1000.0).dangers()
-    assert "told by a relay" in danger
+    assert "a relay sends the records of" in danger
 
 
 def test_only_an_epoch_that_lives_can_be_ended(stored: bytes) -> None:
     """A stranger has none, and an epoch below ends nothing."""
-    for wrong, why in ((("zoe", None), "no epoch of it is open"), (("a", 7), "epoch 7 would not end by that")):
+    for wrong, why in (
+        (("zoe", None), "the writer has no open epoch"),
+        (("a", 7), "epoch 7 is open: give a higher one"),
+    ):
         with pytest.raises(BadRecord, match=why):
             fence(stored, 1000.0, writer=wrong[0], epoch=wrong[1])
 
@@ -245,7 +248,7 @@ def test_nobody_is_no_answer(words: Sequence[str], by: str) -> None:
 def test_what_is_no_range_of_ids_is_wrong_usage(ids: str) -> None:
     """Both ends on one side of 0, the nearer one first."""
     code, output = run("skip", "--by", "ada", "--why", "gone", "--", STREAM, "a", ids)
-    assert (code, "is no range of IDs such as 8..11" in output) == (2, True)
+    assert (code, "is not a range of IDs such as 8..11" in output) == (2, True)
 
 
 def test_a_range_says_its_first_and_its_last_id() -> None:

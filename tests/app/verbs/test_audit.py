@@ -1,4 +1,4 @@
-"""`tidemark acts`: what the table of acts and the audit tell together, on a real database."""
+"""`tidemark overrides`: what the table of acts and the audit tell together, on a real database."""
 
 import json
 
@@ -82,25 +82,25 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
         applied(pipeline, SKIP, Forced("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
         acts.close(done, "applied")
     runner = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn})
-    listed = runner.invoke(main, ["acts", "list"]).output.splitlines()
-    assert listed[0].startswith("ACT ")
+    listed = runner.invoke(main, ["overrides", "list"]).output.splitlines()
+    assert listed[0].startswith("NUMBER ")
     text = "\n".join(listed)
     assert "not sent" in text
     assert "eve\\x1b[2J" in text
     assert "unknown" in text
-    rows = json.loads(runner.invoke(main, ["acts", "list", "s", "--json"]).output)["acts"]
+    rows = json.loads(runner.invoke(main, ["overrides", "list", "s", "--json"]).output)["overrides"]
     user = sql.execute("select session_user").fetchone()
     assert {(it["kind"], it["outcome"], it["seen_as"]) for it in rows} == {
         ("SKIP", "applied", (user or [None])[0]),
         ("RETIRE", None, (user or [None])[0]),
         ("JOIN", "applied", None),
     }
-    shown = runner.invoke(main, ["acts", "show", str(done.number)]).output.splitlines()
-    assert shown[0] == "SKIP of w in epoch 1 of s 3..4"
+    shown = runner.invoke(main, ["overrides", "show", str(done.number)]).output.splitlines()
+    assert shown[0] == "SKIP of w (epoch 1) of s 3..4"
     assert shown[-2:] == ["sent: control/0 0", "outcome: applied"]
-    assert json.loads(runner.invoke(main, ["acts", "show", str(done.number), "--json"]).output) in rows
-    assert runner.invoke(main, ["acts", "show", "99"]).exit_code == 1
+    assert json.loads(runner.invoke(main, ["overrides", "show", str(done.number), "--json"]).output) in rows
+    assert runner.invoke(main, ["overrides", "show", "99"]).exit_code == 1
     sql.execute("truncate tidemark.skips, tidemark.acts cascade")
-    assert runner.invoke(main, ["acts", "list", "s"]).output == "no acts\n"
-    mistyped = runner.invoke(main, ["acts", "list", "none"])
-    assert (mistyped.exit_code, "no such stream" in mistyped.output) == (1, True)
+    assert runner.invoke(main, ["overrides", "list", "s"]).output == "no overrides\n"
+    mistyped = runner.invoke(main, ["overrides", "list", "none"])
+    assert (mistyped.exit_code, "there is no stream none" in mistyped.output) == (1, True)

@@ -53,7 +53,7 @@ def test_a_bundle_has_positions_gaps_and_what_each_server_says(
     found = contents(file)
     missing = json.loads(found.pop("missing.json"))
     assert missing.keys() <= {"metrics-1.txt", "kafka.json"}  # this site has no topics
-    assert done.output.startswith("without ")
+    assert done.output.startswith("missing ")
     assert found.keys() >= {f"postgres/{table}.json" for table in TABLES} | {
         "versions.json",
         "settings.txt",

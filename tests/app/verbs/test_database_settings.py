@@ -28,7 +28,7 @@ VERBS = [
     ["status"],
     ["status", "--json"],
     ["gaps"],
-    ["acts", "list"],
+    ["overrides", "list"],
     ["late", "list"],
     ["policy", "list"],
 ]
@@ -116,7 +116,7 @@ def test_the_owner_is_held_back_by_force_alone(migrated: str, sql: psycopg.Conne
             sql.execute(f"alter table {table} owner to owning".encode())
         switch_rls(sql, "tidemark", "enable")
         switch_rls(sql, "tidemark", how)
-        done = CliRunner(env={"TIDEMARK_POSTGRES_DSN": address}).invoke(main, ["acts", "list"])
+        done = CliRunner(env={"TIDEMARK_POSTGRES_DSN": address}).invoke(main, ["overrides", "list"])
         if how == "force":
             assert "NO FORCE ROW LEVEL SECURITY" in done.output
             assert done.exit_code == 2

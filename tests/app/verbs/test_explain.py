@@ -59,10 +59,10 @@ def test_a_gap_is_told_with_its_writer_its_times_and_what_closed_it(explain: Exp
     """With the offsets of the batch that let the line go on, and the evidence in the words of the design."""
     done = explain("--at", minute(3, 30))
     assert done.output.splitlines() == [
-        "events: the line stood at 1 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:17:20.000Z, for 2 min",
-        "  held by a (epoch 1), which owed 2..4 since 2026-09-21 14:16:20.000Z until 2026-09-21 14:17:20.000Z: its IDs"
+        "events: stuck at 1 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:17:20.000Z (2 min)",
+        "  blocked by a (epoch 1): IDs 2..4 open from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z: its IDs"
         " completed",
-        "  let go by batch 4, offsets tidemark.facts/0 6: the line went to 5",
+        "  unblocked by batch 4 (tidemark.facts/0 6): it moved to 5",
         "    a (epoch 1) moved from 1 to 5: facts 2 (seen)",
     ]
 
@@ -72,9 +72,9 @@ def test_a_silent_writer_has_no_gap_and_is_told_all_the_same(explain: Explain) -
     """What it said in the end was an announcement."""
     lines = explain("--at", minute(5, 30)).output.splitlines()
     assert lines[1:] == [
-        "  held by a (epoch 1), which had told nothing beyond 5",
-        "  let go by batch 6, offsets tidemark.facts/0 8: the line went to 8",
-        "    a (epoch 1) moved from 5 to 9: empty 4 (void, or announced to be)",
+        "  blocked by a (epoch 1): no record beyond ID 5",
+        "  unblocked by batch 6 (tidemark.facts/0 8): it moved to 8",
+        "    a (epoch 1) moved from 5 to 9: empty 4 (void or announced as empty)",
     ]
 
 
@@ -83,11 +83,11 @@ def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) ->
     """A writer that came only then did not hold it before."""
     lines = explain("--at", minute(7, 30)).output.splitlines()
     assert lines[1:] == [
-        "  held by b (epoch 1), which owed 9..10 since 2026-09-21 14:20:20.000Z until 2026-09-21 14:21:20.000Z: an"
+        "  blocked by b (epoch 1): IDs 9..10 open from 2026-09-21 14:20:20.000Z to 2026-09-21 14:21:20.000Z: an"
         " operator settled it",
-        "  let go by batch 8, offsets tidemark.control/0 up to 12: the line went to 12",
+        "  unblocked by batch 8 (tidemark.control/0 up to 12): it moved to 12",
         "    b (epoch 1) moved from 8 to 12: facts 1 (seen), skipped 2 (settled by an operator)",
-        "    SKIP of b in epoch 1 up to 10, by ann: because",
+        "    SKIP of b (epoch 1) up to ID 10, by ann: because",
     ]
 
 
@@ -105,8 +105,8 @@ def test_of_a_stream_that_a_bridge_tells_its_own_verb_is_shown(explain: Explain,
 def test_a_line_with_nothing_beyond_it_was_held_by_nobody(explain: Explain) -> None:
     """Nor is it told of between two times."""
     lines = explain().output.splitlines()
-    assert lines[0].startswith("events: the line stood at 12 from 2026-09-21 14:21:20.000Z to now, for ")
-    assert lines[1:] == ["  nothing held it: no ID beyond it was known to be given out"]
+    assert lines[0].startswith("events: stuck at 12 from 2026-09-21 14:21:20.000Z until now (")
+    assert lines[1:] == ["  not blocked: no higher ID was allocated"]
 
 
 @pytest.mark.usefixtures("eventful")
@@ -114,12 +114,14 @@ def test_between_two_times_every_wait_is_told(explain: Explain) -> None:
     """In their order; programs get the same."""
     lines = explain("--between", minute(0), minute(20)).stdout.splitlines()
     assert [line.split(" from ")[0] for line in lines if not line.startswith(" ")] == [
-        f"events: the line stood at {line}" for line in (1, 5, 8)
+        f"events: stuck at {line}" for line in (1, 5, 8)
     ]
-    found = json.loads(explain("--between", minute(3, 1), minute(5, 1), "--json").output)["stands"]
-    assert [it["stand"]["linear"] for it in found] == [1, 5]
-    assert found[0]["held_by"][0]["gap"]["top"] == 4
-    assert explain("--between", minute(8), minute(20)).output == "the line never waited for ten seconds or longer\n"
+    found = json.loads(explain("--between", minute(3, 1), minute(5, 1), "--json").output)["stays"]
+    assert [it["stay"]["linear"] for it in found] == [1, 5]
+    assert found[0]["blockers"][0]["gap"]["top"] == 4
+    assert (
+        explain("--between", minute(8), minute(20)).output == "the stream was never blocked for ten seconds or longer\n"
+    )
 
 
 @pytest.mark.usefixtures("eventful")
@@ -128,8 +130,8 @@ def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
     assert explain("--at", minute(-60)).exit_code == 1
     assert explain("--between", minute(-60), minute(1)).exit_code == 1  # nothing is known of that hour
     partly = explain("--between", minute(-60), minute(3), "--json")
-    assert partly.stderr == "the history of events that is kept begins at 2026-09-21 14:15:20.000Z\n"
-    assert json.loads(partly.stdout)["stands"]
+    assert partly.stderr == "the stored history of events begins at 2026-09-21 14:15:20.000Z\n"
+    assert json.loads(partly.stdout)["stays"]
     assert explain("--at", "yesterday").exit_code == 2
     assert explain("--at", "10:00", "--between", "10:00", "11:00").exit_code == 2
     none = CliRunner().invoke(main, ["explain", "none"], env={"TIDEMARK_POSTGRES_DSN": dsn})
@@ -148,7 +150,9 @@ def test_of_what_is_still_to_come_nothing_is_told(explain: Explain, pipeline: Pi
     pipeline.store.apply(Batch("query", 2, pipeline.lease.token, [made]))
     ahead = [(now + timedelta(hours=hours)).isoformat() for hours in (5, 6)]
     assert explain("--at", ahead[0]).exit_code == explain("--between", *ahead).exit_code == 2
-    assert explain("--between", minute(2), ahead[0]).output == "the line never waited for ten seconds or longer\n"
+    assert (
+        explain("--between", minute(2), ahead[0]).output == "the stream was never blocked for ten seconds or longer\n"
+    )
 
 
 def test_a_line_that_went_on_without_an_advance_is_told(
@@ -158,19 +162,17 @@ def test_a_line_that_went_on_without_an_advance_is_told(
     pipeline noted no such move."""
     told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)], [retire("a", 0)])
     assert explain("--at", minute(2, 30)).output.splitlines() == [
-        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
-        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
-        "  let go by batch 3, offsets tidemark.facts/0 3: the line went to 3",
-        "    a retired, so the line waits for them no longer",
+        "events: stuck at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z (60 s)",
+        "  blocked by a (epoch 1): no record beyond ID 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  unblocked by batch 3 (tidemark.facts/0 3): it moved to 3",
+        "    retired: a",
     ]
     after = explain("--at", minute(3, 30)).output
-    assert after.startswith("events: the line stood at 3 from 2026-09-21 14:16:20.000Z to now, for ")
+    assert after.startswith("events: stuck at 3 from 2026-09-21 14:16:20.000Z until now (")
     sql.execute("delete from tidemark.line_moves")
     lines = explain("--at", minute(2, 30)).output.splitlines()
-    assert (
-        lines[0] == "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that the history does not tell"
-    )
-    assert lines[-1] == "  the line went to 3, and nothing that is kept tells when or why"
+    assert lines[0] == "events: stuck at 0 from 2026-09-21 14:15:20.000Z until an unknown time"
+    assert lines[-1] == "  it moved to 3; the stored history does not say when or why"
 
 
 def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: Pipeline) -> None:
@@ -184,11 +186,11 @@ def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: P
     )
     lines = explain("--at", minute(2, 30)).output.splitlines()
     assert lines == [
-        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
-        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
-        "  let go by batch 3, offsets tidemark.control/0 up to 3: the line went to 3",
-        "    a retired, so the line waits for them no longer",
-        "    RETIRE of a in epoch 1 up to 0, by ann: because",
+        "events: stuck at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z (60 s)",
+        "  blocked by a (epoch 1): no record beyond ID 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  unblocked by batch 3 (tidemark.control/0 up to 3): it moved to 3",
+        "    retired: a",
+        "    RETIRE of a (epoch 1) up to ID 0, by ann: because",
     ]
 
 
@@ -206,12 +208,12 @@ def test_waits_that_retirements_alone_ended_are_told_between_two_times(
     )
     lines = explain("--between", minute(0), minute(20)).stdout.splitlines()
     assert lines == [
-        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
-        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
-        "  let go by batch 3, offsets tidemark.facts/0 5: the line went to 2",
-        "    a retired, so the line waits for them no longer",
-        "events: the line stood at 2 from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z, for 60 s",
-        "  held by c (epoch 1), which had told nothing beyond 2, until it retired at 2026-09-21 14:17:20.000Z",
-        "  let go by batch 4, offsets tidemark.facts/0 6: the line went to 5",
-        "    c retired, so the line waits for them no longer",
+        "events: stuck at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z (60 s)",
+        "  blocked by a (epoch 1): no record beyond ID 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  unblocked by batch 3 (tidemark.facts/0 5): it moved to 2",
+        "    retired: a",
+        "events: stuck at 2 from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z (60 s)",
+        "  blocked by c (epoch 1): no record beyond ID 2, until it retired at 2026-09-21 14:17:20.000Z",
+        "  unblocked by batch 4 (tidemark.facts/0 6): it moved to 5",
+        "    retired: c",
     ]

@@ -17,7 +17,7 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     shard.left_by_a_dead_writer()
     (found,) = open_ranges.read(shard.states, 302.0)
     assert gaps.to_text([found], 302.0).splitlines() == [
-        "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: silent, last seen 5 min ago",
+        "events: w1: no record beyond ID 7 for 5 min; no record for 5 min",
         "    Start w1, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
@@ -42,7 +42,7 @@ def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() 
     shard.left_by_a_dead_writer()
     (found,) = open_ranges.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
     assert gaps.to_text([found], 302.0).splitlines() == [
-        "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: fenced, last seen 5 min ago",
+        "events: w1: no record beyond ID 7 for 5 min; fenced, last record 5 min ago",
         "    Start w1, in an epoch above 1. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
@@ -74,9 +74,11 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     shard.feed(opened("a", "pid 7: insert"))
     lines = gaps.to_text(open_ranges.read(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
-        "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 9 s ago; 3 IDs wait, 2 with a fact",
-        "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 9 s ago; 2 IDs wait, 1 with a fact",
-        "    open: pid 7: insert",
+        "events: a: IDs 1..2 open for 10 s; transaction open, last record 9 s ago; 3 committed IDs are waiting,"
+        " 2 with facts",
+        "events: a: ID 4 open for 10 s; transaction open, last record 9 s ago; 2 committed IDs are waiting,"
+        " 1 with facts",
+        "    open transaction: pid 7: insert",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
 
@@ -92,7 +94,7 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     shard.feed(opened("w1", "pid 7"))
     (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
-        "    open: pid 7",
+        "    open transaction: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
 
@@ -103,8 +105,8 @@ def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_tol
     shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
     assert open_ranges.read(shard.states, 11.0) == []
     assert gaps.to_text(open_ranges.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
-        "events: a (epoch 1) has told nothing beyond 2: open transaction, last seen 10 s ago",
-        "    open: pid 7",
+        "events: a: no record beyond ID 2; transaction open, last record 10 s ago",
+        "    open transaction: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
     shard.feed(opened("a"))
@@ -119,7 +121,7 @@ def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     assert lines[1:] == [
         "    Start a, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
-        '    If it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
+        '    If it still runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
     ]
 
 
@@ -144,7 +146,7 @@ def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> 
     shard = Shard()
     shard.feed(join("a", 0), *(rdata("a", id, epoch=1) for id in range(2, 60, 2)))
     found = open_ranges.read(shard.states, 5.0)
-    assert gaps.to_text(found, 5.0).splitlines()[10] == "events: a has 19 gaps more"
+    assert gaps.to_text(found, 5.0).splitlines()[10] == "events: a: 19 more gaps"
     assert len(json.loads(gaps.to_json(found))["gaps"]) == 29
 
 

@@ -36,10 +36,10 @@ def refusal(it: DeadLetter, stored: bytes | None) -> str:
 def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
     """The state machine's own answer for the record as it stands; whatever it says is known afterwards."""
     tried = letters.replay(letter(FACT), "facts", stored, 9.0)
-    assert [*tried.told()] == [
-        "RDATA of a in epoch 1, refused as wrong_partition",
+    assert [*tried.lines()] == [
+        "RDATA of a in epoch 1, rejected as wrong_partition",
         "a moves from 2 to 5: facts 2",
-        "the line of events moves from 2 to 5",
+        "the linear position of events moves from 2 to 5",
     ]
     assert not tried.is_settled()
     assert letters.replay(letter(FACT), "facts", tried.done.state, 9.0).is_settled()
@@ -54,17 +54,17 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
         (FACT.replace(b"RDATA", b"POSITION"), "a moves from 2 to 5: facts 1, empty 1"),
         (
             b'{"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":5,"ids":[6,8],"rows":[[{}],[]]}',
-            "nothing moves; the line of events stays at 2; counted as: applied 2",
+            "nothing moves; the linear position of events stays at 2; counted as: applied 2",
         ),
         (
             FACT.replace(b'"epoch":1', b'"epoch":4'),
-            "nothing moves; the line of events stays at 2; counted as: buffered 1",
+            "nothing moves; the linear position of events stays at 2; counted as: buffered 1",
         ),
     ],
 )
 def test_every_kind_of_edge_can_come_again(stored: bytes, value: bytes, line: str) -> None:
     """A fact with its neighbour or without, what holds none, many in one record, and one of a writer to come."""
-    assert [*letters.replay(letter(value), "facts", stored, 9.0).told()][1] == line
+    assert [*letters.replay(letter(value), "facts", stored, 9.0).lines()][1] == line
 
 
 def test_what_would_be_refused_again_is_not_sent(stored: bytes) -> None:
@@ -91,7 +91,7 @@ def test_what_is_true_at_its_place_alone_never_comes_again(stored: bytes, value:
 
 def test_an_act_and_what_is_gone_are_not_replayed(stored: bytes) -> None:
     """The one has a verb that looks again, of the other nothing is left."""
-    assert "say an act again by its verb" in refusal(letter(FACT, topic="control"), stored)
+    assert "repeat an override by its command" in refusal(letter(FACT, topic="control"), stored)
     assert refusal(letter(None, gone="removed by retention"), stored) == "gone: removed by retention"
 
 
@@ -110,6 +110,6 @@ def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
 def test_the_list_has_a_line_for_each() -> None:
     """Its offset is what show and replay want, with the partition before it where that is not 0."""
     assert letters.to_table([letter(FACT)], {("facts", 2, 40): 3}, 61.0).splitlines() == [
-        "OFFSET  AGE   REASON           STREAM  RECORD       REPLAYED  DETAIL",
-        "7       60 s  wrong_partition  events  facts[2] 40  act 3",
+        "OFFSET  AGE   REASON           STREAM  RECORD       REPLAYED    DETAIL",
+        "7       60 s  wrong_partition  events  facts[2] 40  override 3",
     ]

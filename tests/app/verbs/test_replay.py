@@ -37,7 +37,7 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     recording.batch(fact("a", 13, 12), acts=[refused, skip])
     recording.batch(fact("b", 9, 8), Retire(stream=STREAM, writer="b", epoch=1, id=13), fact("a", 15, 13))
     recording.send(fact("a", 16, 15))
-    expected = "17 records give the history of 1 of 1 stream: 5 batches\n"
+    expected = "17 records give the stored history of 1 of 1 stream (5 batches)\n"
     assert (run(recording, "replay").output, run(recording, "replay").exit_code) == (expected, 0)
     file = tmp_path / "recorded"
     lines = recorded(recording, file)
@@ -48,8 +48,8 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
     assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
     none = run(recording, "tail", "none")
-    assert (none.stdout, "none of the last 10 of each partition is of none" in none.stderr) == ("", True)
-    assert "no record that retention kept is of none" in run(recording, "tail", "none", "--all").stderr
+    assert (none.stdout, "none of the last 10 records of each partition is of none" in none.stderr) == ("", True)
+    assert "no record in Kafka is of none" in run(recording, "tail", "none", "--all").stderr
 
 
 def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:
@@ -70,12 +70,12 @@ def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: ps
     first, record, last = wrong.output.splitlines()
     assert (wrong.exit_code, first) == (
         1,
-        "events: they part at the record below: after batch 3 of 2026-09-21 14:16:20.000Z a is at 5 by facts 4 (seen),"
-        " empty 1 (void, or announced to be) in the history, and by facts 3 (seen), empty 1 (void, or announced to be)"
-        " in the replay",
+        "events: differs at the record below: after batch 3 of 2026-09-21 14:16:20.000Z a is 5 by facts 4 (seen),"
+        " empty 1 (void or announced as empty) in the history and by facts 3 (seen), empty 1 (void or announced as"
+        " empty) in the replay",
     )
     assert f"{recording.facts}/0 6 RUN of a in events: " in record
-    assert last == "10 records give the history of 0 of 1 stream: 3 batches"
+    assert last == "10 records give the stored history of 0 of 1 stream (3 batches)"
     sql.execute("update tidemark.packed_advances set facts = array[2]::bigint[] where batch = 3")
     sql.execute("update tidemark.stream_positions set position = 11 where writer = 'a'")
     end = json.loads(run(recording, "replay", "--json").output)["parted"][0]
@@ -107,9 +107,9 @@ def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_wa
     without_first(recording, 2)
     done = run(recording, "replay")
     assert done.output.splitlines() == [
-        "events: compared behind batch 3 of 2026-09-21 14:16:20.000Z only, as the recording begins at offset 2; its"
-        " line beyond 5",
-        "8 records give the history of 1 of 1 stream: 1 batches",
+        "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because the recording begins at offset 2;"
+        " linear positions beyond 5",
+        "8 records give the stored history of 1 of 1 stream (1 batch)",
     ]
     assert done.exit_code == 0
     (part,) = json.loads(run(recording, "replay", "--json").output)["parts"].values()
@@ -120,8 +120,7 @@ def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_wa
     nothing = run(recording, "replay")
     assert (nothing.exit_code, nothing.output.splitlines()[0]) == (
         3,
-        "events: nothing of it could be compared: the recording begins at offset 9, and behind no batch since was"
-        " nothing open",
+        "events: not compared: the recording begins at offset 9, and after every later batch some ID was open",
     )
 
 
@@ -136,10 +135,10 @@ def test_a_stream_whose_first_days_are_dropped_is_compared_from_there(
     )
     done = run(recording, "replay")
     assert done.output.splitlines() == [
-        "events: compared behind batch 3 of 2026-09-21 14:16:20.000Z only, as older days of history are dropped; its"
-        " line beyond 5",
-        "not compared, as there is no record of them: 1 streams: idle",
-        "10 records give the history of 1 of 1 stream: 1 batches",
+        "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because older history was dropped; linear"
+        " positions beyond 5",
+        "without a record: 1 stream: idle",
+        "10 records give the stored history of 1 of 1 stream (1 batch)",
     ]
     assert done.exit_code == 0
 
@@ -153,8 +152,8 @@ def test_a_recording_older_than_the_history_is_compared_to_its_end(recording: Re
     file.write_text("\n".join(json.dumps(json.loads(line) | {"time": 1}) for line in lines))
     done = run(recording, "replay", str(file))
     assert done.output.splitlines() == [
-        "events: compared up to batch 3 of 2026-09-21 14:16:20.000Z only, where the recording ends: 1 came behind it",
-        "7 records give the history of 1 of 1 stream: 2 batches",
+        "events: equal in part: up to batch 3 of 2026-09-21 14:16:20.000Z, where the recording ends (1 later)",
+        "7 records give the stored history of 1 of 1 stream (2 batches)",
     ]
     assert done.exit_code == 0
 
@@ -164,8 +163,9 @@ def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -
     file = tmp_path / "recorded"
     recorded(recording, file)
     file.write_text(file.read_text() + "{}\n")
-    assert "Error: line 11 is no record as" in run(recording, "replay", str(file)).output
-    assert "is no file that is there" in run(recording, "replay", str(tmp_path / "recordd")).output
+    assert "Error: line 11 is not a record of" in run(recording, "replay", str(file)).output
+    mistyped = run(recording, "replay", str(tmp_path / "recordd"))
+    assert "is neither an existing file nor the name of a topic" in mistyped.output
     assert run(recording, "replay", "no-such").exit_code in (1, 2)
     assert run(recording, "replay", recording.control).exit_code == 2
     assert run(recording, "replay", "--records", "3").exit_code == 1
@@ -185,5 +185,5 @@ def test_a_line_with_what_kafka_never_gives_is_refused(field: str) -> None:
     """Somebody wrote it by hand."""
     fields = {"partition": '"partition":0', "offset": '"offset":0', "time": '"time":0', "topic": '"topic":"facts"'}
     line = "{" + ",".join((fields | {field.split('"')[1]: field}).values()) + "}"
-    with pytest.raises(ValueError, match="line 1 is no record"):
+    with pytest.raises(ValueError, match="line 1 is not a record"):
         [*from_lines([line.encode()], ValueError)]

@@ -37,11 +37,11 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     assert sql.execute("select count(*) from tidemark.acts").fetchall() == [(0,)]
 
     done = reseed(dsn)
-    assert (done.exit_code, done.stdout) == (0, f"{said}noted as act 1\n")
+    assert (done.exit_code, done.stdout) == (0, f"{said}noted as override 1\n")
     assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.acts").fetchall() == [
         ("RESEED", "", "ada", "state of last year", "postgres", "applied")
     ]
-    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["acts", "show", "1"])
+    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["overrides", "show", "1"])
     assert shown.stdout.splitlines()[0] == "RESEED of all streams"
     assert store.states() == before
     assert store.remembered().shards == 8

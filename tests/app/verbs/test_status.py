@@ -19,22 +19,22 @@ def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
     states = {name: moved(name, 7, w=At(0, 7)).state for name in ("orders", "}x")}
     faults = [SinkFault("redis", "}x", "WRONGTYPE", datetime.fromtimestamp(1000, UTC))]
     found = status.read(states, None, faults)
-    assert status.to_table(found, 1060.0).splitlines()[-1] == "}x is not shown in redis, for 60 s: WRONGTYPE"
+    assert status.to_table(found, 1060.0).splitlines()[-1] == "}x: missing in redis for 60 s: WRONGTYPE"
     told = {it["stream"]: it["not_shown"] for it in json.loads(status.to_json(found, 1060.0, WELL))["streams"]}
     assert told["orders"] == []
     assert [(it["sink"], it["problem"]) for it in told["}x"]] == [("redis", "WRONGTYPE")]
 
 
 def test_the_transactions_that_hold_a_stream_are_named() -> None:
-    """Where a writer tells who holds its open IDs, the table and the JSON say so; of the others they say nothing."""
+    """Where a writer shows what blocks its open IDs, the table and the JSON say so; of the others they say nothing."""
     states = {
         "orders": moved("orders", 7, shop=At(0, 7, pending=9, transactions=("pid 7: insert", "pid 8"))).state,
         "items": moved("items", 3, shop=At(0, 3)).state,
     }
     found = status.read(states)
     assert status.to_table(found, 0.0).splitlines()[-2:] == [
-        "orders: open at shop: pid 7: insert",
-        "orders: open at shop: pid 8",
+        "orders: open transaction of shop: pid 7: insert",
+        "orders: open transaction of shop: pid 8",
     ]
     told = {it["stream"]: it["open_transactions"] for it in json.loads(status.to_json(found, 0.0, WELL))["streams"]}
     assert told == {"orders": {"shop": ["pid 7: insert", "pid 8"]}, "items": {}}
@@ -45,8 +45,8 @@ def test_a_dead_writer_is_named_without_a_gap() -> None:
     states = {"events": Shard().left_by_a_dead_writer().state, "quiet": moved("quiet", 3, shop=At(0, 3)).state}
     found = status.read(states)
     assert status.to_table(found, 302.0).splitlines()[-2:] == [
-        "events: the line is 13 IDs behind, for 5 min",
-        "events: held by w1 (epoch 1), which has told nothing beyond 7; last seen 5 min ago",
+        "events: blocked for 5 min, lag 13 IDs",
+        "events: waiting for w1: no record for 5 min (last position 7)",
     ]
     events, quiet = json.loads(status.to_json(found, 302.0, WELL))["streams"]
     assert events["behind"] == behind_a_dead_writer(age_seconds=300.0)
@@ -69,14 +69,14 @@ def test_whether_a_bridge_tells_a_stream_is_said() -> None:
     }
     found = status.read(states, bridges=bridges)
     assert [line for line in status.to_table(found, 302.0).splitlines() if "bridge" in line] == [
-        "afar: told by a bridge to Synapse; only the primary of this Postgres knows whether it runs",
-        "guarded: a bridge to Synapse tells it",
-        "spoken: a bridge to Synapse tells it, for 5 min",
-        "stopped: no bridge to Synapse tells it now; the last that it told is 5 min old",
+        "afar: sent by a bridge to Synapse; only the primary of this Postgres knows whether the bridge runs",
+        "guarded: sent by a bridge to Synapse",
+        "spoken: sent by a bridge to Synapse, connected for 5 min",
+        "stopped: its bridge to Synapse is not connected; last record 5 min ago",
     ]
     bridges = {"new": BridgeStatus(False, None)}
     text = status.to_table(status.read(states, bridges=bridges), 302.0)
-    assert "new: no bridge to Synapse tells it now; nothing of it was noted" in text
+    assert "new: its bridge to Synapse is not connected; no record was ever read" in text
     told = {it["stream"]: it["bridge"] for it in json.loads(status.to_json(found, 302.0, WELL))["streams"]}
     assert (told["spoken"], told["new"]) == ({"speaks": True, "since": "1970-01-01T00:00:02Z"}, None)
 
@@ -94,13 +94,13 @@ def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
     shard.feed(join("a", 0), join("b", 0), join("z", 0))
     shard.feed(rdata("a", 3, 2, epoch=1), position("z", 0, 9, epoch=1), opened("b", "pid 7"), rdata("new", 11, 10))
     found = status.read({"events": shard.states[STREAM]})
-    assert [line for line in status.to_table(found, 60.0).splitlines() if "held by" in line] == [
-        "events: held by new (epoch 0), which has not joined; last seen 58 s ago",
-        "events: held by a (epoch 1), which owes IDs beyond 0; last seen 58 s ago",
-        "events: held by b (epoch 1), which has a transaction open beyond 0; last seen 58 s ago",
+    assert [line for line in status.to_table(found, 60.0).splitlines() if "waiting for" in line] == [
+        "events: waiting for new (epoch 0): it has not joined; last record 58 s ago",
+        "events: waiting for a: IDs beyond 0 are open; last record 58 s ago",
+        "events: waiting for b: a transaction is open beyond ID 0; last record 58 s ago",
     ]
     shard.feed(*(join(f"w{number}", 0) for number in range(20)))
-    assert "events: and by 13 more" in status.to_table(status.read({"events": shard.states[STREAM]}), 60.0)
+    assert "events: and for 13 more writers" in status.to_table(status.read({"events": shard.states[STREAM]}), 60.0)
 
 
 def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
@@ -117,11 +117,11 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
     ]
     found = status.read({"events": full.state}, recalls=recalls)
     assert status.to_table(found, 1060.0).splitlines()[-4:] == [
-        "events: records of shop are put off: too much of it is pending; they come again",
-        "events: records of web that were put off come again, for 60 s",
-        "events: records of app that were put off come again, for 60 s: no right",
-        "events: up to 7 records of job that were put off are gone from partition 3 (retention, or its limit of size);"
-        " what is open waits for its next JOIN",
+        "events: records of shop are deferred, because too many of its IDs are pending; they will be requeued",
+        "events: deferred records of web are being requeued for 60 s",
+        "events: deferred records of app are being requeued for 60 s: no right",
+        "events: up to 7 deferred records of job are lost from partition 3 (retention, or its size limit);"
+        " its open IDs wait for its next JOIN",
     ]
     (told,) = json.loads(status.to_json(found, 1060.0, WELL))["streams"]
     assert told["deferred"] == ["shop/1"]

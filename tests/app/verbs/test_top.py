@@ -25,7 +25,7 @@ def test_each_look_shows_what_is_held_before_what_stands(pipeline: Pipeline, dsn
     settings = {"TIDEMARK_POSTGRES_DSN": dsn}
     shown = CliRunner().invoke(main, ["top", "--times=1"], env=settings)
     assert shown.exit_code == 0
-    assert shown.output.index("s: w (epoch 1) owes 8") < shown.output.index("STREAM")
+    assert shown.output.index("s: w: ID 8 open") < shown.output.index("STREAM")
     told = CliRunner().invoke(main, ["top", "--times=2", "--every=0.2", "--json"], env=settings)
     looks = [json.loads(line) for line in told.output.splitlines()]
     assert [(it["streams"][0]["linear"], it["gaps"][0]["top"]) for it in looks] == [(7, 8), (7, 8)]
@@ -56,5 +56,5 @@ def test_a_terminal_that_cannot_be_cleared_is_not_told_to(pipeline: Pipeline, ds
         while more := os.read(ours, 65536):
             said += more
     os.close(ours)
-    assert b"s: w (epoch 1) owes 8" in said
+    assert b"s: w: ID 8 open" in said
     assert (b"\x1b" in said) == (terminal == "xterm")

@@ -31,28 +31,28 @@ def lines(done: Result, topic: str) -> list[str]:
 def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: Recording) -> None:
     """Also of one among many in a record; what its writer sent is shown so that no terminal obeys it."""
     assert lines(traced(recording, "4"), recording.facts) == [
-        "events 4: the line has passed it, and is at 8",
-        "  now told by POSITION of b (epoch 1) at facts/0 5: it is announced that this writer has nothing there",
+        "events 4: passed; linear position 8",
+        "  now POSITION of b (epoch 1) at facts/0 5: this writer has no fact there",
         '      {"kind":"POSITION","stream":"events","writer":"b","epoch":1,"prev":3,"id":5}',
-        "  now told by RUN of a (epoch 1) at facts/0 6: it completed",
+        "  now RUN of a (epoch 1) at facts/0 6: it has the fact",
         '      {"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":1,"ids":[2,4],"rows":[[],["x\\x9b2J"]]}',
-        "  minute 16 settled in batch 3: a (epoch 1) moved from 1 to 5: facts 2 (seen), empty 1 (void, or announced to"
-        " be)",
-        "    that batch read facts/0 6",
-        "  it lay in the gap 2..4 of a, open from minute 15 to minute 16, for 60 s: its IDs completed",
-        "  minute 16 the line passed it in batch 3, and came to 5",
-        "  now published in Redis, by its clock",
+        "  minute 16 settled in batch 3: a (epoch 1) moved from 1 to 5: facts 2 (seen), empty 1 (void or announced as"
+        " empty)",
+        "    the batch read facts/0 6",
+        "  in the gap 2..4 of a, open from minute 15 to minute 16 (60 s): its IDs completed",
+        "  minute 16 the linear position passed it in batch 3, to 5",
+        "  now published in Redis (by its clock)",
     ]
-    assert "told by RUN of a (epoch 1) at facts/0 6: it was rolled back" in "\n".join(
+    assert "RUN of a (epoch 1) at facts/0 6: the ID was rolled back" in "\n".join(
         lines(traced(recording, "2"), recording.facts)
     )
     held = lines(traced(recording, "5"), recording.facts)
-    assert "  below it was the gap 2..4 of a, open from minute 15 to minute 16, for 60 s: its IDs completed" in held
+    assert "  above the gap 2..4 of a, open from minute 15 to minute 16 (60 s): its IDs completed" in held
     late = lines(traced(recording, "3"), recording.facts)
     assert late[-3:] == [
-        "  minute 16 the line passed it in batch 3, and came to 5",
-        "    what held the line between: tidemark explain events --at 2026-09-21T14:15:20.000+00:00",
-        "  now published in Redis, by its clock",
+        "  minute 16 the linear position passed it in batch 3, to 5",
+        "    to see what blocked it until then: tidemark explain events --at 2026-09-21T14:15:20.000+00:00",
+        "  now published in Redis (by its clock)",
     ]
     told = json.loads(traced(recording, "5", "--json").output)
     assert (told["writer"], told["passed"], [it["says"] for it in told["records"]]) == (
@@ -65,26 +65,24 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
 def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> None:
     """An ID that nobody completed, one that waits above it, one that no batch has read, and one that was refused."""
     owed = lines(traced(recording, "9"), recording.facts)
-    assert [line for line in owed if "told by" not in line and "{" not in line] == [
-        "events 9: the line has not passed it, and is at 8",
-        "  no record completes it in what was read again of facts/0: offsets 0..9",
-        "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (void, or announced to be)",
-        "    that batch read facts/0 7..9",
-        "  it lay in the gap 9..10 of b, open from minute 17 on",
-        "  b (epoch 1) owes 9..10, in which it lies, since minute 17",
-        "  what to do: tidemark gaps events",
+    assert [line for line in owed if " at facts/" not in line and "{" not in line] == [
+        "events 9: not passed yet; linear position 8",
+        "  no record has the ID in facts/0, offsets 0..9",
+        "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (void or announced as empty)",
+        "    the batch read facts/0 7..9",
+        "  in the gap 9..10 of b, open from minute 17 until now",
+        "  b (epoch 1) the ID is in 9..10, open since minute 17",
+        "  to see what to do: tidemark gaps events",
     ]
     waits = lines(traced(recording, "12"), recording.facts)
-    assert "  b (epoch 1) has told beyond it, and waits for 9..10 since minute 17" in waits
+    assert "  b (epoch 1) has completed the ID and waits for 9..10 since minute 17" in waits
     recording.send(fact("b", 13, 12))
     recording.send_bytes((b'{"kind":"RDATA","id":14,', S))
     unread = traced(recording, "13")
-    assert (unread.exit_code, "it completed, and no batch has read it yet" in unread.output) == (1, True)
-    assert unread.output.startswith("events 13: no record has named an ID as high; the highest is 12,")
-    assert "cannot be read, and the number is in it" in traced(recording, "14").output
-    assert (
-        traced(recording, "-3").output == "events -3: the stream's IDs lie on the other side of 0; the highest is 12\n"
-    )
+    assert (unread.exit_code, "it has the fact, not read by a batch yet" in unread.output) == (1, True)
+    assert unread.output.startswith("events 13: not allocated; highest ID 12,")
+    assert "unreadable, but contains the number" in traced(recording, "14").output
+    assert traced(recording, "-3").output == "events -3: wrong sign: the highest ID is 12\n"
 
 
 def test_what_an_operator_did_to_it_and_what_came_late_is_told(recording: Recording) -> None:
@@ -93,8 +91,8 @@ def test_what_an_operator_did_to_it_and_what_came_late_is_told(recording: Record
     recording.batch(fact("b", 9, 8))
     told = lines(traced(recording, "9"), recording.facts)
     assert [line for line in told if "SKIP" in line or "late" in line] == [
-        "  minute 19 late, number 1: b (epoch 1) completed 9, facts 1 (skipped); nobody has resolved it",
-        "  minute 18 SKIP of b in epoch 1, 9..10, by ann: lost\\x1b[2J",
+        "  minute 19 late completion 1 of b (epoch 1): ID 9, facts 1 (skipped); not resolved",
+        "  minute 18 SKIP of b (epoch 1), 9..10, by ann: lost\\x1b[2J",
     ]
 
 
@@ -105,13 +103,13 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
     for done in admin.delete_records([place]).values():
         done.result(60)
     told = lines(traced(recording, "4"), recording.facts)
-    assert "  no record completes it in what was read again of facts/0: no offset" in told
-    assert "  retention removed what was before offset 7, where its record may have been" in told
-    assert "  minute 16 the line passed it in batch 3, and came to 5" in told
+    assert "  no record has the ID in facts/0, no offset" in told
+    assert "  retention removed offsets below 7, which may have had its record" in told
+    assert "  minute 16 the linear position passed it in batch 3, to 5" in told
     nowhere = f"127.0.0.1:{free_port()}"
     alone = traced(recording, "4", TIDEMARK_KAFKA_BOOTSTRAP_SERVERS=nowhere, TIDEMARK_REDIS_URL=f"redis://{nowhere}/0")
     assert alone.exit_code == 0
-    assert [line.split(":")[1] for line in alone.output.splitlines() if "not known" in line] == [
+    assert [line.split(":")[1] for line in alone.output.splitlines() if "  unknown: " in line] == [
         " records", " dead letters", " Redis",
     ]  # fmt: skip
     assert CliRunner(env=recording.variables).invoke(main, ["trace", "none", "4"]).exit_code == 1

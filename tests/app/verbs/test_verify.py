@@ -51,8 +51,8 @@ def test_copies_that_are_alike_have_no_difference(audit: Audit, shown: Redis, ds
     with sidecar(ReadSideConfig(redis_url, dsn)) as client:
         url = str(client.base_url)
         assert told(audit, shown, Sidecar(url, None, None)) == [
-            "no difference in 1 stream of Postgres, the query's state, redis, redis's token,"
-            f" sidecar {url}; 3 advances join"
+            "0 differences in 1 stream of Postgres, the query's state, redis, redis's token,"
+            f" sidecar {url}; 3 advances without a hole"
         ]
 
 
@@ -79,7 +79,7 @@ def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Red
     keys.sadd(STREAMS, "foreign")
     keys.set(key(STREAM, "linear"), "seven")
     lines = told(audit, shown)
-    assert "foreign: redis shows it, and Postgres does not know it" in lines
+    assert "foreign: in redis, not in Postgres" in lines
     problem = "events: redis cannot be read: its keys contain a value that is not a number"
     assert any(line.startswith(problem) for line in lines)
     keys.delete(key(STREAM, "linear"))
@@ -99,7 +99,7 @@ def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Red
             "update tidemark.stream_positions set retired = true where writer = 'a'",
             "status of a is active in the query's state and retired in Postgres",
         ),
-        ("delete from tidemark.stream_gaps", "the gap of b below 5 is open in the query's state and not in Postgres"),
+        ("delete from tidemark.stream_gaps", "the gap of b below 5 is open in the query's state, not in Postgres"),
         ("delete from tidemark.stream_positions", "position of b is 3 in the query's state and nothing in Postgres"),
     ],
 )
@@ -117,23 +117,23 @@ def test_rows_that_somebody_wrote_differ_from_the_state(
     [
         (
             "delete from tidemark.packed_advances where batch = 2",
-            "the history of a has a hole: nothing leads from 0 to 2",
+            "the history of a has a hole: no advance from 0 to 2",
         ),
         (
             "delete from tidemark.packed_advances where batch = 3",
-            "the history of a has a hole: nothing leads from 2 to 9",
+            "the history of a has a hole: no advance from 2 to 9",
         ),
         (
             "insert into tidemark.packed_advances select * from tidemark.packed_advances where batch = 2",
-            "the history of a has an overlap: after 2 it goes on from 0",
+            "the history of a has an overlap: after 2 it continues from 0",
         ),
         (
             "update tidemark.packed_advances set ahead = array[-3, 0] where batch = 2",
-            "the history of a has a step back: 5 was published, and then 3",
+            "the history of a has a step back: first 5, then 3",
         ),
         (
             "update tidemark.stream_positions set position = 2 where writer = 'a'",
-            "the history of a has a step back: 9 was published, and then 2",
+            "the history of a has a step back: first 9, then 2",
         ),
     ],
 )

@@ -20,7 +20,7 @@ def wait(pipeline: Pipeline, dsn: str, redis_url: str) -> Callable[..., Result]:
 
 def test_what_is_reached_ends_with_0(wait: Callable[..., Result], pipeline: Pipeline) -> None:
     """A token or an ID, of all or of one writer; what is not reached yet is waited for."""
-    assert wait("s", "m3").output == "s stands at m3\n"
+    assert wait("s", "m3").output == "s is at m3\n"
     assert wait("s", "2", "--timeout=0").exit_code == 0
     with later(0.2, lambda: pipeline.move("w", 3, 5)):
         done = wait("s", "5", "--writer=w", "--json")
@@ -32,7 +32,7 @@ def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(wait: Call
     """So does a token that is none, or is ahead of all that was told of the stream."""
     late = wait("s", "m4", "--timeout=0")
     assert late.exit_code == 1
-    assert "it stands at m3; `tidemark gaps s` tells who holds it" in late.output
+    assert "it stands at m3; `tidemark gaps s` shows what blocks it" in late.output
     for timeout in ("0", "inf"):
         none = wait("none", "m4", "--timeout", timeout)
         assert none.exit_code == 2

@@ -29,7 +29,7 @@ def run(dsn: str, *words: str) -> Result:
 
 def test_what_counts_for_a_stream_is_shown_with_where_it_comes_from(known: str) -> None:
     """Its own policy, one for a beginning of its name, that of all, the default: for each setting by itself."""
-    assert run(known, "list").output == "no stream has a policy\n"
+    assert run(known, "list").output == "no policies\n"
     for name, value in (("*", "silent_seconds=9"), ("imp*", "gap_seconds=600"), ("imports", "pending_bound=50")):
         assert run(known, "set", name, value, *BY).exit_code == 0
     shown = json.loads(run(known, "show", "imports", "--json").stdout)["settings"]
@@ -60,8 +60,8 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
     }
     assert run(known, "set", "imp*", "gap_seconds=9", *BY[:-1]).exit_code == 2
     assert run(known, "unset", "imp*", *BY, "--json").exit_code == 0
-    assert run(known, "list").output == "no stream has a policy\n"
-    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": known}).invoke(main, ["acts", "show", "1"]).output.splitlines()
+    assert run(known, "list").output == "no policies\n"
+    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": known}).invoke(main, ["overrides", "show", "1"]).output.splitlines()
     assert (shown[0], shown[-1]) == ("POLICY of imp*", f"outcome: {done.output.splitlines()[1].partition(';')[0]}")
     assert sql.execute("select kind, stream, by, seen_as = session_user, outcome from tidemark.acts").fetchall() == [
         ("POLICY", "imp*", "ada", True, "gap_seconds: not set -> 600, history_days: not set -> 30"),
@@ -72,7 +72,7 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("set", "orders", "colour=3"), "'colour' is no setting of a policy: pending_bound, "),
+        (("set", "orders", "colour=3"), "'colour' is not a setting of a policy: pending_bound, "),
         (("set", "orders", "gap_seconds"), "'gap_seconds': gap_seconds is a whole number from 1 to 1000000000"),
         (("set", "orders", "gap_seconds=0"), "from 1 to"),
         (("set", "orders", "gap_seconds=-1"), "from 1 to"),
@@ -80,12 +80,12 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
         (("set", "orders", "gap_seconds=٣"), "from 1 to"),
         (("set", "orders", "history_days=36501"), "from 1 to 36500"),
         (("set", "orders", f"gap_seconds={'9' * 5000}"), "from 1 to"),
-        (("set", "orders", "gap_seconds=3", "gap_seconds=4"), "gap_seconds is there twice"),
+        (("set", "orders", "gap_seconds=3", "gap_seconds=4"), "gap_seconds is given twice"),
         (("set", "orders"), "Missing argument 'SETTING=VALUE...'"),
-        (("set", "a b", "gap_seconds=3"), "'a b' is no stream, nor the beginning"),
-        (("set", "", "gap_seconds=3"), "'' is no stream"),
-        (("set", "a" * 256, "gap_seconds=3"), "is no stream"),
-        (("unset", "orders", "colour"), "'colour' is no setting"),
+        (("set", "a b", "gap_seconds=3"), "'a b' is neither the name of a stream nor a prefix"),
+        (("set", "", "gap_seconds=3"), "'' is neither the name of a stream"),
+        (("set", "a" * 256, "gap_seconds=3"), "is neither the name of a stream"),
+        (("unset", "orders", "colour"), "'colour' is not a setting"),
     ],
 )
 def test_what_is_wrong_is_named(known: str, sql: psycopg.Connection, words: tuple[str, ...], told: str) -> None:
@@ -99,8 +99,8 @@ def test_what_is_not_set_is_not_taken_back(known: str, store: Postgres, sql: psy
     """Exit code 1; also where somebody was quicker, and then all stays that the act would have changed."""
     assert run(known, "set", "orders", "gap_seconds=3", *BY).exit_code == 0
     done = run(known, "unset", "orders", "silent_seconds", *BY)
-    assert (done.exit_code, "says nothing of silent_seconds" in done.output) == (1, True)
-    assert "says nothing of anything" in run(known, "unset", "typo", *BY).output
+    assert (done.exit_code, "has no silent_seconds" in done.output) == (1, True)
+    assert "has no settings" in run(known, "unset", "typo", *BY).output
     with pytest.raises(BadRecord, match="not_set"):
         store.policies.change("orders", {"gap_seconds": None, "silent_seconds": None}, "bob", "me too")
     assert store.policies.given() == {"orders": {"gap_seconds": 3}}
@@ -109,10 +109,10 @@ def test_what_is_not_set_is_not_taken_back(known: str, store: Postgres, sql: psy
 
 def test_a_name_that_no_stream_has_yet_is_told(known: str) -> None:
     """A policy may come before its stream; whoever mistyped it sees so before it is confirmed."""
-    assert run(known, "set", "order", "gap_seconds=3", *BY).output.startswith("no stream is there yet that order fits")
+    assert run(known, "set", "order", "gap_seconds=3", *BY).output.startswith("no stream fits order yet")
     told = run(known, "set", "*", "pending_bound=3", *BY).output
     assert "fits imports, orders" in told
-    assert "begins its query anew" in told
+    assert "restarts its query" in told
 
 
 def test_who_only_reads_sets_nothing(known: str, sql: psycopg.Connection) -> None:

@@ -17,7 +17,15 @@ import numpy as np
 
 from tidemark.app.commands import NOT_SEEN, CommandFailed, CommandGroup, answering, confirmed, loaded, until_seen
 from tidemark.app.output import as_object, duration, table
-from tidemark.app.verbs.overrides import Outcome, SentAct, moved, outcome, require_topic, send_noted, standing
+from tidemark.app.verbs.overrides import (
+    Outcome,
+    SentOverride,
+    moved,
+    outcome,
+    positions_line,
+    require_topic,
+    send_noted,
+)
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
 from tidemark.sinks.postgres.database import session_of
@@ -49,7 +57,7 @@ class Replay:
     record: records.Rdata | records.Void | records.Position | FactRun
     done: StreamEffects
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         it = self.record
         yield f"{records.kind_of(it).name} of {it.writer} in epoch {it.epoch}, rejected as {self.letter.reason}"
         told = [*moved(self.done)]
@@ -131,7 +139,9 @@ def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
         return "refused"
 
 
-def send_again(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
+def send_again(
+    acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str
+) -> SentOverride:
     """Note that a dead letter is replayed, and send its record unchanged. Raises `BadRecord` if it was before."""
     assert trial.letter.value is not None
     require_topic(connection, topic)
@@ -146,7 +156,7 @@ def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, in
 def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
     topic, partition, offset = it.origin
     act = replayed.get(it.origin)
-    done = "" if act is None else f"act {act}"
+    done = "" if act is None else f"override {act}"
     return (
         it.place, f"{duration(now - it.time / 1000)}", it.reason, it.stream, f"{topic}[{partition}] {offset}", done,
         it.gone or it.detail,
@@ -264,28 +274,28 @@ def letters_replay(
             return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time())
 
         trial = tried()
-        for line in trial.told():
+        for line in trial.lines():
             click.echo(line, err=as_json)
         if trial.is_settled():
             raise CommandFailed("the stream already contains this record: there is nothing to replay")
         if (act := noted.replays().get(letter.origin)) is not None:
-            raise CommandFailed(f"act {act} has already sent this record again")
+            raise CommandFailed(f"override {act} has already sent this record again")
         if dry_run:
             if as_json:
-                click.echo(as_object({"would": [*trial.told()], "outcome": None}))
+                click.echo(as_object({"would": [*trial.lines()], "outcome": None}))
             return
         confirmed(letter.place, "the offset", yes=yes)
         sent = send_again(noted, settings.kafka, topic, trial, by, why)
-        click.echo(sent.told(), err=as_json)
+        click.echo(sent.line(), err=as_json)
         found = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
         stored = postgres.states([letter.stream]).get(letter.stream)
     now = {
         "not seen": f"no batch has read it after {wait:g} s; it is counted when the pipeline reads it",
         "refused": "the pipeline rejected it again: see the newest dead letters",
-        "applied": "applied: " + ("" if stored is None else standing(stored, trial.record.writer)),
+        "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
     }[found]
     if as_json:
-        click.echo(as_object({"would": [*trial.told()], **sent.plain(), "outcome": found, "result": now}))
+        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": found, "result": now}))
     else:
         click.echo(now)
     if found != "applied":

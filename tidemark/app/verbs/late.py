@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, answering, confirmed, loaded
-from tidemark.app.output import as_object, duration, id_range, sanitize, table
+from tidemark.app.output import as_object, count, duration, id_range, sanitize, table
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
 
@@ -67,7 +67,10 @@ def late_resolve(
     if as_json:
         click.echo(as_object({"late": found}))
     elif not dry_run:
-        click.echo(f"resolved: {len(found)}, noted as act {', '.join(str(it.act) for it in found)}")
+        click.echo(
+            f"resolved {count(len(found), 'late completion')}, noted as override"
+            f" {', '.join(str(it.act) for it in found)}"
+        )
 
 
 @contextmanager
@@ -88,7 +91,7 @@ def _table(found: "Sequence[LateFact]", now: float) -> str:
             id_range(it.prev, it.id),
             str(it.facts),
             it.why,
-            "" if it.act is None else f"act {it.act}",
+            "" if it.act is None else f"override {it.act}",
         )
         for it in found
     ]

@@ -1,4 +1,4 @@
-"""`tidemark acts`: what operators settled by hand: who, as which user of Postgres, why, and with which outcome."""
+"""`tidemark overrides`: what operators settled by hand: who, as which user of Postgres, why, and with which outcome."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,48 +15,48 @@ from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog
 
-HEADINGS: Final = ("ACT", "AGE", "USER", "BY", "KIND", "STREAM", "WRITER", "IDS", "OUTCOME", "WHY")
+HEADINGS: Final = ("NUMBER", "AGE", "USER", "BY", "KIND", "STREAM", "WRITER", "IDS", "OUTCOME", "WHY")
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
-@click.group("acts", cls=CommandGroup)
-def acts() -> None:
+@click.group("overrides", cls=CommandGroup)
+def overrides() -> None:
     """List operator overrides: which user of Postgres, when, why, and with which outcome."""
 
 
-@acts.command("list")
+@overrides.command("list")
 @click.argument("stream", required=False)
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
-def acts_list(stream: str | None, limit: int, *, as_json: bool) -> None:
+def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, also those that other programs sent."""
     with _database() as database:
         found = database.newest(stream, limit)
         if stream is not None and not found and not database.is_stream(stream):
             raise CommandFailed(f"there is no stream {stream}, and no override of it; `tidemark status` shows all")
     if as_json:
-        click.echo(as_object({"acts": found}))
+        click.echo(as_object({"overrides": found}))
     else:
         click.echo(sanitize(_table(found, time.time())) if found else "no overrides")
 
 
-@acts.command("show")
+@overrides.command("show")
 @click.argument("number", type=click.IntRange(1))
 @_as_json
-def acts_show(number: int, *, as_json: bool) -> None:
+def overrides_show(number: int, *, as_json: bool) -> None:
     """Show the override NUMBER with all its fields."""
     with _database() as database:
         found = database.numbered(number)
     if found is None:
-        raise CommandFailed(f"there is no act {number}; `tidemark acts list` shows the newest")
+        raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
     click.echo(as_object(found) if as_json else sanitize(_whole(found)))
 
 
 @contextmanager
 def _database() -> "Iterator[OverrideLog]":
     settings = loaded()
-    with session_of(settings.postgres, "tidemark acts") as session:
+    with session_of(settings.postgres, "tidemark overrides") as session:
         yield OverrideLog(session)
 
 
@@ -88,7 +88,7 @@ def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
         )
         for it in found
     ]
-    return table(HEADINGS, rows, {"ACT"})
+    return table(HEADINGS, rows, {"NUMBER"})
 
 
 def _whole(it: "OverrideEntry") -> Iterator[str]:

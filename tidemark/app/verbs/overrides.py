@@ -1,7 +1,7 @@
-"""`tidemark skip`, `retire`, `join`: an operator's act, tried on the state that Postgres holds before it is sent.
+"""`tidemark skip`, `retire`, `join` and `fence`: operator overrides, tried on the stored state before they are sent.
 
-The trial is the state machine's own answer. The pipeline may know more by the time that it reads the record; so the act
-names the epoch that it was tried with, and one whose writer has started again since is refused there.
+The trial uses the state machine itself. The pipeline may know more when it reads the record. So the record names the
+epoch of the trial, and the pipeline refuses the override if the writer has started again since.
 """
 
 import re
@@ -29,7 +29,7 @@ from tidemark.app.commands import (
 )
 from tidemark.app.lag_json import last_seen
 from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
-from tidemark.app.output import as_object, duration, id_range
+from tidemark.app.output import as_object, count, duration, id_range, ids
 from tidemark.app.remedies import Verdict
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
@@ -56,20 +56,20 @@ KINDS: Final[dict[str, type[records.Marker]]] = {
     "JOIN": records.Join,
 }
 HINTS: Final = {
-    Reason.BEYOND_ALLOCATED: "no record of the stream has named an ID as high; --beyond forces it all the same, but a"
-    " position that has passed an ID never comes back",
-    Reason.UNKNOWN_WRITER: "the stream has no such writer in that epoch: `tidemark status` shows those that it has",
-    Reason.ZOMBIE: "that epoch is over; without --epoch it is the writer as it lives now",
-    Reason.CONFLICT: "the writer has retired, or has completed what lies beyond that ID: `tidemark status` shows where"
-    " it stands",
-    Reason.MIXED_SIGN: "the IDs of the stream lie on the other side of 0",
+    Reason.BEYOND_ALLOCATED: "the ID is higher than any ID that Tidemark has seen: this is usually a typo."
+    " --beyond allows it, but a position never moves back",
+    Reason.UNKNOWN_WRITER: "the stream has no such writer in that epoch: `tidemark status` shows its writers",
+    Reason.ZOMBIE: "that epoch has ended; without --epoch the current one counts",
+    Reason.CONFLICT: "the writer has retired, or has completed IDs beyond that ID: `tidemark status` shows its"
+    " position",
+    Reason.MIXED_SIGN: "wrong sign: the other IDs of the stream have the opposite one",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What `act` would do at `now` (s since 1970) to its stream, as Postgres holds that. Writers are silent after
-    `silent` seconds."""
+    """What the override `act` would do to its stored stream at `now` (s since 1970). A writer is silent after `silent`
+    seconds without a record."""
 
     act: records.Marker
     before: StreamState
@@ -81,31 +81,30 @@ class Trial:
 
     @property
     def forced(self) -> Forced:
-        """The act as the audit will have it, with the epoch that it means."""
+        """The override as the audit will have it, with its epoch."""
         (forced,) = self.done.forced
         return forced
 
     def objections(self) -> Iterator[str]:
-        """Why it is not sent unless that is overruled: a name that is mistyped, as it seems, and writers that may yet
-        complete what it settles."""
-        if self._is_unheard_of():
+        """Why the override needs --force: the writer's name is unknown, or a writer may still complete the IDs."""
+        if self._is_unknown_writer():
             yield (
-                f"no record of {self.act.stream} has named {self.act.writer}: `tidemark status` shows its writers;"
-                " --force overrules this"
+                f"{self.act.stream} has no writer {self.act.writer}: `tidemark status` shows its writers;"
+                " --force allows it"
             )
-        for name, verdict, seen in self._lives():
+        for name, verdict, seen in self._writers_settled():
             if verdict != "silent":
-                how = "has a transaction open" if verdict == "open transaction" else "is alive"
+                how = "has an open transaction" if verdict == "open transaction" else "is alive"
                 yield (
-                    f"{name} {how}, {_heard(seen, self.now)}, and may yet complete its IDs: end its transaction or stop"
-                    " it first; --force overrules this"
+                    f"{name} {how}, {_seen(seen, self.now)}, and may still complete its IDs: end its transaction"
+                    " or stop it first; --force allows it"
                 )
 
-    def _lives(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
-        """Writers that the act settles, each with what is known of its life; none of one that is waited for again."""
-        if self._takes_back():
+    def _writers_settled(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
+        """The writers whose IDs the override settles, and what is known of their life; none if it only reopens IDs."""
+        if self._reopens():
             return
-        for it in self._holders():
+        for it in self._blockers():
             unknown = it.verdict == "unknown"
             yield it.writer, self._verdict(it.last_seen, []) if unknown else it.verdict, it.last_seen
         known = self.before.writers.get(self.act.writer)
@@ -117,43 +116,40 @@ class Trial:
         return open_ranges.verdict(seen, transactions, self.now, self.silent)
 
     def dangers(self) -> Iterator[str]:
-        """Why an epoch may not be ended by hand, whatever the operator says."""
+        """Why an epoch must not be ended by hand, even with --force."""
         name, known = self.act.writer, self.before.writers.get(self.act.writer)
         if not self.fences or known is None:
             return
         if self.done.timelines:
-            yield f"{name} has completed what lies beyond that ID: all writers of the stream would begin a new timeline"
+            yield f"{name} has completed IDs beyond that ID: a new timeline would begin for all writers of the stream"
         if known.start is not None:
+            yield (f"a relay sends the records of {name} in epoch {known.epoch}: its further records would be rejected")
+        if any(verdict == "alive" for _, verdict, _ in self._writers_settled()):
             yield (
-                f"{name} is told by a relay, or by what joins like one: its database goes on in epoch {known.epoch},"
-                " and all that it tells from now on would be refused"
-            )
-        if any(verdict == "alive" for _, verdict, _ in self._lives()):
-            yield (
-                f"{name} is alive, and what it completes meanwhile beyond that ID would begin a new timeline for all"
-                " writers: stop it, or take its right to write to Kafka away, and wait a minute"
+                f"{name} is alive, and an ID that it completes now would begin a new timeline for all writers:"
+                " stop it, or revoke its right to write to Kafka, and wait a minute"
             )
 
     @property
     def fences(self) -> bool:
-        """Whether an epoch that has joined ends by it."""
+        """Whether the override ends an epoch that has joined."""
         known = self.before.writers.get(self.act.writer)
         return isinstance(self.act, records.Join) and known is not None and known.epoch < self.act.epoch
 
-    def _is_unheard_of(self) -> bool:
+    def _is_unknown_writer(self) -> bool:
         writer, before = self.act.writer, self.before
         return writer not in {ANY_WRITER, *before.writers, *(name for name, _ in before.unjoined)}
 
-    def _takes_back(self) -> bool:
+    def _reopens(self) -> bool:
         known = self.before.writers.get(self.act.writer)
         return isinstance(self.act, records.Join) and known is not None and known.epoch == self.forced.epoch
 
-    def _holders(self) -> list[OpenRange]:
-        """Of each incarnation the first: behind its lowest gap waits most."""
+    def _blockers(self) -> list[OpenRange]:
+        """The lowest open range of each writer and epoch."""
         return [*{(it.writer, it.epoch): it for it in reversed(self.waiting)}.values()][::-1]
 
     def settled(self) -> list[tuple[int, int]]:
-        """Ranges that the act settles on the writer's chain, `(low, high]`, signed."""
+        """Ranges that the override settles on the writer's chain, `(low, high]`, signed."""
         incarnation = self.act.writer, self.act.epoch
         was = self.before.writers.get(self.act.writer) or self.before.unjoined.get(incarnation)
         now = self.after.writers.get(self.act.writer)
@@ -164,54 +160,52 @@ class Trial:
         return [(signed(max(low, 0)), signed(high)) for low, high in ranges if high > 0]
 
     def warnings(self) -> Iterator[str]:
-        """What waits for the act, and what is lost where it is wrong. For people, before they confirm it."""
-        for it in self._holders():
-            waits = (
-                f"; IDs of it that are complete and wait: {it.waiting}, with a fact: {it.facts}" if it.waiting else ""
-            )
-            yield f"{it.writer} is {it.verdict}, {_heard(it.last_seen, self.now)}{waits}"
+        """What is blocked, and what is lost if the override is wrong. Shown before the confirmation."""
+        for it in self._blockers():
+            waits = f"; {count(it.waiting, 'committed ID')} waiting, {it.facts} with facts" if it.waiting else ""
+            yield f"{it.writer}: {it.verdict}, {_seen(it.last_seen, self.now)}{waits}"
         settled = self.settled()
         if settled:
             ranges = ", ".join(id_range(low, high) for low, high in settled[:SHOWN])
-            more = f" and {len(settled) - SHOWN} ranges more" if len(settled) > SHOWN else ""
-            yield f"nothing proves that {ranges}{more} of {self.act.writer} will hold no fact: that is your word alone."
+            more = f" and {count(len(settled) - SHOWN, 'more range')}" if len(settled) > SHOWN else ""
+            yield f"Tidemark cannot verify that IDs {ranges}{more} of {self.act.writer} are empty."
         if settled and not self.fences:
-            yield "Whatever completes there after all is late: no position counts it, and readers must repair by hand."
+            yield "If a row appears there later, readers have already passed it: you must repair them by hand."
         if self.fences:
-            yield f"What {self.act.writer} sends in an epoch below {self.act.epoch} from now on is refused, facts too."
-            yield f"Its next start needs an epoch above {self.act.epoch}; the line waits for that, or its RETIRE."
+            yield f"Records of {self.act.writer} in an epoch below {self.act.epoch} are rejected from now on."
+            yield f"Its next start needs an epoch above {self.act.epoch}; the linear position waits for it."
         if isinstance(self.act, records.Retire):
-            yield f"The line waits for {self.act.writer} no more: an ID higher up that is open may be passed, too."
+            yield f"The linear position no longer waits for {self.act.writer}: it may also pass a higher open ID."
 
     def moves(self) -> Iterator[str]:
-        """What would happen, in lines for people."""
+        """What would happen, a line for each effect."""
         before, after, done = self.before, self.after, self.done
         act, reopened = self.forced, False
-        yield f"{act.kind} of {act.writer} in epoch {act.epoch}, by {act.by}: {act.why}"
+        yield f"{act.kind} of {act.writer} (epoch {act.epoch}), by {act.by}: {act.why}"
         was, now = (it.writers.get(act.writer) for it in (before, after))
         if was is not None and now is not None and now.chain.reach < was.chain.reach:
             reopened = True
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
-            then = f"; what it completes up to {position} is late" if position != low else ""
-            yield f"{act.writer} is waited for again from {low} on{then}"
+            then = f"; completions up to {position} are late" if position != low else ""
+            yield f"IDs of {act.writer} beyond {low} are open again{then}"
         told = [*moved(done)]
         yield from told
         if not (reopened or told):
-            yield f"nothing moves; the line of {done.stream} stays at {done.linear}"
+            yield f"nothing moves; the linear position of {done.stream} stays at {done.linear}"
 
 
 def moved(done: StreamEffects) -> Iterator[str]:
-    """What a batch of one record did to a stream, in lines for people; none where nothing moved."""
+    """What a batch of one record did to a stream, a line for each effect; none if nothing moved."""
     for move in done.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
-        evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"
+        evidence = ", ".join(f"{name} {number}" for name, number in counts if number) or "no new evidence"
         yield f"{move.writer} moves from {move.prev} to {move.id}: {evidence}"
     for late in done.late:
-        yield f"late: what {late.writer} completed after {late.prev} up to {late.id}, facts {late.facts}"
+        yield f"late: {ids(late.prev, late.id)} of {late.writer}, facts {late.facts}"
     for begun in done.timelines:
-        yield f"a new timeline begins at {begun.id}, for all writers"
+        yield f"a new timeline begins at {begun.id} for all writers"
     if done.linear != done.linear_prev:
-        yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
+        yield f"the linear position of {done.stream} moves from {done.linear_prev} to {done.linear}"
 
 
 def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies = NO_POLICIES) -> Trial:
@@ -223,8 +217,8 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     effects = advance(0, States(states), [packet], milliseconds, Bounds())
     for bad in effects.rejected:
         reason, before = Reason(bad.reason), codec.decode(stored)
-        how = _in_the_way(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
-        raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit what the stream holds"))
+        how = _retire_conflict(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
+        raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit the state of the stream"))
     (done,) = effects.streams
     (forced,) = done.forced
     act = msgspec.structs.replace(act, epoch=forced.epoch)
@@ -239,12 +233,12 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
         act, codec.decode(stored), codec.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
     )
     if isinstance(act, records.Skip) and not trial.settled():
-        raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
+        raise BadRecord("not_a_gap", "no ID of the writer is open there: `tidemark gaps` shows the open ones")
     return trial
 
 
-def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: float) -> str | None:
-    """Why this writer cannot retire there, and what to do; None where it is no RETIRE of a writer that has joined."""
+def _retire_conflict(act: records.Marker, before: StreamState, now: float, silent: float) -> str | None:
+    """Why this writer cannot retire there, and what to do; None if the override is no RETIRE of a known writer."""
     known = before.writers.get(act.writer)
     if not isinstance(act, records.Retire):
         return None
@@ -257,86 +251,88 @@ def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: fl
     signed, seen = before.direction.signed, last_seen(known.seen)
     if known.retired is not None:
         return f"{act.writer} has retired, at {signed(known.position)}"
-    settles = f"--id={signed(known.chain.reach)} settles what is open below what it has completed"
+    settles = f"--id={signed(known.chain.reach)} settles its open IDs"
     if open_ranges.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
         return settles
-    return f"{act.writer} is alive, {_heard(seen, now)}: stop it first; then {settles}"
+    return f"{act.writer} is alive, {_seen(seen, now)}: stop it first; then {settles}"
 
 
 def of_a_bridge(act: records.Marker, bridged: Collection[str]) -> Iterator[str]:
-    """Why no worker of Synapse retires by an operator's word; `bridged`: streams that `tidemark synapse` tells."""
+    """Why a worker of Synapse cannot be retired this way; `bridged`: streams that `tidemark synapse` sends."""
     if isinstance(act, records.Retire) and act.stream in bridged:
         yield (
-            f"{act.stream} is told by a bridge, which would go on waiting for {act.writer}:"
-            f" `tidemark synapse retire` ends it with all that Synapse's tables have of it; --force overrules this"
+            f"a bridge sends {act.stream} and would still wait for {act.writer}: use `tidemark synapse retire`, which"
+            f" first sends what Synapse's tables have of it; --force allows it"
         )
 
 
 def fence_fields(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the JOIN that ends the writer's epoch: by default the next one, up to all that it completed. Raises
-    `BadRecord` where there is none to end."""
+    """The fields of the JOIN that ends the writer's epoch: by default the next epoch, and the last completed ID.
+
+    Raises `BadRecord` if the writer has no open epoch.
+    """
     now = codec.decode(stored)
     known = now.writers.get(writer)
     if known is None or known.retired is not None:
-        raise BadRecord(Reason.UNKNOWN_WRITER, "no epoch of it is open that could end: see `tidemark status`")
+        raise BadRecord(Reason.UNKNOWN_WRITER, "the writer has no open epoch: see `tidemark status`")
     epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
     if epoch <= known.epoch:
-        raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} would not end by that: give a higher one")
+        raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} is open: give a higher one")
     reach = now.direction.signed(max(known.reach, known.chain.position))
     return {**fields, "epoch": epoch, "id": reach if fields["id"] is None else fields["id"]}
 
 
-def asked(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
-    """The record of an act; an option that was not given is None."""
+def override_record(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
+    """The record of an override; an option that was not given is None."""
     if kind == "FENCE":
         kind, fields = "JOIN", fence_fields(stored, fields["writer"], fields)
     return KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
-def standing(stored: bytes, writer: str) -> str:
-    """Where the line and the writer are, in a line for people."""
+def positions_line(stored: bytes, writer: str) -> str:
+    """The position of the writer and the linear position, in one line."""
     stream = codec.decode(stored)
     signed, known = stream.direction.signed, stream.writers.get(writer)
-    where = f"the line is at {signed(stream.linear.position)}"
+    where = f"linear position {signed(stream.linear.position)}"
     return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
 
 
-def _heard(seen: datetime | None, now: float) -> str:
-    return "never seen" if seen is None else f"last seen {duration(now - seen.timestamp())} ago"
+def _seen(seen: datetime | None, now: float) -> str:
+    return "no record was ever read" if seen is None else f"last record {duration(now - seen.timestamp())} ago"
 
 
 Outcome = Literal["applied", "refused", "settled before", "not seen"]
-LOOK_EVERY: Final = 0.2  # seconds
+POLL_EVERY: Final = 0.2  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class SentAct:
-    """Where the record of an act stands in Kafka, and under which number it is noted."""
+class SentOverride:
+    """The place of an override's record in Kafka, and its entry in the log of overrides."""
 
     noted: LoggedOverride
     topic: str
     partition: int
     offset: int
 
-    def told(self) -> str:
-        at = f"partition {self.partition} of {self.topic} at offset {self.offset}"
-        return f"sent to {at}; noted as act {self.noted.number} of {self.noted.seen_as}"
+    def line(self) -> str:
+        at = f"{self.topic}/{self.partition} at offset {self.offset}"
+        return f"sent to {at}; noted as override {self.noted.number} of {self.noted.seen_as}"
 
     def plain(self) -> dict[str, Any]:
-        """For programs."""
+        """The fields of the JSON output."""
         sent = {"topic": self.topic, "partition": self.partition, "offset": self.offset}
         return {"sent": sent, "number": self.noted.number, "seen_as": self.noted.seen_as}
 
 
-def send(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
-    """Note the act that was tried, and send it for the epoch that was shown."""
+def send(acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Trial) -> SentOverride:
+    """Note the override that was tried, and send it with the epoch of the trial."""
     require_topic(connection, topic)
     noted = acts.note(trial.act.stream, trial.forced)
     return send_noted(acts, noted, connection, topic, Topic.CONTROL, records.encode(trial.act))
 
 
 def require_topic(connection: KafkaConnection, topic: str) -> None:
-    """Raise `CommandFailed` where Kafka is away or has no such topic: then nothing is noted either."""
+    """Raise `CommandFailed` if Kafka does not answer or has no such topic, before anything is noted."""
     try:
         Topics(connection).describe([topic])
     except TidemarkError as problem:
@@ -345,49 +341,49 @@ def require_topic(connection: KafkaConnection, topic: str) -> None:
 
 def send_noted(
     acts: OverrideLog, noted: LoggedOverride, connection: KafkaConnection, topic: str, role: Topic, value: bytes
-) -> SentAct:
+) -> SentOverride:
     refused: list[str] = []
     try:
         produced = produce_lines(connection, topic, role, [value], refused.append)
     except TidemarkError as problem:
         raise CommandFailed(
-            f"{problem}; act {noted.number} is noted, and whether Kafka has it is not known: look with `tidemark tail`"
+            f"{problem}; override {noted.number} is noted, but Kafka may not have it: check with `tidemark tail`"
         ) from problem
     assert produced.last is not None, refused
     acts.sent(noted, topic, *produced.last)
-    return SentAct(noted, topic, *produced.last)
+    return SentOverride(noted, topic, *produced.last)
 
 
-def outcome(acts: OverrideLog, sent: SentAct, seconds: float, became: Callable[[], Outcome]) -> Outcome:
-    """What the pipeline made of it, once it has read it, as `became` says then; `not seen` where that takes longer than
+def outcome(acts: OverrideLog, sent: SentOverride, seconds: float, became: Callable[[], Outcome]) -> Outcome:
+    """Wait until the pipeline has read the record, and return the outcome that `became` finds then; `not seen` after
     `seconds`."""
     deadline = time.monotonic() + seconds
     while not acts.is_read(sent.topic, sent.partition, sent.offset):
         if time.monotonic() >= deadline:
             return "not seen"
-        time.sleep(LOOK_EVERY)
+        time.sleep(POLL_EVERY)
     found = became()
     acts.close(sent.noted, found)
     return found
 
 
 def result(found: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
-    """For people."""
+    """The outcome in a sentence."""
     if found == "not seen":
         return (
-            f"no batch has read it within {seconds:g} s: `tidemark status` shows how the pipeline is; it will be"
-            " applied when the pipeline reads it, so do not send it again"
+            f"no batch has read it after {seconds:g} s. It will be applied when the pipeline reads it: do not send it"
+            " again. `tidemark status` shows the pipeline"
         )
-    now = standing(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
+    now = positions_line(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
     if found == "refused":
-        return f"the pipeline refused it, since its state had moved on; {now}"
+        return f"the pipeline refused it, because the state had changed; {now}"
     if found == "settled before":
-        return f"another act settled it meanwhile, and this one did nothing (`tidemark acts list` shows both); {now}"
+        return f"another override had settled it, and this one did nothing (see `tidemark overrides list`); {now}"
     return f"applied: {now}"
 
 
-def to_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str | None) -> str:
-    """All that the text says, in one object; `sent` and what follows are null where nothing was sent."""
+def to_json(trial: Trial, sent: SentOverride | None, found: Outcome | None, now: str | None) -> str:
+    """The same as JSON; `sent` and the fields after it are null if nothing was sent."""
     done = trial.done
     told: dict[str, Any] = {
         "act": msgspec.to_builtins(trial.act),
@@ -405,10 +401,10 @@ def to_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str 
 
 _FORCING: Final[list[Callable[[Any], Any]]] = [
     click.option(
-        "--epoch", type=click.IntRange(0), help="Without it the writer as it lives now; to fence it, the next."
+        "--epoch", type=click.IntRange(0), help="Epoch of the writer. Default: the current one; for fence, the next."
     ),
-    click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
-    click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
+    click.option("--beyond", is_flag=True, help="Allow IDs that no record has named. A position never moves back."),
+    click.option("--force", "overrule", is_flag=True, help="Also if the writer is alive or unknown."),
 ]
 
 
@@ -419,7 +415,7 @@ def _act(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
-    """`A..B`, both ends among the IDs, as `tidemark gaps` shows them; comes out as `(prev, id]`."""
+    """`A..B`, both included, as `tidemark gaps` shows them. Converted to `(prev, id]`."""
 
     name = "A..B"
 
@@ -427,7 +423,7 @@ class IdRange(click.ParamType[tuple[int, int]]):
         found = re.fullmatch(r"(-?\d+)(?:\.\.(-?\d+))?", str(value))
         first, last = (int(it or found[1]) for it in found.groups()) if found else (0, 0)
         if not first or first * last < 0 or abs(first) > abs(last) or abs(last) > MOST_ID:
-            self.fail(f"{value!r} is no range of IDs such as 8..11, or -8..-11", param, ctx)
+            self.fail(f"{value!r} is not a range of IDs such as 8..11, or -8..-11", param, ctx)
         return (first - 1 if first > 0 else first + 1), last
 
 
@@ -437,9 +433,9 @@ class IdRange(click.ParamType[tuple[int, int]]):
 @click.argument("ids", type=IdRange(), metavar="A..B")
 @_act
 def skip(ids: tuple[int, int], **options: Any) -> None:
-    """Settle what WRITER has open from A to B, both among them. What completes there after all is late.
+    """Settle the open IDs A to B of WRITER, both included. If one of them completes later, it is late.
 
-    The last resort: end the transaction that is open, or restart the writer that hangs.
+    Use it last: first end the open transaction, or restart the writer.
     """
     _carry_out("SKIP", prev=ids[0], id=ids[1], **options)
 
@@ -448,9 +444,9 @@ def skip(ids: tuple[int, int], **options: Any) -> None:
 @click.argument("stream")
 @click.argument("writer")
 @_act
-@click.option("--id", type=int, default=0, help="Settle what is open up to here; without it nothing may be open.")
+@click.option("--id", type=int, default=0, help="Settle open IDs up to this one. Default: no ID may be open.")
 def retire(**options: Any) -> None:
-    """Let the line of STREAM wait for WRITER no more; for `*`: for none that never joined."""
+    """Stop waiting for WRITER on STREAM. `*` means all writers that never joined."""
     _carry_out("RETIRE", **options)
 
 
@@ -458,9 +454,9 @@ def retire(**options: Any) -> None:
 @click.argument("stream")
 @click.argument("writer")
 @_act
-@click.option("--id", type=int, required=True, help="All of the writer's up to here is complete.")
+@click.option("--id", type=int, required=True, help="All IDs of the writer up to this one are complete.")
 def join(**options: Any) -> None:
-    """Join in the name of WRITER, which never joined STREAM; or take back what was skipped beyond --id."""
+    """Join in the name of WRITER, which never joined STREAM; or reopen the IDs that were skipped beyond --id."""
     _carry_out("JOIN", **options)
 
 
@@ -468,11 +464,13 @@ def join(**options: Any) -> None:
 @click.argument("stream")
 @click.argument("writer")
 @_act
-@click.option("--id", type=int, help="All of it up to here is complete. Without it the last ID that it completed.")
+@click.option(
+    "--id", type=int, help="All IDs of the writer up to this one are complete. Default: its last completed ID."
+)
 def fence(**options: Any) -> None:
-    """End the epoch of WRITER, so that nothing counts any more that its old process sends.
+    """End the epoch of WRITER, for a process that cannot be stopped.
 
-    For a process that cannot be stopped. What it left open is settled, and what it sends from now on is refused.
+    Its open IDs are settled, and its further records are rejected.
     """
     _carry_out("FENCE", **options)
 
@@ -489,7 +487,7 @@ def _carry_out(
         stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
             raise CommandFailed(no_stream(fields["stream"]))
-        act = asked(kind, stored, fields)
+        act = override_record(kind, stored, fields)
         trial = attempt(stored, act, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:
             click.echo(line, err=as_json)
@@ -504,11 +502,11 @@ def _carry_out(
         noted = OverrideLog(session)
         sent = send(noted, settings.kafka, settings.kafka_control_topic, trial)
         try:
-            tell(sent.told(), err=as_json)
+            tell(sent.line(), err=as_json)
             found = outcome(noted, sent, wait, lambda: noted.became(sent.noted))
         except KeyboardInterrupt:
             tell(
-                f"it is sent, and not taken back: `tidemark acts show {sent.noted.number}` tells what becomes of it",
+                f"the override is sent and cannot be taken back: see `tidemark overrides show {sent.noted.number}`",
                 err=True,
             )
             raise

@@ -146,7 +146,7 @@ def _change(
     if as_json:
         tell(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
     elif not dry_run:
-        tell(f"{done}; noted as act {act}. A running pipeline follows within seconds")
+        tell(f"{done}; noted as override {act}. A running pipeline follows within seconds")
 
 
 def _would(

@@ -518,10 +518,9 @@ def to_text(found: ReplayReport) -> str:
         named = ", ".join(found.absent[:SHOWN]) + (", ..." if len(found.absent) > SHOWN else "")
         lines.append(f"without a record: {count(len(found.absent), 'stream')}: {named}")
     every = len(found.alike) + len(found.parted) + len(found.unknown)
-    compared_batches = f"{found.batches} {'batch' if found.batches == 1 else 'batches'}"
     lines.append(
         f"{count(found.records, 'record')} give the stored history of {len(found.alike)} of {count(every, 'stream')}"
-        f" ({compared_batches})"
+        f" ({count(found.batches, 'batch')})"
     )
     return sanitize(lines)
 

@@ -23,7 +23,7 @@ PATIENCE = 5.0  # seconds to wait for the lease of a pipeline that was killed
 
 @dataclass(frozen=True, slots=True)
 class Reseed:
-    """`before` is None if no pipeline has run yet. `act` is its number in `tidemark acts`; None for a dry run."""
+    """`before` is None if no pipeline has run yet. `act` is its number in `tidemark overrides`; None for a dry run."""
 
     streams: int
     before: int | None
@@ -36,7 +36,7 @@ class Reseed:
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} in place of {self.before}")
         if self.act is not None:
-            lines.append(f"noted as act {self.act}")
+            lines.append(f"noted as override {self.act}")
         return "\n".join(lines)
 
 

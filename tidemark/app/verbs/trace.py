@@ -413,14 +413,14 @@ def _beside(it: IdTrace) -> Iterator[str]:
     late = (
         f"{timestamp(one.time)} late completion {one.number} of {one.writer} (epoch {one.epoch}):"
         f" {ids(one.prev, one.id)}, facts {one.facts} ({one.why}); "
-        + ("not resolved" if one.act is None else f"resolved by act {one.act}")
+        + ("not resolved" if one.act is None else f"resolved by override {one.act}")
         for one in it.late
     )
     yield from _some(late, len(it.late), "late completion")
     acts = (
         f"{timestamp(one.time)} {one.kind} of {one.writer} (epoch {one.epoch}),"
         f" {id_range(one.prev, one.id)}, by {one.by}: {one.why}"
-        + ("" if one.number is None else f" (act {one.number} of {one.seen_as})")
+        + ("" if one.number is None else f" (override {one.number} of {one.seen_as})")
         for one in it.acts
     )
     yield from _some(acts, len(it.acts), "override")

@@ -169,8 +169,8 @@ Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The replica `copy` shows `found` and Postgres has `postgres` as the `what` (`linear`, `position`, ...) of a stream
-    or of a writer. The verdict `behind` means for longer than `patience`."""
+    """The replica `copy` shows `found` and Postgres has `postgres` as the `what` (`linear`, `position`, ...) of a
+    stream or of a writer. The verdict `behind` means for longer than `patience`."""
 
     copy: str
     stream: str
