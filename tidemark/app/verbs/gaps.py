@@ -17,15 +17,15 @@ SHOWN = 10  # gaps of one writer in the text; the JSON has all
 NONE = "no gaps: nothing is blocked"
 
 
-def to_json(found: Sequence[OpenRange]) -> str:
-    return as_object({"gaps": found})
+def to_json(open_gaps: Sequence[OpenRange]) -> str:
+    return as_object({"gaps": open_gaps})
 
 
-def to_text(found: Sequence[OpenRange], now: float) -> str:
+def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
     """Text for people: a line for each open range, and after the last one of a writer the remedy."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
-    for gap in found:
+    for gap in open_gaps:
         writers.setdefault((gap.stream, gap.writer, gap.epoch), []).append(gap)
     for ranges in writers.values():
         lines += [_line(gap, now) for gap in ranges[:SHOWN]]
@@ -85,12 +85,12 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
-        found = open_ranges.of(postgres, stored, time.time(), settings.policy_defaults)
+        open_gaps = open_ranges.of(postgres, stored, time.time(), settings.policy_defaults)
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
     if as_json:
-        click.echo(to_json(found))
+        click.echo(to_json(open_gaps))
     else:
-        echo(to_text(found, time.time()) if found else NONE)
-    if check and found:
+        echo(to_text(open_gaps, time.time()) if open_gaps else NONE)
+    if check and open_gaps:
         context.exit(CHECK_FAILED)

@@ -34,12 +34,12 @@ def late() -> None:
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM."""
     with _database() as database:
-        found = database.newest(stream, limit, resolved=everything)
+        completions = database.newest(stream, limit, resolved=everything)
         holds = database.newest(stream, 1, resolved=False)
     if as_json:
-        click.echo(as_object({"late": found}))
+        click.echo(as_object({"late": completions}))
     else:
-        click.echo(_table(found, time.time()) if found else "no unresolved late completions")
+        click.echo(_table(completions, time.time()) if completions else "no unresolved late completions")
     if check and holds:
         raise SystemExit(CHECK_FAILED)
 
@@ -56,20 +56,20 @@ def late_resolve(
     This changes no position and notifies no reader: process the facts first.
     """
     with _database() as database:
-        found = database.numbered(stream, numbers)
-        missing = sorted({*numbers} - {it.number for it in found})
+        completions = database.numbered(stream, numbers)
+        missing = sorted({*numbers} - {it.number for it in completions})
         if missing:
             raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")
-        click.echo(_table(found, time.time()), err=as_json)
+        click.echo(_table(completions, time.time()), err=as_json)
         if not dry_run:
             confirmed(stream, "the stream's name", yes=yes)
-            found = database.resolve(found, by, why)
+            completions = database.resolve(completions, by, why)
     if as_json:
-        click.echo(as_object({"late": found}))
+        click.echo(as_object({"late": completions}))
     elif not dry_run:
         click.echo(
-            f"resolved {count(len(found), 'late completion')}, noted as override"
-            f" {', '.join(str(it.act) for it in found)}"
+            f"resolved {count(len(completions), 'late completion')}, noted as override"
+            f" {', '.join(str(it.act) for it in completions)}"
         )
 
 
@@ -80,7 +80,7 @@ def _database() -> "Iterator[LateCompletions]":
         yield LateCompletions(session)
 
 
-def _table(found: "Sequence[LateFact]", now: float) -> str:
+def _table(completions: "Sequence[LateFact]", now: float) -> str:
     rows = [
         (
             str(it.number),
@@ -93,6 +93,6 @@ def _table(found: "Sequence[LateFact]", now: float) -> str:
             it.why,
             "" if it.act is None else f"override {it.act}",
         )
-        for it in found
+        for it in completions
     ]
     return sanitize(table(HEADINGS, rows))

@@ -32,13 +32,13 @@ def overrides() -> None:
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, also those that other programs sent."""
     with _database() as database:
-        found = database.newest(stream, limit)
-        if stream is not None and not found and not database.is_stream(stream):
+        entries = database.newest(stream, limit)
+        if stream is not None and not entries and not database.is_stream(stream):
             raise CommandFailed(f"there is no stream {stream}, and no override of it; `tidemark status` shows all")
     if as_json:
-        click.echo(as_object({"overrides": found}))
+        click.echo(as_object({"overrides": entries}))
     else:
-        click.echo(sanitize(_table(found, time.time())) if found else "no overrides")
+        click.echo(sanitize(_table(entries, time.time())) if entries else "no overrides")
 
 
 @overrides.command("show")
@@ -47,10 +47,10 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
 def overrides_show(number: int, *, as_json: bool) -> None:
     """Show the override NUMBER with all its fields."""
     with _database() as database:
-        found = database.numbered(number)
-    if found is None:
+        entry = database.numbered(number)
+    if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
-    click.echo(as_object(found) if as_json else sanitize(_whole(found)))
+    click.echo(as_object(entry) if as_json else sanitize(_whole(entry)))
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _outcome(it: "OverrideEntry") -> str:
     return "not sent" if it.topic is None else "not seen"
 
 
-def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
+def _table(entries: "Sequence[OverrideEntry]", now: float) -> list[str]:
     rows = [
         (
             "" if it.number is None else str(it.number),
@@ -86,7 +86,7 @@ def _table(found: "Sequence[OverrideEntry]", now: float) -> list[str]:
             _outcome(it),
             it.why,
         )
-        for it in found
+        for it in entries
     ]
     return table(HEADINGS, rows, {"NUMBER"})
 

@@ -502,25 +502,23 @@ def to_json(found: ReplayReport) -> str:
     return as_object(plain(found) | {"parted": parted})
 
 
-def to_text(found: ReplayReport) -> str:
-    lines = [line for it in found.parted[:SHOWN] for line in _parting(it)]
-    if len(found.parted) > SHOWN:
-        lines.append(f"{count(len(found.parted) - SHOWN, 'more stream')} differ from their history")
-    unknown = [f"{stream}: not compared: {why}" for stream, why in found.unknown.items()]
-    lines += unknown[:SHOWN]
-    if len(unknown) > SHOWN:
-        lines.append(f"{count(len(unknown) - SHOWN, 'more stream')} not compared")
-    parts = [f"{stream}: equal in part: {_part(it)}" for stream, it in found.parts.items()]
-    lines += parts[:SHOWN]
-    if len(parts) > SHOWN:
-        lines.append(f"{count(len(parts) - SHOWN, 'more stream')} equal in part")
-    if found.absent:
-        named = ", ".join(found.absent[:SHOWN]) + (", ..." if len(found.absent) > SHOWN else "")
-        lines.append(f"without a record: {count(len(found.absent), 'stream')}: {named}")
-    every = len(found.alike) + len(found.parted) + len(found.unknown)
+def to_text(report: ReplayReport) -> str:
+    lines = [line for it in report.parted[:SHOWN] for line in _parting(it)]
+    if len(report.parted) > SHOWN:
+        lines.append(f"{count(len(report.parted) - SHOWN, 'more stream')} differ from their history")
+    unknown = [f"{stream}: not compared: {why}" for stream, why in report.unknown.items()]
+    parts = [f"{stream}: equal in part: {_part(it)}" for stream, it in report.parts.items()]
+    for shown, result in ((unknown, "not compared"), (parts, "equal in part")):
+        lines += shown[:SHOWN]
+        if len(shown) > SHOWN:
+            lines.append(f"{count(len(shown) - SHOWN, 'more stream')} {result}")
+    if report.absent:
+        names = ", ".join(report.absent[:SHOWN]) + (", ..." if len(report.absent) > SHOWN else "")
+        lines.append(f"without a record: {count(len(report.absent), 'stream')}: {names}")
+    every = len(report.alike) + len(report.parted) + len(report.unknown)
     lines.append(
-        f"{count(found.records, 'record')} give the stored history of {len(found.alike)} of {count(every, 'stream')}"
-        f" ({count(found.batches, 'batch')})"
+        f"{count(report.records, 'record')} give the stored history of {len(report.alike)} of {count(every, 'stream')}"
+        f" ({count(report.batches, 'batch')})"
     )
     return sanitize(lines)
 

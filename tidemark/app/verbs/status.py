@@ -271,14 +271,14 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        found = of(postgres, postgres.states(), stream)
+        statuses = of(postgres, postgres.states(), stream)
         pipeline = health.of(settings, postgres)
-    if stream is not None and not found:
+    if stream is not None and not statuses:
         raise CommandFailed(no_stream(stream))
     if as_json:
-        click.echo(to_json(found, time.time(), pipeline))
+        click.echo(to_json(statuses, time.time(), pipeline))
     else:
-        echo(to_table(found, time.time()) if found else "no streams yet: nothing was read from Kafka")
+        echo(to_table(statuses, time.time()) if statuses else "no streams yet: nothing was read from Kafka")
         echo("\n".join([pipeline.line(), *(f"problem: {problem}" for problem in pipeline.problems())]))
     if check and pipeline.problems():
         context.exit(CHECK_FAILED)
@@ -299,7 +299,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 stored = postgres.states(None if stream is None else [stream])
                 pipeline = health.of(settings, postgres)
                 now = time.time()
-                found = of(postgres, stored)
+                statuses = of(postgres, stored)
                 open_now = open_ranges.of(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
@@ -307,12 +307,12 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 if stream is not None and not stored:
                     raise CommandFailed(no_stream(stream))
                 if as_json:
-                    click.echo(msgspec.json.encode({**plain(found, now, pipeline), "gaps": open_now}))
+                    click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
                 else:
                     problems = [f"problem: {problem}" for problem in pipeline.problems()]
                     blocked = gaps.to_text(open_now, now) if open_now else gaps.NONE
                     text = [pipeline.line(), *problems, blocked]
-                    _show([*text, "", to_table(found, now)])
+                    _show([*text, "", to_table(statuses, now)])
             if query == times:
                 break
             time.sleep(every)
