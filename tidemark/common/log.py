@@ -13,10 +13,10 @@ class LateLogger:
         self._logger: Any = None
 
     def __getattr__(self, method: str) -> Any:
+        configure_now()
         if self._logger is None:
             import structlog  # noqa: PLC0415 - its import takes a tenth of a second
 
-            configure_now()
             self._logger = structlog.get_logger(self._name)
         return getattr(self._logger, method)
 
