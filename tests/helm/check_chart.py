@@ -4,6 +4,7 @@ Not `test_...`: the tools are Go programs that take minutes to build, so these r
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ import yaml
 from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, rendered, run, tool
 from tidemark.app.settings import Settings, is_secret, variable_of
 
-# Objects of operators, whose schemas are not Kubernetes's own.
-FOREIGN = "KafkaTopic,PodMonitor,PrometheusRule,ServiceMonitor"
+# Objects of operators that have no schema in tests/helm/schemas.
+FOREIGN = "PodMonitor,PrometheusRule,ServiceMonitor"
 EMBEDDING = """
 apiVersion: v1
 kind: Pod
@@ -37,6 +38,7 @@ OVERLOOKED = {
 UNBOUNDED = [
     word
     for value in (
+        "monitoring.podMonitor.enabled=false",
         "monitoring.serviceMonitor.enabled=true",
         "networkPolicy.egress[0].ports[0].port=9093",
         "relay.databases[0].name=shop",
@@ -80,8 +82,24 @@ def test_manifests_are_valid_for_the_newest_kubernetes(example: str, version: st
         TOOLS
         / "schemas/{{.NormalizedKubernetesVersion}}-standalone{{.StrictSuffix}}/{{.ResourceKind}}{{.KindSuffix}}.json"
     )
-    options = ["-strict", "-kubernetes-version", version, "-skip", FOREIGN, "-schema-location", str(place), "-"]
+    own = Path(__file__).parent / "schemas/{{.ResourceKind}}{{.KindSuffix}}.json"
+    options = ["-strict", "-kubernetes-version", version, "-skip", FOREIGN]
+    options += ["-schema-location", str(place), "-schema-location", str(own), "-"]
     run(tool("kubeconform"), *options, given=rendered(example, *UNBOUNDED, version=version))
+
+
+@pytest.mark.parametrize("number", [10**6, 10**9])
+@pytest.mark.parametrize("example", ["one-machine", "cluster"])
+def test_every_number_is_written_in_full(example: str, number: int, tmp_path: Path) -> None:
+    """A number of a values file is a float for helm, which prints a million as 1e+06."""
+    file = tmp_path / "values.yaml"
+    values = _with_numbers(json.loads((CHART / "values.schema.json").read_text()), number)
+    values["monitoring"]["prometheusRule"]["enabled"] = True
+    values["relay"]["databases"] = [{"name": "shop", "dsn": "host=shop"}]
+    file.write_text(yaml.safe_dump(values))
+    written = rendered(example, "-f", str(file), "--set", "spark.executor.maxInstances=0")
+    assert str(number) in written
+    assert re.findall(r".*[0-9]e[+][0-9].*", written) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -143,6 +161,18 @@ def test_dashboard_asks_in_expressions_of_prometheus() -> None:
     panels = json.loads((CHART / "files/dashboard.json").read_text())["panels"]
     for target in (target for panel in panels for target in panel["targets"]):
         promql_parser.parse(target["expr"].replace("$namespace", "streams"))
+
+
+def _with_numbers(schema: dict[str, Any], number: int) -> dict[str, Any]:
+    """Values in which every integer without an upper bound is `number`."""
+    values: dict[str, Any] = {}
+    for name, shape in schema.get("properties", {}).items():
+        if "properties" in shape:
+            values[name] = _with_numbers(shape, number)
+        elif shape["type"] == "integer" and "maximum" not in shape:
+            values[name] = number
+    values.get("sidecar", {}).pop("replicas", None)
+    return values
 
 
 def _environments(found: Any) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,10 @@ SERVICES_IMAGE = "localhost/tidemark-services:dev"
 NEXT_IMAGE = "localhost/tidemark:next"
 SERVERS = "localhost/tidemark-servers:dev"
 SERVER_IMAGES = [
-    word for server in ("kafka", "postgres", "redis") for word in ("--set", f"trial.{server}.image={SERVERS}")
+    word
+    for server in ("kafka", "postgres", "redis")
+    for part, value in (("registry", ""), ("repository", SERVERS.partition(":")[0]), ("tag", SERVERS.partition(":")[2]))
+    for word in ("--set-string", f"trial.{server}.image.{part}={value}")
 ]
 SILENCE = 10.0
 """Seconds after which a client of the Service would have complained."""

@@ -64,8 +64,14 @@ class Installs:
         self._secret("wrong")
         said = self._documented_install_fails()
         assert "password authentication failed for user" in said, said
-        assert "postgres.passwordSecret" in said, said
+        assert "TIDEMARK_POSTGRES_PASSWORD" in said, said
         assert "password authentication failed" in self.kube.kubectl("logs", "job/tidemark-migrations")
+        self.kube.uninstalled()
+
+    def missing_secret(self) -> None:
+        """helm prints the name of the Secret and of its key within its own time-out."""
+        said = self._documented_install_fails()
+        assert f"the Secret {self.kube.namespace}/tidemark-postgres does not exist or has no key password" in said, said
         self.kube.uninstalled()
 
     def unreachable_server(self) -> None:
@@ -100,11 +106,6 @@ class Installs:
         """What the service appends in its transaction arrives."""
         self.servers.sql("shop", "select tidemark.append('orders', '{}')")
         until("the relay's fact is counted", lambda: self.kube.status("orders") == 1)
-
-    def claim_refused(self) -> None:
-        """A claim as older charts had one is refused with what to do, before anything is done."""
-        said = self.kube.helm_fails("upgrade", "--reuse-values", "--set", "checkpoint.type=persistentVolumeClaim")
-        assert "Set checkpoint.type: emptyDir" in said, said
 
     def executor_pending(self) -> None:
         """No node takes the executors: not ready, and `helm test` says what is missing; a rollback mends it."""
@@ -155,11 +156,11 @@ def tried(kube: Kube, ours: list[str], servers: list[str]) -> None:
     own = OwnServers(replace(kube, name="servers"))
     timed("own servers", partial(own.start, servers))
     installs = Installs(kube, own, ours)
+    timed("missing Secret: helm says so", installs.missing_secret)
     timed("wrong password: helm says so", installs.wrong_password)
     timed("unreachable server: helm says so", installs.unreachable_server)
     timed("install as documented", installs.as_documented)
     timed("fact by the relay", installs.relayed)
-    installs.claim_refused()
     timed("executors without a node: helm test says so", installs.executor_pending)
     timed("uninstall", kube.uninstalled)
     timed("uninstall of the servers", own.kube.uninstalled)

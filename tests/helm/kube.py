@@ -88,8 +88,8 @@ class Kube:
         run(*self._helm(), "rollback", self.name)
 
     def helm_test(self) -> str:
-        run(*self._helm(), "test", self.name, "--timeout", "3m")
-        return self.kubectl("logs", f"{self.name}-test").strip()
+        """The log of the test, which helm prints."""
+        return run(*self._helm(), "test", self.name, "--timeout", "5m").strip()
 
     def uninstalled(self) -> None:
         """Nothing that bears its name is there any more."""
@@ -97,11 +97,11 @@ class Kube:
         until(f"the uninstall leaves nothing: {self.left()}", lambda: not self.left())
 
     def left(self) -> set[str]:
-        """What still bears the release's name, of every kind there is. Test pods are helm's to keep, for their logs."""
+        """What still bears the release's name, of every kind there is."""
         kinds = self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
         label = f"app.kubernetes.io/instance={self.name}"
         found = self.kubectl("get", ",".join(kinds), "-l", label, "-o", "name", "--ignore-not-found")
-        return set(found.split()) - {f"pod/{self.name}-test"}
+        return set(found.split())
 
     def namespace_made(self) -> None:
         self.kubectl("create", "namespace", self.namespace)

@@ -49,12 +49,12 @@ def test_every_alert_names_a_command_to_type_first(file: str) -> None:
 
 @pytest.mark.parametrize("file", ALERTS)
 def test_every_alert_leads_to_a_story(file: str) -> None:
-    """Behind the chart's `runbookUrl` stands the alert's name as the fragment of a heading; below it stand its command
-    and a page that tells more."""
-    page, fragment = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"][
-        "runbookUrl"
-    ].split("#")
+    """`runbookUrl` is the address of a page of the documentation site, with a heading for each alert."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    address, fragment = values["monitoring"]["prometheusRule"]["runbookUrl"].split("#")
     assert fragment == ""
+    page = "docs" + address.removeprefix(chart["home"]).replace("index.html", "README.md")
     headings = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#|\Z)", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL))
     for rule in rules(file):
         told = headings[rule["alert"]]

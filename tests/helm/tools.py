@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/tidemark"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 TOOLS = Path(os.environ.get("TIDEMARK_HOME") or "~/.cache/tidemark").expanduser() / "tools"
-# The three newest minors: what the chart is rendered for, and checked against.
-KUBERNETES = ("1.35.0", "1.36.0", "1.37.0")
+# The newest minors, for which the chart is rendered and checked.
+KUBERNETES = ("1.34.0", "1.35.0", "1.36.0", "1.37.0")
 
 
 def run(*command: str | Path, given: str | None = None) -> str:

@@ -53,13 +53,13 @@ class CommandGroup(OurCommand, click.Group):
         try:
             return self.run_command(ctx)
         except Refused as error:
-            raise CommandStopped(without_stack(error) or _one_line(error)) from None
+            raise CommandStopped(without_stack(error) or one_line(error)) from None
         except Stop as error:
-            raise CommandStopped(_one_line(error)) from None
+            raise CommandStopped(one_line(error)) from None
         except Unavailable as error:
-            raise CommandFailed(without_stack(error) or _one_line(error)) from None
+            raise CommandFailed(without_stack(error) or one_line(error)) from None
         except TidemarkError as error:
-            raise CommandFailed(_one_line(error)) from None
+            raise CommandFailed(one_line(error)) from None
         except KeyboardInterrupt:
             ctx.exit(130)
         except OSError as problem:
@@ -69,15 +69,9 @@ class CommandGroup(OurCommand, click.Group):
             raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
-def _one_line(error: Exception) -> str:
-    from tidemark.app.settings import called
-
-    return called(one_line(error))
-
-
 def without_stack(error: Unavailable | Refused) -> str | None:
     """What to say of a server whose address nobody has set; None if somebody has."""
-    from tidemark.app.settings import called, origin_of, variable_of
+    from tidemark.app.settings import origin_of, variable_of
     from tidemark.app.stack_env import stack_env
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
@@ -86,7 +80,7 @@ def without_stack(error: Unavailable | Refused) -> str | None:
     if name is None or not (origin == "default" or (origin == str(stack_env()) and not listening)):
         return None
     problem = one_line(error) if listening else f"{error.what} does not answer at {error.where}"
-    return called(f"{problem}: is `tidemark up` running? else set {variable_of(name)}")
+    return f"{problem}: is `tidemark up` running? else set {variable_of(name)}"
 
 
 def _listens(where: str) -> bool:

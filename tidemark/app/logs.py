@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tidemark.app.output import printable
-from tidemark.app.settings import Settings, called
+from tidemark.app.settings import Settings
 from tidemark.common.log import configure_later, configure_now, get_logger
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def _configure_structlog(settings: Settings) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _with_setting_names,
     ]
     shape: list[Processor]
     if settings.log_format == "json":
@@ -82,10 +81,6 @@ def _ended(error: tuple[type[BaseException], BaseException, TracebackType | None
 
 def _without_control_characters(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
     return {name: printable(value) if isinstance(value, str) else value for name, value in entry.items()}
-
-
-def _with_setting_names(_: "WrappedLogger", __: str, entry: "EventDict") -> "EventDict":
-    return {name: called(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
 def _not_py4j(record: logging.LogRecord) -> bool:

@@ -4,11 +4,8 @@ A value comes from the first of: the variable; the file that `<variable>_FILE` n
 the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
 """
 
-import json
 import os
-import re
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -25,7 +22,6 @@ from tidemark.streaming.values.policies import POLICY_SETTINGS
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
-_OURS = re.compile(rf"({PREFIX}[A-Z][A-Z0-9_]*)(=[^\s,;]+)?")
 
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
@@ -41,9 +37,6 @@ class Settings(SidecarSettings, Connections):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
     no_color: str = Field("", validation_alias="NO_COLOR", description="Anything: no colours on a terminal.")
-    setting_names: dict[str, str] = Field(
-        {}, description="What messages call our variables, as JSON: who sets them for a person says by which name."
-    )
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Groups that streams are spread over; a change needs --accept shards."
@@ -184,11 +177,6 @@ class Settings(SidecarSettings, Connections):
             text = _secret_of_file(name, field) or os.environ.get(variable_of(name)) or stack.get(variable(name))
             if text:
                 values[str(field.validation_alias or name)] = text
-        if "setting_names" in values:
-            try:
-                values["setting_names"] = json.loads(values["setting_names"])
-            except ValueError:
-                raise BadSetting(variable("setting_names"), "not JSON: an object of texts is expected") from None
         return values | given
 
 
@@ -254,25 +242,6 @@ def origin_of(name: str) -> str:
     if variable in read_stack_env():
         return str(stack_env())
     return "default"
-
-
-def called(text: str) -> str:
-    """`text` with each of our variables as whoever set it calls it; as it is where nobody says so.
-
-    Not of `Settings`, because a setting that is wrong is told too.
-    """
-    try:
-        names = json.loads(os.environ.get(variable("setting_names")) or "{}")
-    except ValueError:
-        return text
-    return _OURS.sub(lambda found: _called(found[1], found[2] or "", names), text) if names else text
-
-
-def _called(name: str, value: str, names: Mapping[str, str]) -> str:
-    if f"{name}{value}" in names:
-        return names[f"{name}{value}"]
-    known = names.get(name) or names.get(name.removesuffix("_FILE")) or f"settings.{name.removeprefix(PREFIX)}"
-    return known + value
 
 
 def unknown_variables() -> list[str]:

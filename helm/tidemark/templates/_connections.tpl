@@ -74,54 +74,88 @@ says so. Roles: pipeline, sidecar, migrations, synapse, and with a "database" re
 {{- end -}}
 
 {{/*
-Secrets of a role as sources of a projected volume: (dict "root" $ "role" "pipeline"). Empty where it needs none.
+Files of a role's Secrets, as YAML: (dict "root" $ "role" "pipeline"). `value` is the value of the chart that names the Secret.
 Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "database" relay and relay-migrations.
 */}}
-{{- define "tidemark.secretSources" -}}
+{{- define "tidemark.secretFiles" -}}
 {{- $v := .root.Values -}}
 {{- $user := include "tidemark.kafkaUser" . | fromYaml -}}
 {{- $files := list -}}
 {{- if include "tidemark.needsKafka" . -}}
-{{- $files = append $files (list $v.kafka.tls.caSecret.name $v.kafka.tls.caSecret.key "kafka/ca.crt") -}}
-{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.certificateKey "kafka/tls.crt") -}}
-{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.keyKey "kafka/tls.key") -}}
-{{- $files = append $files (list $user.passwordSecret.name $user.passwordSecret.key "kafka/password") -}}
-{{- $files = append $files (list $v.kafka.sasl.oauth.clientSecret.name $v.kafka.sasl.oauth.clientSecret.key "kafka/client-secret") -}}
+{{- $files = append $files (list $v.kafka.tls.caSecret.name $v.kafka.tls.caSecret.key "kafka/ca.crt" "kafka.tls.caSecret") -}}
+{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.certificateKey "kafka/tls.crt" "kafka.tls.clientCertificateSecret") -}}
+{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.keyKey "kafka/tls.key" "kafka.tls.clientCertificateSecret") -}}
+{{- $files = append $files (list $user.passwordSecret.name $user.passwordSecret.key "kafka/password" (print $user.value ".passwordSecret")) -}}
+{{- $files = append $files (list $v.kafka.sasl.oauth.clientSecret.name $v.kafka.sasl.oauth.clientSecret.key "kafka/client-secret" "kafka.sasl.oauth.clientSecret") -}}
 {{- end -}}
 {{- if has .role (list "pipeline" "sidecar" "test") -}}
-{{- $files = append $files (list $v.redis.passwordSecret.name $v.redis.passwordSecret.key "redis/password") -}}
-{{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password") -}}
-{{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt") -}}
+{{- $files = append $files (list $v.redis.passwordSecret.name $v.redis.passwordSecret.key "redis/password" "redis.passwordSecret") -}}
+{{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password" "redis.sentinelPasswordSecret") -}}
+{{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt" "redis.caSecret") -}}
 {{- end -}}
 {{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
 {{- with include "tidemark.postgres" . | fromYaml -}}
-{{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn") -}}
-{{- $files = append $files (list .passwordSecret.name .passwordSecret.key "postgres/password") -}}
-{{- $files = append $files (list .tls.caSecret.name .tls.caSecret.key "postgres/ca.crt") -}}
+{{- $connection := trimSuffix ".dsn" .value -}}
+{{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn" .value) -}}
+{{- $files = append $files (list .passwordSecret.name .passwordSecret.key "postgres/password" (print $connection ".passwordSecret")) -}}
+{{- $files = append $files (list .tls.caSecret.name .tls.caSecret.key "postgres/ca.crt" (print (hasPrefix "relay" $.role | ternary $connection "postgres") ".tls.caSecret")) -}}
 {{- end -}}
 {{- end -}}
 {{- if has .role (list "sidecar" "test") -}}
-{{- $files = append $files (list $v.sidecar.tokensSecret.name $v.sidecar.tokensSecret.key "sidecar/tokens") -}}
+{{- $files = append $files (list $v.sidecar.tokensSecret.name $v.sidecar.tokensSecret.key "sidecar/tokens" "sidecar.tokensSecret") -}}
 {{- end -}}
 {{- if eq .role "synapse" -}}
-{{- $files = append $files (list $v.synapse.dsnSecret.name $v.synapse.dsnSecret.key "synapse/dsn") -}}
-{{- $files = append $files (list $v.synapse.redisUrlSecret.name $v.synapse.redisUrlSecret.key "synapse/redis") -}}
+{{- $files = append $files (list $v.synapse.dsnSecret.name $v.synapse.dsnSecret.key "synapse/dsn" "synapse.dsnSecret") -}}
+{{- $files = append $files (list $v.synapse.redisUrlSecret.name $v.synapse.redisUrlSecret.key "synapse/redis" "synapse.redisUrlSecret") -}}
 {{- end -}}
 {{- if eq .role "sidecar" -}}
-{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.certificateKey "sidecar/tls.crt") -}}
-{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.keyKey "sidecar/tls.key") -}}
+{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.certificateKey "sidecar/tls.crt" "sidecar.tls.secret") -}}
+{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.keyKey "sidecar/tls.key" "sidecar.tls.secret") -}}
 {{- else if eq .role "test" -}}
-{{- $files = append $files (list $v.sidecar.tls.caSecret.name $v.sidecar.tls.caSecret.key "sidecar/ca.crt") -}}
+{{- $files = append $files (list $v.sidecar.tls.caSecret.name $v.sidecar.tls.caSecret.key "sidecar/ca.crt" "sidecar.tls.caSecret") -}}
 {{- end -}}
 {{- range $files -}}
 {{- if index . 0 }}
+- {secret: {{ index . 0 | quote }}, key: {{ index . 1 | quote }}, path: {{ index . 2 }}, value: {{ index . 3 | quote }}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Secrets of a role as sources of a projected volume. Empty if the role needs none. With "hook" true a Secret may be missing. */}}
+{{- define "tidemark.secretSources" -}}
+{{- range include "tidemark.secretFiles" . | fromYamlArray }}
 - secret:
-    name: {{ index . 0 }}
+    name: {{ .secret }}
+    {{- if $.hook }}
+    optional: true
+    {{- end }}
     items:
-      - key: {{ index . 1 }}
-        path: {{ index . 2 }}
+      - key: {{ .key }}
+        path: {{ .path }}
 {{- end -}}
 {{- end -}}
+
+{{/*
+The command of a hook's container: (dict "root" $ "role" "migrations" "hook" true "program" (list "tidemark")). If a Secret is
+missing, it says which one.
+*/}}
+{{- define "tidemark.hookCommand" -}}
+command:
+  - tini
+  - --
+  {{- with include "tidemark.secretFiles" . | fromYamlArray }}
+  - python
+  - -c
+  - |
+    {{- $.root.Files.Get "files/secrets.py" | nindent 4 }}
+  {{- range . }}
+  - {{ printf "/etc/tidemark/secrets/%s=the Secret %s/%s does not exist or has no key %s: create it, or change the value %s" .path $.root.Release.Namespace .secret .key .value | quote }}
+  {{- end }}
+  - --
+  {{- end }}
+  {{- range .program }}
+  - {{ . }}
+  {{- end }}
 {{- end -}}
 
 {{/* The volume of a role's secrets, as an entry of `volumes`; empty where it needs none. */}}
@@ -142,28 +176,6 @@ Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "databas
   mountPath: /etc/tidemark/secrets
   readOnly: true
 {{- end -}}
-{{- end -}}
-
-{{/* Which value is behind each variable of a role, as JSON: its messages name settings, and the user knows values. */}}
-{{- define "tidemark.settingNames" -}}
-{{- $found := dict -}}
-{{- $groups := dict "REDIS" (list "pipeline" "sidecar" "test") "SIDECAR" (list "sidecar") "SPARK" (list "pipeline") "SYNAPSE" (list "synapse") "CHECKPOINT" (list "pipeline") -}}
-{{- range $name, $value := .root.Files.Get "files/names.json" | fromJson -}}
-{{- $group := first (splitList "_" $name) -}}
-{{- if or (has $.role (get $groups $group | default list)) (and (eq $group "KAFKA") (include "tidemark.needsKafka" $)) -}}
-{{- $_ := set $found (print "TIDEMARK_" $name) $value -}}
-{{- end -}}
-{{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
-{{- with include "tidemark.postgres" . | fromYaml -}}
-{{- $_ := set $found "TIDEMARK_POSTGRES_DSN" .value -}}
-{{- $_ := set $found "TIDEMARK_POSTGRES_PASSWORD" (ternary (print (trimSuffix ".dsn" .value) ".passwordSecret") .value (empty .dsnSecret.name)) -}}
-{{- end -}}
-{{- end -}}
-{{- if eq (include "tidemark.kafkaUser" . | fromYaml).value "relay.kafka" -}}
-{{- $found = merge (dict "TIDEMARK_KAFKA_USERNAME" "relay.kafka.username" "TIDEMARK_KAFKA_PASSWORD" "relay.kafka.passwordSecret") $found -}}
-{{- end -}}
-{{- toJson $found -}}
 {{- end -}}
 
 {{/* Variables of a role, as entries of `env`. */}}
@@ -233,14 +245,12 @@ Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "databas
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $env = append $env (list "SETTING_NAMES" (include "tidemark.settingNames" .)) -}}
 {{- range $name, $text := $v.settings -}}
 {{- $env = append $env (list $name $text) -}}
 {{- end -}}
 {{- range $env }}
 - name: TIDEMARK_{{ index . 0 }}
-  {{- /* As JSON: a number of a million would become 1e+06. */}}
-  value: {{ kindIs "string" (index . 1) | ternary (index . 1) (index . 1 | toJson) | quote }}
+  value: {{ include "tidemark.text" (index . 1) | quote }}
 {{- end }}
 {{- with $postgres }}
 - name: PGSSLMODE

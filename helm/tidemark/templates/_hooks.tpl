@@ -12,19 +12,19 @@
 
 {{/* The beginning of a hook Job's spec: (dict "root" $ "container" "migrate"), the container that does the work. */}}
 {{- define "tidemark.hookJob" -}}
-# Longer than the container tries, an image to be pulled included, and shorter than helm waits: a Job that reaches it loses
-# its pod, and with that its log.
-activeDeadlineSeconds: {{ add .root.Values.migrations.timeoutSeconds 120 }}
-# It tries by itself for as long as a server does not answer; what it says then is final.
+# Longer than the container runs, 60 s for the image and 90 s for Secrets included, and shorter than helm waits: a Job that reaches its
+# deadline loses its pod and its log.
+activeDeadlineSeconds: {{ add .root.Values.migrations.timeoutSeconds 150 }}
+# The container itself waits for a server that does not answer. Its failure is final.
 backoffLimit: 2
 podFailurePolicy:
   rules:
     - action: FailJob
       onExitCodes: {containerName: {{ .container }}, operator: In, values: [1, 2]}
-    # A node that is drained says nothing of the migration.
+    # A drained node is no failure of the container.
     - action: Ignore
-      onPodConditions: [{type: DisruptionTarget}]
-# An uninstall does not know it.
+      onPodConditions: [{type: DisruptionTarget, status: "True"}]
+# helm uninstall does not delete hooks.
 ttlSecondsAfterFinished: 86400
 {{- end -}}
 
@@ -42,10 +42,7 @@ serviceAccountName: {{ . }}
 {{/* A hook pod's metadata: (dict "root" $ "component" "migrations") */}}
 {{- define "tidemark.hookPodMetadata" -}}
 labels:
-  {{- include "tidemark.labels" . | nindent 2 }}
-  {{- with .root.Values.hooks.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "tidemark.labels" (merge (dict "labels" .root.Values.hooks.podLabels) .) | nindent 2 }}
 {{- with .root.Values.hooks.podAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -21,16 +21,28 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "pipeline") */}}
+{{/* A version as the value of a label: build metadata has a plus sign, which labels do not allow. */}}
+{{- define "tidemark.labelValue" -}}
+{{- regexReplaceAll "[^A-Za-z0-9]+$" (. | replace "+" "_" | trunc 63) "" -}}
+{{- end -}}
+
+{{/*
+The labels of an object: (dict "root" $ "component" "pipeline" "labels" .Values.pipeline.podLabels). The chart's own labels win
+over `labels`, which win over commonLabels.
+*/}}
 {{- define "tidemark.labels" -}}
-{{ include "tidemark.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: tidemark
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := dict
+  "app.kubernetes.io/version" (include "tidemark.labelValue" .root.Chart.AppVersion)
+  "app.kubernetes.io/part-of" "tidemark"
+  "app.kubernetes.io/managed-by" .root.Release.Service
+  "helm.sh/chart" (include "tidemark.labelValue" (printf "%s-%s" .root.Chart.Name .root.Chart.Version)) -}}
+{{- $selector := include "tidemark.selectorLabels" . | fromYaml -}}
+{{- toYaml (merge (dict) $selector $own (.labels | default dict) .root.Values.commonLabels) -}}
+{{- end -}}
+
+{{/* A number, a boolean or a text as text. A number of a values file is a float, which prints as 1e+06. */}}
+{{- define "tidemark.text" -}}
+{{- kindIs "string" . | ternary . (toJson .) -}}
 {{- end -}}
 
 {{/*
@@ -42,9 +54,6 @@ name: {{ .name | default (print (include "tidemark.fullname" .root) (default "" 
 namespace: {{ .namespace | default .root.Release.Namespace }}
 labels:
   {{- include "tidemark.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -58,6 +67,22 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 tidemark/serves: positions
 {{- end -}}
 
+{{/* Address families of a Service, as part of its spec. */}}
+{{- define "tidemark.families" -}}
+{{- with .Values.network.ipFamilyPolicy }}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- with .Values.network.ipFamilies }}
+ipFamilies: {{ toJson . }}
+{{- end }}
+{{- end -}}
+
+{{/* An address to listen on: (dict "root" $ "port" 9464) */}}
+{{- define "tidemark.listen" -}}
+{{- $host := .root.Values.network.listen -}}
+{{- printf "%s:%d" (contains ":" $host | ternary (printf "[%s]" $host) $host) (int .port) -}}
+{{- end -}}
+
 {{- define "tidemark.image" -}}
 {{- include "tidemark.imageOf" (dict "root" . "image" .Values.image) -}}
 {{- end -}}
@@ -67,11 +92,24 @@ tidemark/serves: positions
 {{- include "tidemark.imageOf" (dict "root" . "image" (ternary .Values.image .Values.servicesImage (empty .Values.servicesImage.repository))) -}}
 {{- end -}}
 
+{{/* The whole name of an image: (dict "root" $ "image" .Values.image). global.imageRegistry wins over the registry of `image`. */}}
 {{- define "tidemark.imageOf" -}}
+{{- with .root.Values.global.imageRegistry | default .image.registry -}}{{ trimSuffix "/" . }}/{{- end -}}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion | toString | replace "+" "_" }}
+{{- end -}}
+{{- end -}}
+
+{{/* imagePullSecrets of a pod: those of the image and the global ones, each a name or an object with a name. */}}
+{{- define "tidemark.pullSecrets" -}}
+{{- $names := list -}}
+{{- range concat .Values.image.pullSecrets .Values.global.imagePullSecrets -}}
+{{- $names = append $names (kindIs "string" . | ternary . (get (kindIs "map" . | ternary . (dict)) "name")) -}}
+{{- end -}}
+{{- range uniq $names }}
+- name: {{ . }}
 {{- end -}}
 {{- end -}}
 

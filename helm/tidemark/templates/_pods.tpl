@@ -12,10 +12,10 @@
 {{- toYaml (merge (dict) .Values.securityContext (pick (include "tidemark.podSecurity" . | fromYaml) "runAsNonRoot" "runAsUser" "runAsGroup" "seccompProfile")) -}}
 {{- end -}}
 
-{{/* The beginning of a pod's spec: (dict "root" $ "token" false "of" .Values.pipeline) */}}
+{{/* The beginning of a pod's spec: (dict "root" $ "of" .Values.pipeline). No container gets an API token by itself. */}}
 {{- define "tidemark.podBasics" -}}
 serviceAccountName: {{ include "tidemark.serviceAccountName" .root }}
-automountServiceAccountToken: {{ .token }}
+automountServiceAccountToken: false
 enableServiceLinks: false
 {{- include "tidemark.podPlace" . | nindent 0 }}
 {{- end -}}
@@ -24,14 +24,20 @@ enableServiceLinks: false
 {{- define "tidemark.podPlace" -}}
 securityContext:
   {{- include "tidemark.podSecurity" .root | nindent 2 }}
-{{- with .root.Values.image.pullSecrets }}
+{{- with include "tidemark.pullSecrets" .root }}
 imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- with .of.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- range $name := list "nodeSelector" "tolerations" "affinity" "dnsConfig" }}
+{{- with .of.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- if not .of.hostUsers }}
+hostUsers: false
+{{- end }}
+{{- range $name := list "hostAliases" "nodeSelector" "tolerations" "affinity" "dnsConfig" }}
 {{- with get $.of $name }}
 {{ $name }}:
   {{- toYaml . | nindent 2 }}

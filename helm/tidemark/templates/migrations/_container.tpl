@@ -1,10 +1,15 @@
 {{/* Brings the schema up to date. Waits for Postgres: as a hook for a time, as an init container for ever. */}}
 {{- define "tidemark.migrations.container" -}}
+{{- $hook := eq .Values.migrations.mode "hook" }}
+{{- $role := dict "root" . "role" "migrations" "hook" $hook "program" (list "tidemark") -}}
 - name: migrate
   {{- include "tidemark.serviceContainer" . | nindent 2 }}
-  args: [migrate, --wait, {{ ternary (.Values.migrations.timeoutSeconds | toString) "inf" (eq .Values.migrations.mode "hook") | quote }}]
+  {{- if $hook }}
+  {{- include "tidemark.hookCommand" $role | nindent 2 }}
+  {{- end }}
+  args: [migrate, --wait, {{ ternary (include "tidemark.text" .Values.migrations.timeoutSeconds) "inf" (eq .Values.migrations.mode "hook") | quote }}]
   env:
-    {{- include "tidemark.env" (dict "root" . "role" "migrations") | trim | nindent 4 }}
+    {{- include "tidemark.env" $role | trim | nindent 4 }}
     {{- with .Values.hooks.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -13,7 +18,7 @@
   volumeMounts:
     - name: migrations-tmp
       mountPath: /tmp
-    {{- with include "tidemark.secretMount" (dict "root" . "role" "migrations") }}
+    {{- with include "tidemark.secretMount" $role }}
     {{- . | nindent 4 }}
     {{- end }}
 {{- end -}}
@@ -22,7 +27,7 @@
 - name: migrations-tmp
   emptyDir:
     sizeLimit: 64Mi
-{{- with include "tidemark.secretVolume" (dict "root" . "role" "migrations") }}
+{{- with include "tidemark.secretVolume" (dict "root" . "role" "migrations" "hook" (eq .Values.migrations.mode "hook")) }}
 {{ . }}
 {{- end }}
 {{- end -}}

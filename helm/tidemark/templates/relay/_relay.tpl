@@ -10,6 +10,9 @@
 {{/* The container: (dict "root" $ "role" "relay" "database" .) with the defaults in it, and what it is started with. */}}
 {{- define "tidemark.relay.container" -}}
 {{- include "tidemark.serviceContainer" .root }}
+{{- if .hook }}
+{{ include "tidemark.hookCommand" . }}
+{{- end }}
 args:
   {{- toYaml .args | nindent 2 }}
 env:

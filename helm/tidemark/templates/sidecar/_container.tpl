@@ -15,6 +15,8 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
   args: [sidecar]
   env:
     {{- include "tidemark.env" (dict "root" . "role" "sidecar") | trim | nindent 4 }}
+    - name: TIDEMARK_SIDECAR_HOST
+      value: {{ .Values.network.listen | quote }}
     - name: TIDEMARK_SIDECAR_PORT
       value: "9480"
     {{- with .Values.sidecar.cors }}
@@ -34,7 +36,7 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
     {{- with .Values.sidecar.lines }}
     {{- if .enabled }}
     - name: TIDEMARK_LINES_LISTEN
-      value: 0.0.0.0:9481
+      value: {{ include "tidemark.listen" (dict "root" $ "port" 9481) | quote }}
     {{- end }}
     {{- if include "tidemark.speaksLines" $ }}
     - name: TIDEMARK_LINES_SERVER_NAME

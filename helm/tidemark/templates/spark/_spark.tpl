@@ -21,13 +21,13 @@
 - name: TIDEMARK_SPARK_BLOCK_MANAGER_PORT
   value: "7079"
 - name: TIDEMARK_SPARK_EXECUTORS
-  value: {{ $executor.instances | quote }}
+  value: {{ include "tidemark.text" $executor.instances | quote }}
 {{- with $executor.maxInstances }}
 - name: TIDEMARK_SPARK_EXECUTORS_MAX
-  value: {{ . | quote }}
+  value: {{ include "tidemark.text" . | quote }}
 {{- end }}
 - name: TIDEMARK_SPARK_EXECUTOR_CORES
-  value: {{ $executor.cores | quote }}
+  value: {{ include "tidemark.text" $executor.cores | quote }}
 - name: TIDEMARK_SPARK_EXECUTOR_MEMORY
   value: {{ $executor.memory }}
 {{- with $executor.python }}
@@ -61,7 +61,12 @@
 {{- if eq .Values.spark.master "kubernetes" -}}
 {{- $_ := set $own "spark.kubernetes.container.image.pullPolicy" .Values.image.pullPolicy -}}
 {{- $_ := set $own "spark.kubernetes.executor.podTemplateContainerName" "executor" -}}
-{{- $_ := set $own "spark.kubernetes.executor.limit.cores" ($executor.cores | toString) -}}
+{{- /* The role allows pods only: no ConfigMap for each executor, no claims and no Service of Spark's. */ -}}
+{{- $_ := set $own "spark.kubernetes.executor.disableConfigMap" "true" -}}
+{{- $_ := set $own "spark.kubernetes.driver.ownPersistentVolumeClaim" "false" -}}
+{{- $_ := set $own "spark.kubernetes.driver.reusePersistentVolumeClaim" "false" -}}
+{{- $_ := set $own "spark.kubernetes.driver.service.deleteOnTermination" "false" -}}
+{{- $_ := set $own "spark.kubernetes.executor.limit.cores" (include "tidemark.text" $executor.cores) -}}
 {{- end -}}
 {{- range $name, $value := merge (dict) .Values.spark.conf $own }}
 {{ $name }} {{ $value }}
@@ -76,7 +81,7 @@ metadata:
   labels:
     {{- include "tidemark.labels" (dict "root" . "component" "executor") | nindent 4 }}
 spec:
-  {{- include "tidemark.podBasics" (dict "root" . "token" false "of" .Values.spark.executor) | nindent 2 }}
+  {{- include "tidemark.podBasics" (dict "root" . "of" .Values.spark.executor) | nindent 2 }}
   containers:
     - name: executor
       # Spark says `executor` as the argument.
@@ -91,7 +96,7 @@ spec:
   volumes:
     - name: scratch
       emptyDir:
-        sizeLimit: {{ .Values.spark.executor.scratchSize }}
+        sizeLimit: {{ include "tidemark.text" .Values.spark.executor.scratchSize }}
     - name: tmp
       emptyDir:
         sizeLimit: 256Mi

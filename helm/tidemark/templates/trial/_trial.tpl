@@ -7,6 +7,7 @@ metadata:
   {{- include "tidemark.metadata" (dict "root" .root "component" (print "trial-" .server) "suffix" (print "-" .server)) | nindent 2 }}
 spec:
   clusterIP: None
+  {{- include "tidemark.families" .root | nindent 2 }}
   # Kafka must reach itself by this name before it is ready.
   publishNotReadyAddresses: true
   selector:
@@ -40,9 +41,9 @@ spec:
       automountServiceAccountToken: false
       enableServiceLinks: false
       terminationGracePeriodSeconds: 10
-      {{- with .root.Values.image.pullSecrets }}
+      {{- with include "tidemark.pullSecrets" .root }}
       imagePullSecrets:
-        {{- toYaml . | nindent 8 }}
+        {{- . | nindent 8 }}
       {{- end }}
       securityContext:
         runAsNonRoot: true
@@ -61,7 +62,7 @@ spec:
         {{- end }}
       containers:
         - name: {{ .server }}
-          image: {{ (index .root.Values.trial .server).image }}
+          image: {{ include "tidemark.imageOf" (dict "root" .root "image" (index .root.Values.trial .server).image) }}
           imagePullPolicy: IfNotPresent
           command: [sh, -euc]
           args:
