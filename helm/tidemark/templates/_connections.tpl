@@ -147,7 +147,7 @@ command:
   - python
   - -c
   - |
-    {{- $.root.Files.Get "files/secrets.py" | nindent 4 }}
+    {{- $.root.Files.Get "files/wait_for_secrets.py" | nindent 4 }}
   {{- range . }}
   - {{ printf "/etc/tidemark/secrets/%s=the Secret %s/%s does not exist or has no key %s: create it, or change the value %s" .path $.root.Release.Namespace .secret .key .value | quote }}
   {{- end }}
