@@ -28,53 +28,54 @@ class SidecarSettings(BaseModel):
     sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
     sidecar_tokens_file: Path | None = Field(
         None,
-        description="File of bearer tokens, one a line, read again when it changes; without it everybody may read.",
+        description="File of bearer tokens, one a line, read again when it changes; without it every client may read.",
     )
     sidecar_certificate_file: Path | None = Field(
-        None, description="PEM file of the certificate, with its chain, by which HTTP and lines are served with TLS."
+        None, description="PEM file of the certificate, with its chain: HTTP and lines are served with TLS."
     )
     sidecar_key_file: Path | None = Field(
         None, description="PEM file of the key of that certificate; both are read again when they change."
     )
     sidecar_ca_file: Path | None = Field(
-        None, description="PEM file of the authority that signed it: `tidemark listen` asks with TLS then."
+        None, description="PEM file of the authority that signed the certificate: `tidemark listen` connects with TLS."
     )
     sidecar_cors_origins: str = Field(
         "", description="Web sites whose scripts may read the sidecar: https://host[,...]."
     )
     sidecar_allowed_hosts: str = Field(
         "",
-        description="Names it may be asked by, with commas; without it any, and on a loopback address its names.",
+        description="Accepted `Host` names, comma-separated; by default any; on a loopback address those of this machine.",
     )
     sidecar_trusted_proxies: Proxies = Field(
         "",
-        description="Addresses or networks of proxies, with commas, whose X-Forwarded-For names the client; * = any.",
+        description="Addresses or networks of proxies, comma-separated, whose X-Forwarded-For names the client; * = any.",
     )
-    sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
+    sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
     sidecar_max_open_requests: Positive = Field(
-        2500, description="Waits and event streams that the sidecar holds open at once."
+        2500, description="Waits and event streams that may be open at the same time."
     )
-    sidecar_banner: str = Field(
-        "", description="What the live page tells everybody above the streams; further lines are folded on a phone."
-    )
+    sidecar_banner: str = Field("", description="Banner text on the live page; further lines are folded on a phone.")
     sidecar_max_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
-        60.0, description="How long one wait may last at most."
+        60.0, description="Seconds that one wait may last."
     )
 
     lines_listen: HostPort = Field(
         "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free one."
     )
-    lines_max_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
+    lines_max_connections: Positive = Field(
+        1000, description="Clients of the line protocol that are served at the same time."
+    )
     lines_server_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
-        "tidemark", description="Name of the server, which the line protocol begins with; sidecars of one name relay."
+        "tidemark",
+        description="Server name in the first line of the line protocol; sidecars with the same name relay commands.",
     )
     lines_redis_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
         None,
-        description="Channel of Redis on which sidecars speak the line protocol too, with /n behind in database n, if"
-        " that is not 0; without it they do not.",
+        description="Redis channel on which sidecars announce positions too. In database n, other than 0, /n is appended"
+        " to the name. Without it they announce over TCP alone.",
     )
     lines_row_buffer_mib: Positive = Field(
-        64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
+        64, description="MiB of rows that wait for positions; beyond that, clients of the line protocol fetch."
     )
 
     @model_validator(mode="after")
