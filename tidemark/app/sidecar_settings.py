@@ -44,11 +44,11 @@ class SidecarSettings(BaseModel):
     )
     sidecar_allowed_hosts: str = Field(
         "",
-        description="Accepted `Host` names, comma-separated; by default any; on a loopback address those of this machine.",
+        description="Accepted `Host` names, comma-separated; by default any, or on a loopback address its names.",
     )
     sidecar_trusted_proxies: Proxies = Field(
         "",
-        description="Addresses or networks of proxies, comma-separated, whose X-Forwarded-For names the client; * = any.",
+        description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For counts; * = any.",
     )
     sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
     sidecar_max_open_requests: Positive = Field(
@@ -71,7 +71,7 @@ class SidecarSettings(BaseModel):
     )
     lines_redis_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
         None,
-        description="Redis channel on which sidecars announce positions too. In database n, other than 0, /n is appended"
+        description="Redis channel on which sidecars announce positions too. In database n (not 0), /n is appended"
         " to the name. Without it they announce over TCP alone.",
     )
     lines_row_buffer_mib: Positive = Field(
