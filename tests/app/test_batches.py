@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 from tidemark.app.batches import LET_GO_AFTER, Batches, untraced
 from tidemark.app.preflight import Seed
 from tidemark.app.stream_metrics import StreamCollector
-from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
+from tidemark.common.errors import BatchTooLarge, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import no_collection
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
@@ -200,7 +200,7 @@ def test_a_batch_that_was_cut_is_published_before_it_ends_the_query() -> None:
     going = batches(publisher)
     going(EMPTY, 0)
     publisher.let.set()
-    with pytest.raises(BatchCut) as caught:
+    with pytest.raises(BatchTooLarge) as caught:
         going(cast("DataFrame", _Cut()), 1)
     assert publisher.published == [("first", 0, BEFORE), ("first", 1, ("first", 0))]
     assert going.failure is caught.value

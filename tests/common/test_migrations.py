@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.common import lock_waits
-from tidemark.common.errors import OthersFirst
+from tidemark.common.errors import PrerequisitePending
 from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink
 from tidemark.sources.relay import queries as relay
@@ -110,7 +110,7 @@ def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: 
     migrate(relay.SCHEMA, database)
     with (
         locked(database, relay.SCHEMA.table, "access exclusive") as holder,
-        pytest.raises(OthersFirst, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"),
+        pytest.raises(PrerequisitePending, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"),
     ):
         migrate(relay.SCHEMA, database)
 

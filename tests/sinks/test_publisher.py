@@ -24,7 +24,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.client import key
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.core.effects import Forced, ShardEffects
+from tidemark.streaming.core.effects import OperatorOverride, ShardEffects
 
 NEVER = threading.Event()
 NO_POSITION = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects
@@ -198,9 +198,9 @@ def test_content_that_postgres_refuses_is_no_outage(
             " for each row when (new.why = 'odd') execute function odd()"
         )
     publisher.publish("query", 1, effects(1))
-    forced = [Forced("w", 1, "SKIP", 20, 21, "ann", "o\0d" if by_whom == "psycopg" else "odd")]
+    forced = [OperatorOverride("w", 1, "SKIP", 20, 21, "ann", "o\0d" if by_whom == "psycopg" else "odd")]
     (good,) = effects(2)
-    bad = shard(*good.streams, stream("odd", advance("w", 0, 1), linear=1, forced=forced), offset=200)
+    bad = shard(*good.streams, stream("odd", advance("w", 0, 1), linear=1, overrides=forced), offset=200)
     with pytest.raises(ContentRefused, match="NUL" if by_whom == "psycopg" else "odd"):
         publisher.publish("query", 2, [bad], ("query", 1))
     assert store.last_batch() == ("query", 1)

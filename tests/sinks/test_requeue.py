@@ -17,7 +17,7 @@ from tidemark.sinks.postgres.requeues import PendingRequeue, RequeueStatus
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.requeue import RequeueConfig, Requeuer
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.core.effects import Recall, WriterRow
+from tidemark.streaming.core.effects import RequeuedRange, WriterRow
 from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
 
 HEADERS = [("own", b"1")]
@@ -141,7 +141,7 @@ def test_records_that_are_not_there_yet_are_waited_for(
     assert (left, problem) == (kept(1, 1), "the partition ends before the records, or has just lost them")
 
 
-def waiting(store: Postgres, token: int, *recalls: Recall, number: int = 1) -> None:
+def waiting(store: Postgres, token: int, *recalls: RequeuedRange, number: int = 1) -> None:
     """A batch that recalls."""
     store.apply(batch(number, stream("s", advance("a", 0, 3), recalls=[*recalls]), token=token))
 
@@ -152,7 +152,7 @@ def test_the_thread_brings_back_all_that_batches_have_recalled(
     """Step by step, until nothing is left to do; a batch that is repeated recalls nothing twice."""
     produce(connection, facts, *(fact(id) for id in range(1, 6)))
     for _ in range(2):
-        waiting(store, lease.token, Recall("a", 1, 1, 0, 2), Recall("a", 1, 1, 4, 4))
+        waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2), RequeuedRange("a", 1, 1, 4, 4))
     counted: list[int] = []
     with Requeuer(replace(config, records=2), store, lease, counted.append):
         eventually(lambda: not store.conditions.requeues(), 30, lambda: f"nothing left of {store.pending_requeues()}")
@@ -164,12 +164,12 @@ def test_a_problem_is_noted_and_gone_when_it_is_over(
     facts: str, config: RequeueConfig, store: Postgres, lease: Lease, sql: psycopg.Connection
 ) -> None:
     """For whoever asks why a position holds; a recall that nothing hinders goes before."""
-    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
+    waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2))
     away = {"bootstrap.servers": "127.0.0.1:1", "log_level": "2"}
     with Requeuer(replace(config, client=away, producer=away, patience=0.3), store, lease, lambda _: None):
         eventually(lambda: store.conditions.requeues()[0].problem, 30, lambda: "the problem stands there")
     ((number,),) = sql.execute("select number from tidemark.recalls").fetchall()
-    waiting(store, lease.token, Recall("a", 1, 0, 5, 6), number=2)
+    waiting(store, lease.token, RequeuedRange("a", 1, 0, 5, 6), number=2)
     other, hindered = store.pending_requeues()
     assert (other.partition, hindered.number) == (0, number)
     store.note_requeue(replace(hindered, next=1))
@@ -181,7 +181,7 @@ def test_what_nobody_expected_is_told_to_whoever_supervises(
 ) -> None:
     """The thread does not end in silence, with what was put off for ever behind."""
     produce(connection, facts, fact(1))
-    waiting(store, lease.token, Recall("a", 1, 1, 0, 0))
+    waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 0))
     unexpected = ZeroDivisionError()
 
     def recalled(_: int) -> None:
@@ -195,7 +195,7 @@ def test_what_nobody_expected_is_told_to_whoever_supervises(
 @pytest.mark.parametrize("later", [WriterRow("a", 2, 3, retired=False), WriterRow("a", 1, 3, retired=True)])
 def test_a_later_epoch_or_the_writers_end_takes_it_back(store: Postgres, lease: Lease, later: WriterRow) -> None:
     """Its records would be zombies; what they might have told was settled by its JOIN or RETIRE."""
-    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
+    waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2))
     store.apply(batch(2, stream("s", writers=[later]), token=lease.token))
     assert not store.pending_requeues()
     assert not store.conditions.requeues()
@@ -203,8 +203,8 @@ def test_a_later_epoch_or_the_writers_end_takes_it_back(store: Postgres, lease: 
 
 def test_what_is_given_up_stays_for_people(store: Postgres, lease: Lease) -> None:
     """Where the offsets mean nothing any more, none is read; the reason stands until the writer begins anew."""
-    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
-    store.give_up_requeues([("s", Recall("b", 1, 1, 10, 19))], "an operator accepted loss")
+    waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2))
+    store.give_up_requeues([("s", RequeuedRange("b", 1, 1, 10, 19))], "an operator accepted loss")
     assert store.pending_requeues() == []
     found = [(it.writer, it.gone, it.problem) for it in store.conditions.requeues()]
     assert found == [("a", 3, "an operator accepted loss"), ("b", 10, "an operator accepted loss")]

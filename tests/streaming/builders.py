@@ -121,8 +121,8 @@ def sent(records: Iterable[Record], first_offset: int = 0) -> list[Sent]:
 def packing(few: int) -> Iterator[None]:
     """Streams with more than `few` active writers keep them packed, and writers with `few` spans or more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_table, "FEW", few)
-        patch.setattr(writer_table, "MANY", max(few, 1))
+        patch.setattr(writer_table, "UNPACKED_MAX", few)
+        patch.setattr(writer_table, "PACKED_SPANS_MIN", max(few, 1))
         yield
 
 

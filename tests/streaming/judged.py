@@ -9,7 +9,7 @@ from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.stream_input import Fact, Inbox
+from tidemark.streaming.core.stream_input import Fact, StreamInput
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import Bounds, Evidence
 from tidemark.streaming.wire.runs import Marker, RunColumns
@@ -91,7 +91,7 @@ class Core:
 
     def batch(self, core: bytes, records: tuple[Record, ...]) -> Fed:
         batch = StreamBatch(STREAM, core or None, NOW, BOUNDS)
-        inbox = Inbox(RunColumns.of([]))
+        inbox = StreamInput(RunColumns.of([]))
         for offset, record in enumerate(records):
             if record.control:
                 inbox.control.extend(((CONTROL, 0), it) for it in self._facts(record, offset) if isinstance(it, Marker))

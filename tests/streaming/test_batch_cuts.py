@@ -111,7 +111,7 @@ def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some
     where in one of them all writers that can be are packed.
     """
     results = []
-    for where, few in ((some, writer_table.FEW), (other, 0)):
+    for where, few in ((some, writer_table.UNPACKED_MAX), (other, 0)):
         with packing(few):
             shard = Shard()
             evidence: Counter[tuple[str, str]] = Counter()

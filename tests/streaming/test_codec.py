@@ -20,7 +20,7 @@ from tidemark.common.errors import StateTooNew
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import DeferredRange
 from tidemark.streaming.core.codec import FORMAT
-from tidemark.streaming.core.effects import Recall, summarize
+from tidemark.streaming.core.effects import RequeuedRange, summarize
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Topic
@@ -127,4 +127,4 @@ def test_what_was_put_off_comes_back_as_it_went() -> None:
         assert (summarize(once).deferred, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
         assert once.writers["a"].chain.deferred == [DeferredRange(3, 3, 4), DeferredRange(5, 5, 6)]
         recalls = [*codec.deferred(stored)]
-        assert recalls == [Recall(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]
+        assert recalls == [RequeuedRange(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

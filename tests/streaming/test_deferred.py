@@ -26,8 +26,8 @@ from tests.streaming.protocol import Database
 from tidemark.sinks.requeue import is_edge
 from tidemark.streaming.core import chain as chains
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.chain import DeferredRange, united
-from tidemark.streaming.core.effects import Recall, StreamEffects, summarize
+from tidemark.streaming.core.chain import DeferredRange, merge_ranges
+from tidemark.streaming.core.effects import RequeuedRange, StreamEffects, summarize
 from tidemark.streaming.values.limits import Bounds
 
 A1 = [join("a", 0)]
@@ -39,7 +39,7 @@ class Topic:
 
     bounds: Bounds
     records: list[Record] = field(default_factory=list)
-    recalls: list[Recall] = field(default_factory=list)
+    recalls: list[RequeuedRange] = field(default_factory=list)
     told: Counter[str] = field(default_factory=Counter)
     again: int = 0
 
@@ -50,7 +50,7 @@ class Topic:
         """In one batch."""
         self.records += records
         done = self.shard.feed(*records)
-        self.recalls += done.recalls
+        self.recalls += done.requeues
         for move in done.advances:
             self.told.update(facts=move.facts, empty=move.empty, unseen=move.unseen, width=abs(move.id - move.prev))
         for late in done.late:
@@ -114,7 +114,7 @@ def test_every_fact_is_applied_without_a_join_once_the_gaps_close(
     database, topic = Database(sign, ("a", "b", "c")), Topic(Bounds(pending=pending))
     queue: list[Record] = []
     with packing(few), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "RANGES_KEPT", ranges)
+        patch.setattr(chains, "DEFERRED_RANGES_MAX", ranges)
         for name in "abc":
             queue += database.start(name)
         for name, op, which in acts:
@@ -164,7 +164,7 @@ def test_nothing_comes_again_before_half_of_the_room_is_free() -> None:
     topic.feed(rdata("a", 2, epoch=1))
     assert not topic.recalls
     topic.feed(rdata("a", 4, epoch=1))
-    assert topic.recalls == [Recall("a", 1, 0, 5, 5)]
+    assert topic.recalls == [RequeuedRange("a", 1, 0, 5, 5)]
 
 
 def test_what_the_position_has_come_to_comes_again_though_nothing_is_free() -> None:
@@ -172,7 +172,7 @@ def test_what_the_position_has_come_to_comes_again_though_nothing_is_free() -> N
     topic = Topic(Bounds(pending=2))
     topic.feed(*A1, rdata("a", 7, 6, epoch=1), rdata("a", 9, 8, epoch=1), rdata("a", 4, 3, epoch=1))
     topic.feed(position("a", 0, 3, epoch=1))
-    assert topic.recalls == [Recall("a", 1, 0, 3, 3)]
+    assert topic.recalls == [RequeuedRange("a", 1, 0, 3, 3)]
     topic.settle()
     assert topic.shard.positions == {"a": 4}
 
@@ -229,7 +229,7 @@ def test_a_stream_whose_offsets_mean_nothing_any_more_waits_for_the_join() -> No
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
         topic.shard.states[STREAM] = parts.whole
         done = topic.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4, 6)))
-        assert (topic.shard.positions, done.recalls, done.summary.deferred) == ({"a": 6}, [], [])
+        assert (topic.shard.positions, done.requeues, done.summary.deferred) == ({"a": 6}, [], [])
         (move,) = topic.feed(join("a", 9, epoch=2)).advances
         assert move.unseen == 3
 
@@ -240,7 +240,7 @@ def test_a_writer_with_nothing_pending_is_still_named_for_what_was_put_off() -> 
         topic = Topic(Bounds(pending=1))
         topic.feed(*A1, *(rdata("a", id, epoch=1) for id in (3, 5)), join("b", 0), rdata("a", 7, epoch=1))
         topic.feed(rdata("a", 1, epoch=1), rdata("a", 2, epoch=1))
-        assert topic.recalls == [Recall("a", 1, 0, 2, 2)]
+        assert topic.recalls == [RequeuedRange("a", 1, 0, 2, 2)]
         assert summarize(topic.shard.stream()).deferred == ["a/1"]
         moved = codec.decode(codec.without_home(topic.shard.states[STREAM]).whole)
         assert not moved.writers["a"].chain.deferred
@@ -264,8 +264,8 @@ ranges = st.lists(st.builds(lambda low, width, prev: DeferredRange(low, low + wi
 @given(ranges)
 def test_ranges_are_bounded_and_lose_nothing(found: list[DeferredRange]) -> None:
     """Each is in one of them, with a `prev` that is no higher; they are apart and in order."""
-    kept = united(found)
-    assert len(kept) <= chains.RANGES_KEPT
+    kept = merge_ranges(found)
+    assert len(kept) <= chains.DEFERRED_RANGES_MAX
     assert all(one.last + 1 < other.first for one, other in pairwise(kept))
     for it in found:
         assert any(one.first <= it.first and it.last <= one.last and one.prev <= it.prev for one in kept)

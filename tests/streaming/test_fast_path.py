@@ -32,8 +32,8 @@ from tests.streaming.protocol import Database
 from tests.streaming.test_batch_cuts import WRITERS, anything, cut, cuts
 from tidemark.streaming.core import batch as batches
 from tidemark.streaming.core import codec, effects, writer_table
-from tidemark.streaming.core.chain import ANNOUNCED_KEPT
-from tidemark.streaming.core.fast_path import advance_plain, at_rest
+from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
+from tidemark.streaming.core.fast_path import advance_in_order, caught_up
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import MAX_ID
 
@@ -50,13 +50,13 @@ class Twins:
         made = compacted(batch) if runs else packets(batch)
 
         def counted(*given: object) -> object:
-            found = advance_plain(*given)  # type: ignore[arg-type]
+            found = advance_in_order(*given)  # type: ignore[arg-type]
             self.plain += len(found)
             return found
 
-        with patch.object(batches, "advance_plain", counted):
+        with patch.object(batches, "advance_in_order", counted):
             done = self.shard.feed_packets(made)
-        with patch.object(batches, "advance_plain", lambda *_: {}):
+        with patch.object(batches, "advance_in_order", lambda *_: {}):
             wanted = self.slow.feed_packets(made)
         assert done == wanted
         assert effects.encode(done) == effects.encode(wanted)
@@ -66,9 +66,9 @@ class Twins:
             signed, summary = stream.direction.signed, effects.summarize(stream)
             positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
             if summary == effects.Summary(0, 0, None, [], 0, None):
-                assert at_rest(stored) in (None, (signed(stream.linear.position), positions))
+                assert caught_up(stored) in (None, (signed(stream.linear.position), positions))
             else:
-                assert at_rest(stored) is None
+                assert caught_up(stored) is None
 
     def send(self, *records: Record) -> int:
         """One batch; gives how many streams were plain in it."""
@@ -165,7 +165,7 @@ def disturbed(draw: st.DrawFn) -> list[Record]:
 logs = st.one_of(calm(), disturbed(), disturbed(), anything())
 
 
-@given(log=logs, where=cuts, few=st.sampled_from([1, writer_table.FEW]), runs=st.booleans())
+@given(log=logs, where=cuts, few=st.sampled_from([1, writer_table.UNPACKED_MAX]), runs=st.booleans())
 @settings(max_examples=examples(200))
 def test_a_plain_stream_is_like_any_other(log: list[Record], where: list[int], few: int, *, runs: bool) -> None:
     """Rule 5, rule 10: whatever comes, and wherever it is cut."""
@@ -201,7 +201,7 @@ def test_many_voids_are_remembered_as_far_as_any() -> None:
     for id in range(5, 140, 3):
         assert twins.send(void("a", id - 2, id, 1), rdata("a", id + 1, id, 1), rdata("b", id + 2, id - 1, 1))
     for name in ("a", "b"):
-        assert len(twins.shard.stream().writers[name].chain.empty) == ANNOUNCED_KEPT
+        assert len(twins.shard.stream().writers[name].chain.empty) == EMPTY_RANGES_MAX
 
 
 def test_of_many_edges_in_one_batch_the_newest_are_remembered() -> None:
@@ -211,7 +211,7 @@ def test_of_many_edges_in_one_batch_the_newest_are_remembered() -> None:
     assert twins.send(*edges)
     kept = twins.shard.stream().writers["a"].chain.empty
     assert [*kept][-1] == (201, 202)
-    assert len(kept) == ANNOUNCED_KEPT
+    assert len(kept) == EMPTY_RANGES_MAX
     assert twins.send(*(rdata(name, id, id - 2, 1) for name, id in (("a", 205), ("b", 206))))
 
 
@@ -246,13 +246,13 @@ def test_what_a_writer_says_of_its_transactions_stays() -> None:
 def test_a_stream_at_rest_is_read_without_its_objects() -> None:
     """With the retired ones among its writers; a gap, or an idle writer behind it, is more to be told."""
     twins = two_writers()
-    assert at_rest(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4})
+    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4})
     twins.send(retire("b", 4))
-    assert at_rest(twins.shard.states[STREAM]) == (4, {"a": 3})
+    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3})
     twins.send(position("a", 3, 9, 1))
-    assert at_rest(twins.shard.states[STREAM]) == (9, {"a": 9})
+    assert caught_up(twins.shard.states[STREAM]) == (9, {"a": 9})
     twins.send(rdata("a", 11, 10, 1))
-    assert at_rest(twins.shard.states[STREAM]) is None
+    assert caught_up(twins.shard.states[STREAM]) is None
 
 
 def test_ids_of_any_size_are_told_apart() -> None:
@@ -327,7 +327,7 @@ GAP = [rdata("a", 7, 6, 1)]
         ("a partition that may be another", [], []),
     ],
 )
-@pytest.mark.parametrize("few", [1, writer_table.FEW])
+@pytest.mark.parametrize("few", [1, writer_table.UNPACKED_MAX])
 def test_what_stands_in_the_way(few: int, why: str, standing: list[Record], records: list[Record]) -> None:
     """Runs that continue are left to the state machine where the stream itself is not plain."""
     twins = two_writers()

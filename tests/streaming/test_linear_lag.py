@@ -7,13 +7,13 @@ from tidemark.app import open_ranges
 from tidemark.streaming.core import linear
 from tidemark.streaming.core.effects import Summary, summarize
 from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.linear_lag import Behind
+from tidemark.streaming.core.linear_lag import LinearLag
 
 
 def held(summary: Summary) -> list[tuple[str, str, int | None]]:
     """Writer, reason and since of each holder."""
-    assert summary.behind is not None
-    return [(it.writer, it.reason, it.since) for it in summary.behind.holders]
+    assert summary.linear_lag is not None
+    return [(it.writer, it.reason, it.since) for it in summary.linear_lag.blockers]
 
 
 @pytest.mark.parametrize("few", [0, 32])
@@ -21,15 +21,15 @@ def test_a_dead_writer_is_named_without_a_gap(few: int) -> None:
     """w1 dies holding 8 and w2 goes on to 20: the line stays at 7 because of w1, since 8 was given out."""
     with packing(few):
         shard = Shard()
-        assert shard.feed(join("w1", 0), join("w2", 0), rdata("w1", 7, 0, epoch=1)).summary.behind is not None
-        assert shard.feed(position("w2", 0, 7, epoch=1)).summary.behind is None
+        assert shard.feed(join("w1", 0), join("w2", 0), rdata("w1", 7, 0, epoch=1)).summary.linear_lag is not None
+        assert shard.feed(position("w2", 0, 7, epoch=1)).summary.linear_lag is None
         for id in range(9, 21):
             done = shard.feed(rdata("w2", id, id - 1 if id > 9 else 7, epoch=1))
         assert (shard.linear, done.summary.gaps) == (7, 0)
         assert held(done.summary) == [("w1", "silent", 3000)]
-        assert done.summary.behind is not None
-        (holder,) = done.summary.behind.holders
-        assert (done.summary.behind.ids, done.summary.behind.since) == (13, 3000)
+        assert done.summary.linear_lag is not None
+        (holder,) = done.summary.linear_lag.blockers
+        assert (done.summary.linear_lag.ids, done.summary.linear_lag.since) == (13, 3000)
         assert (holder.epoch, holder.position, holder.seen) == (1, 7, 1000)
         assert summarize(shard.stream()) == done.summary
 
@@ -42,10 +42,10 @@ def test_a_line_that_follows_is_behind_since_what_it_waits_for_now() -> None:
         shard.feed(position("quick", id - 10, id, epoch=1))
     assert held(shard.feed(rdata("slow", 25, 0, epoch=1)).summary) == [("slow", "silent", 4000)]
     done = shard.feed(rdata("slow", 45, 25, epoch=1))
-    assert done.summary.behind is not None
-    assert (shard.linear, done.summary.behind.ids, done.summary.behind.since) == (45, 5, 6000)
-    assert [it.seen for it in done.summary.behind.holders] == [8000]
-    assert shard.feed(position("slow", 45, 50, epoch=1)).summary.behind is None
+    assert done.summary.linear_lag is not None
+    assert (shard.linear, done.summary.linear_lag.ids, done.summary.linear_lag.since) == (45, 5, 6000)
+    assert [it.seen for it in done.summary.linear_lag.blockers] == [8000]
+    assert shard.feed(position("slow", 45, 50, epoch=1)).summary.linear_lag is None
 
 
 def test_a_gap_and_an_open_transaction_are_reasons_of_their_own() -> None:
@@ -66,8 +66,8 @@ def test_an_unknown_writer_is_named_before_those_that_wait_with_it() -> None:
     assert shard.stream().linear.position == 5
     done = shard.feed(rdata("new", 7, 6, epoch=4))
     assert held(done.summary) == [("new", "unknown", 2000), ("a", "silent", 2000)]
-    assert done.summary.behind is not None
-    assert [it.seen for it in done.summary.behind.holders] == [2000, 1000]
+    assert done.summary.linear_lag is not None
+    assert [it.seen for it in done.summary.linear_lag.blockers] == [2000, 1000]
     assert held(shard.feed(position("a", 5, 7, epoch=1)).summary) == [("new", "unknown", 2000)]
 
 
@@ -76,7 +76,7 @@ def test_who_is_idle_with_the_others_or_retired_holds_nothing() -> None:
     shard = Shard()
     shard.feed(join("a", 0), join("b", 0), join("c", 0))
     shard.feed(retire("c", 0), rdata("a", 2, 0, epoch=1), position("b", 0, 2, epoch=1))
-    assert summarize(shard.stream()).behind is None
+    assert summarize(shard.stream()).linear_lag is None
 
 
 def test_an_operators_word_is_no_sign_of_life() -> None:
@@ -84,9 +84,9 @@ def test_an_operators_word_is_no_sign_of_life() -> None:
     shard = Shard()
     shard.feed(join("b", 0), forced(join("a", 0)))
     shard.feed(position("b", 0, 4, epoch=1))
-    behind = summarize(shard.stream()).behind
+    behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [(it.writer, it.seen) for it in behind.holders] == [("a", 0)]
+    assert [(it.writer, it.seen) for it in behind.blockers] == [("a", 0)]
 
 
 def test_records_that_change_nothing_are_a_sign_of_life() -> None:
@@ -94,9 +94,9 @@ def test_records_that_change_nothing_are_a_sign_of_life() -> None:
     shard = Shard()
     shard.feed(join("a", 0), join("b", 0), position("b", 0, 4, epoch=1))
     shard.feed(join("a", 0))
-    behind = summarize(shard.stream()).behind
+    behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [(it.writer, it.seen, it.since) for it in behind.holders] == [("a", 2000, 1000)]
+    assert [(it.writer, it.seen, it.since) for it in behind.blockers] == [("a", 2000, 1000)]
 
 
 @pytest.mark.parametrize("time", [0, 820_000, 10**6, 10**10])
@@ -106,9 +106,9 @@ def test_the_clock_of_a_writer_proves_nothing_of_its_life(time: int) -> None:
     shard.feed(join("a", 0), join("b", 0), position("b", 0, 4, epoch=1))
     shard.now, shard.next_offset = 1_000_000, time  # the offset is the record's timestamp too
     shard.feed(rdata("a", 2, 0, epoch=1))
-    behind = summarize(shard.stream()).behind
+    behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert [it.seen for it in behind.holders] == [1_001_000]
+    assert [it.seen for it in behind.blockers] == [1_001_000]
     assert [it.verdict for it in open_ranges.read(shard.states, 1030.0)] == ["alive"]
 
 
@@ -118,14 +118,14 @@ def test_of_many_holders_the_furthest_behind_are_named_and_all_counted(few: int)
     with packing(few):
         shard = Shard()
         shard.feed(join("z", 0), *(join(f"w{number}", number) for number in range(40)))
-        behind = shard.feed(position("z", 0, 100, epoch=1)).summary.behind
+        behind = shard.feed(position("z", 0, 100, epoch=1)).summary.linear_lag
         assert behind is not None
-        assert [it.writer for it in behind.holders] == ["w0"]
+        assert [it.writer for it in behind.blockers] == ["w0"]
         shard.feed(rdata("z", 101, 100, epoch=1), *(rdata("z", id, id - 1, epoch=1) for id in range(102, 110)))
         shard.feed(*(position(f"w{number}", number, 39, epoch=1) for number in range(39)))
-        behind = summarize(shard.stream()).behind
+        behind = summarize(shard.stream()).linear_lag
         assert behind is not None
-        assert ([it.writer for it in behind.holders], behind.count) == (
+        assert ([it.writer for it in behind.blockers], behind.count) == (
             sorted(f"w{number}" for number in range(40))[:10],
             40,
         )
@@ -136,7 +136,7 @@ def test_since_when_it_is_behind_stays_short_and_never_becomes_younger() -> None
     line = LinearPosition()
     for batch in range(1, 1001):
         line.follow((batch - 1) * 10, batch * 10, batch)
-        assert len(line.heads) <= linear.HEADS_KEPT
+        assert len(line.heads) <= linear.HEADS_MAX
     for id in range(0, 10_000, 7):
         line.settle(id)
         line.follow(10_000, 10_000, 2000)
@@ -160,10 +160,10 @@ def test_a_database_that_goes_back_takes_its_ids_with_it() -> None:
 def test_a_backward_stream_tells_signed_ids() -> None:
     """The distance is a magnitude; the position of the holder has its sign."""
     shard = Shard()
-    behind = shard.feed(join("a", 0), join("b", 0), position("b", 0, -4, epoch=1)).summary.behind
-    assert isinstance(behind, Behind)
-    assert (behind.ids, behind.holders[0].writer, behind.holders[0].position) == (4, "a", 0)
+    behind = shard.feed(join("a", 0), join("b", 0), position("b", 0, -4, epoch=1)).summary.linear_lag
+    assert isinstance(behind, LinearLag)
+    assert (behind.ids, behind.blockers[0].writer, behind.blockers[0].position) == (4, "a", 0)
     assert shard.feed(rdata("a", -2, 0, epoch=1)).stream == STREAM
-    behind = summarize(shard.stream()).behind
+    behind = summarize(shard.stream()).linear_lag
     assert behind is not None
-    assert behind.holders[0].position == -2
+    assert behind.blockers[0].position == -2

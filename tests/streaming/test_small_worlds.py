@@ -191,10 +191,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "no timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""
-    rule = stream.rollback_signal
-    patch.setattr(
-        stream, "rollback_signal", lambda writer, held, marker, timeline, _: rule(writer, held, marker, timeline, None)
-    )
+    rule = writers.rollback_signal
+
+    def without_database(known: Any, held: Any, marker: Marker, timeline: int, _: Any) -> Any:
+        return rule(known, held, marker, timeline, None)
+
+    for module in (stream, writers):
+        patch.setattr(module, "rollback_signal", without_database)
 
 
 @bent(SAME_EPOCH, "a JOIN is not applied")
@@ -214,7 +217,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     """Only the writer that joins goes back with its database."""
     rule = WriterState.go_back
     joins: list[str] = []
-    begin = writers.begin
+    begin = writers.begin_epoch
 
     def go_back(self: WriterState, limit: int, name: str, changes: BatchOutcome) -> None:
         if joins:
@@ -228,7 +231,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             joins.clear()
 
     patch.setattr(WriterState, "go_back", go_back)
-    patch.setattr(stream, "begin", joining)
+    patch.setattr(stream, "begin_epoch", joining)
 
 
 @bent(BACK, "the line passes")
@@ -263,14 +266,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bent(BACK, "a RDATA is")
 def _(patch: pytest.MonkeyPatch) -> None:
     """Where IDs are given out again, the ones that were published are forgotten."""
-    rule = writers.begin
+    rule = writers.begin_epoch
 
     def begin(*args: Any) -> Any:
         writer, retire = rule(*args)
         writer.late = EMPTY
         return writer, retire
 
-    patch.setattr(stream, "begin", begin)
+    patch.setattr(stream, "begin_epoch", begin)
 
 
 @bent(BACK, "goes back")

@@ -22,7 +22,7 @@ dictionaries = st.dictionaries(names, st.sampled_from([UNREADABLE, b"1", b"22", 
 @given(dictionaries, names, st.integers(0, 2))
 def test_packed_states_are_found_by_name(given_: dict[str, bytes], other: str, expected: int) -> None:
     packed = PackedStates.of(given_)
-    packed.expect(expected)
+    packed.prepare_lookups(expected)
     assert {name: packed.get(name) for name in [*given_, other]} == {**dict.fromkeys([other]), **given_}
     assert dict(packed.items()) == given_
     assert packed.data == PackedStates.of(dict(reversed(given_.items()))).data
@@ -37,12 +37,12 @@ def test_the_newest_state_of_a_stream_counts(
     together = seed | packed | recent
     below = PackedStates.of(seed)
     layered = States(dict(recent), PackedStates.of(packed), below)
-    with patch.object(store, "_FEW", 0):
-        packed_anew = States.kept(States(dict(recent), PackedStates.of(packed), below).keep(), below)
-    for found in (layered, States.kept(layered.keep(), below), packed_anew):
+    with patch.object(store, "_RECENT_MAX", 0):
+        packed_anew = States.unpack(States(dict(recent), PackedStates.of(packed), below).pack(), below)
+    for found in (layered, States.unpack(layered.pack(), below), packed_anew):
         assert {name: found.get(name) for name in together} == together
         assert (other in found) == (other in together)
-        assert found.unread() == [*together.values()].count(UNREADABLE)
+        assert found.unreadable_count() == [*together.values()].count(UNREADABLE)
 
 
 @settings(max_examples=examples(100))
@@ -53,17 +53,17 @@ def test_a_batch_is_the_same_wherever_its_states_lie(
     """Effects are equal byte for byte, and so is each state, with a new line of batches begun anywhere."""
     shard = Shard()
     seed, data = NONE, None
-    with patch.object(store, "_FEW", few):
+    with patch.object(store, "_RECENT_MAX", few):
         for number, batch in enumerate(cut(log, where)):
             if number == reseeded:
                 seed, data = PackedStates.of(shard.states), None
             made = packets(batch)
             wanted = shard.feed_packets(made)
-            found = States.kept(data, seed)
+            found = States.unpack(data, seed)
             done = advance(0, found, made, shard.now, shard.bounds)
-            data = found.keep()
+            data = found.pack()
             assert effects.encode(done) == effects.encode(wanted)
-            kept = States.kept(data, seed)
+            kept = States.unpack(data, seed)
             assert {name: kept.get(name) for name in shard.states} == shard.states
 
 
@@ -73,16 +73,16 @@ def test_what_a_batch_does_not_touch_is_neither_kept_nor_passed_on() -> None:
     shard.feed(join("w", 0))
     (one,) = shard.states.values()
     seeds = by_shard({f"s{number}": one for number in range(10_000)} | shard.states, 1)
-    found = States.kept(None, PackedStates(seeds[0]))
+    found = States.unpack(None, PackedStates(seeds[0]))
     done = advance(0, found, packets(sent([rdata("w", 1, epoch=1)], 1)), 2000, Bounds())
     assert [it.linear for it in done.streams] == [1]
-    assert len(found.keep()) < 200
+    assert len(found.pack()) < 200
 
 
 def test_streams_of_which_nothing_can_be_read_are_counted_in_the_seed() -> None:
     """Past the bound of them a new stream is marked as uncertain, as it was before the line of batches began anew."""
     seed = PackedStates.of({f"k{number}": UNREADABLE for number in range(3)})
     for most, doubted in ((3, True), (4, False)):
-        found = States.kept(None, seed)
+        found = States.unpack(None, seed)
         done = advance(0, found, packets(sent([join("a", 2)], 0)), 1000, Bounds(unread=most))
         assert [move.unseen > 0 for it in done.streams for move in it.advances] == [doubted]

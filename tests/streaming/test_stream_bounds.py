@@ -1,7 +1,7 @@
 """What a state may hold: past each bound Tidemark holds or turns away, and never moves (docs/design.md, rule 9)."""
 
 from tests.streaming.builders import Shard, join, position, rdata, retire, row
-from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.values.limits import Bounds
 
 
@@ -10,9 +10,9 @@ def test_an_edge_past_the_bound_of_pending_spans_is_put_off() -> None:
     shard = Shard(bounds=Bounds(pending=2))
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 6, 5, epoch=1))
     done = shard.feed(rdata("a", 9, 8, epoch=1), rdata("a", 7, 6, epoch=1), rdata("a", 2, 1, epoch=1))
-    assert (done.counts, done.recalls, done.summary.deferred) == ({"applied": 2, "deferred": 1}, [], ["a/1"])
+    assert (done.counts, done.requeues, done.summary.deferred) == ({"applied": 2, "deferred": 1}, [], ["a/1"])
     done = shard.feed(rdata("a", 1, epoch=1))
-    assert (shard.positions, done.recalls, done.summary.deferred) == ({"a": 3}, [Recall("a", 1, 0, 3, 3)], [])
+    assert (shard.positions, done.requeues, done.summary.deferred) == ({"a": 3}, [RequeuedRange("a", 1, 0, 3, 3)], [])
     shard.feed(rdata("a", 9, 8, epoch=1), position("a", 3, 5, epoch=1), rdata("a", 8, 7, epoch=1))
     assert shard.positions == {"a": 9}
 

@@ -26,7 +26,7 @@ def test_a_skip_settles_what_is_open_and_is_told_with_its_reason(shard: Shard) -
     done = shard.feed(skip("a", 0, 5))
     (move,) = done.advances
     assert (move.prev, move.id, move.facts, move.skipped) == (0, 6, 1, 5)
-    assert [(it.kind, it.prev, it.id, it.by, it.why) for it in done.forced] == [("SKIP", 0, 5, "ann", "because")]
+    assert [(it.kind, it.prev, it.id, it.by, it.why) for it in done.overrides] == [("SKIP", 0, 5, "ann", "because")]
     assert [(it.top, it.how) for it in done.closed] == [(5, "skipped")]
     assert shard.linear == 6
 
@@ -81,10 +81,10 @@ def test_an_act_without_an_epoch_means_the_writer_as_it_lives_now(shard: Shard) 
     """An operator need not look an epoch up: joined, else the newest that is held; the audit names it."""
     shard.feed(join("a", 6, epoch=7), rdata("a", 9, 8, epoch=7), rdata("b", 9, 8, epoch=3), rdata("b", 8, epoch=2))
     done = shard.feed(skip("a", 6, 8, epoch=CURRENT_EPOCH), forced(join("b", 7, epoch=CURRENT_EPOCH)))
-    assert [(it.kind, it.writer, it.epoch) for it in done.forced] == [("SKIP", "a", 7), ("JOIN", "b", 3)]
+    assert [(it.kind, it.writer, it.epoch) for it in done.overrides] == [("SKIP", "a", 7), ("JOIN", "b", 3)]
     assert (shard.rejected, shard.positions) == ({}, {"a": 9, "b": 7})
     shard.feed(retire("a", 9, epoch=7), rdata("a", 12, 9, epoch=8))
-    (act,) = shard.feed(forced(retire("a", 12, epoch=CURRENT_EPOCH))).forced
+    (act,) = shard.feed(forced(retire("a", 12, epoch=CURRENT_EPOCH))).overrides
     assert (act.epoch, [*shard.stream().unjoined]) == (8, [])
 
 
@@ -92,9 +92,9 @@ def test_an_act_without_an_epoch_means_the_writer_as_it_lives_now(shard: Shard) 
 def test_an_act_beyond_what_is_allocated_is_refused_unless_it_says_so(shard: Shard, act: Record) -> None:
     """A mistyped ID moves nothing: a position would pass facts that nobody has written yet, and never come back."""
     done = shard.feed(act)
-    assert (shard.rejected, done.forced, shard.positions) == ({2: "beyond_allocated"}, [], {"a": 0})
+    assert (shard.rejected, done.overrides, shard.positions) == ({2: "beyond_allocated"}, [], {"a": 0})
     done = shard.feed(replace(act, beyond=True))
-    assert (shard.rejected, len(done.forced), shard.positions) == ({}, 1, {"a": 7})
+    assert (shard.rejected, len(done.overrides), shard.positions) == ({}, 1, {"a": 7})
 
 
 @pytest.mark.parametrize("restarts", [True, False])
@@ -122,7 +122,7 @@ def test_a_skip_of_nothing_open_is_a_duplicate(shard: Shard) -> None:
     """Repeated, it changes nothing, but stays in the audit."""
     shard.feed(skip("a", 0, 5))
     done = shard.feed(skip("a", 0, 5))
-    assert (done.counts, done.advances, len(done.forced)) == ({"duplicate": 1}, [], 1)
+    assert (done.counts, done.advances, len(done.overrides)) == ({"duplicate": 1}, [], 1)
 
 
 def test_what_the_facts_of_a_batch_settle_needs_no_force() -> None:

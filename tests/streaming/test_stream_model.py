@@ -72,7 +72,7 @@ class Compared(RuleBasedStateMachine):
         self.apart = b"\xc0"
         self.packing = ExitStack()
 
-    @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, writer_table.FEW]))
+    @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, writer_table.UNPACKED_MAX]))
     def begin(self, sign: int, few: int) -> None:
         self.database = Database(sign, WRITERS)
         self.packing.enter_context(packing(few))

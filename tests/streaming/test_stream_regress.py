@@ -31,9 +31,9 @@ def test_the_writer_is_named_for_which_the_line_waits() -> None:
     """Without a gap nobody else would say who holds the line back."""
     shard = set_back()
     done = shard.feed(rdata("b", 12, 5, epoch=1))
-    assert done.summary.behind is not None
-    assert [(it.writer, it.position) for it in done.summary.behind.holders] == [("a", 7)]
-    assert shard.feed(rdata("a", 12, 7, epoch=2)).summary.behind is None
+    assert done.summary.linear_lag is not None
+    assert [(it.writer, it.position) for it in done.summary.linear_lag.blockers] == [("a", 7)]
+    assert shard.feed(rdata("a", 12, 7, epoch=2)).summary.linear_lag is None
 
 
 def test_an_operator_may_skip_an_id_that_does_not_come_again() -> None:

@@ -57,7 +57,7 @@ def test_a_join_below_what_came_late_into_a_skip_begins_a_timeline(shard: Shard)
 def test_an_operator_takes_a_skip_back(shard: Shard, id: int) -> None:
     """A JOIN at the current epoch: what only an operator settled beyond its ID is open again, and the line waits."""
     done = shard.feed(forced(join("a", id, epoch=CURRENT_EPOCH)))
-    assert [(it.kind, it.epoch, it.id) for it in done.forced] == [("JOIN", 1, id)]
+    assert [(it.kind, it.epoch, it.id) for it in done.overrides] == [("JOIN", 1, id)]
     assert (done.counts, late(done), done.timelines, shard.rejected) == ({"applied": 1}, [], [], {})
     assert (shard.positions, chain(shard, "a"), done.allocated) == ({"a": FAR, "b": 7}, 6, 7)
     shard.feed(rdata("b", 12, 7, epoch=1))

@@ -15,7 +15,7 @@ from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import blockers
 from tidemark.streaming.core.store import States
-from tidemark.streaming.core.stream_input import inboxes_of
+from tidemark.streaming.core.stream_input import group_by_stream
 from tidemark.streaming.core.writer_codec import PackedTable, StoredWriter, Straggler
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import WriterState
@@ -81,7 +81,7 @@ def change(writer: WriterState, act: str, number: int, now: int) -> None:
         writer.retired = None
     elif act == "fall back" and not chain.pending:
         writer.published = max(writer.published, chain.position)
-        chain.begin_again(max(0, chain.position - number))
+        chain.restart_at(max(0, chain.position - number))
 
 
 def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, before: int) -> None:
@@ -93,7 +93,7 @@ def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, befo
     assert writers.stragglers(line, 2) == (standing[:2], len(standing))
     passed = sorted((it.retired, name) for name, it in plain.items() if it.retired and it.position <= line)
     expected = [name for at, (since, name) in enumerate(passed) if at < len(passed) - 2 or since <= before]
-    assert writers.outlived(line, 2, before, ()) == expected
+    assert writers.expired(line, 2, before, ()) == expected
 
 
 def crowd(joining: int, retiring: int) -> Shard:
@@ -107,7 +107,8 @@ def crowd(joining: int, retiring: int) -> Shard:
 def opened(shard: Shard, *records: Record) -> int:
     batch = StreamBatch(STREAM, shard.states[STREAM], shard.now, Bounds())
     brought = packets([Sent(99_000 + at, it) for at, it in enumerate(records)])
-    batch.feed(inboxes_of(brought, RunColumns.of([it.runs for it in brought]), States(shard.states), Bounds())[STREAM])
+    inputs = group_by_stream(brought, RunColumns.of([it.runs for it in brought]), States(shard.states), Bounds())
+    batch.feed(inputs[STREAM])
     return batch.stream.writers.opened
 
 

@@ -18,7 +18,7 @@ from tidemark.app import metrics
 from tidemark.app.preflight import Seed
 from tidemark.app.stream_metrics import StreamCollector
 from tidemark.common.errors import (
-    BatchCut,
+    BatchTooLarge,
     ContentRefused,
     ExtraMissing,
     PartitionsChanged,
@@ -164,7 +164,7 @@ class Batches:
                 # What is left of its range no other batch of this query would read: it ends before it computes one.
                 read = self._board.new_offsets(effects)
                 self._publish(collected)
-                raise BatchCut(read, max(1, read // FEWER))
+                raise BatchTooLarge(read, max(1, read // FEWER))
             work = collected, traced.pop_all()
         # A daemon: a server that is waited for keeps no process that ends.
         self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidemark.streaming.core.linear_lag import Behind, HoldReason
+from tidemark.streaming.core.linear_lag import BlockReason, LinearLag
 
 StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -18,7 +18,7 @@ class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
     reason: Annotated[
-        HoldReason,
+        BlockReason,
         Meta(
             description="`transaction`: it tells of one that is open; `gap`: it went on above IDs that it owes;"
             " `silent`: it has told nothing beyond `position`; `unknown`: it never joined."
@@ -42,7 +42,7 @@ class BehindAnswer(msgspec.Struct, frozen=True):
     holders: Annotated[int, Meta(ge=0)]
 
 
-def behind_answer(found: Behind | None) -> BehindAnswer | None:
+def behind_answer(found: LinearLag | None) -> BehindAnswer | None:
     if found is None:
         return None
     held_by = [
@@ -54,7 +54,7 @@ def behind_answer(found: Behind | None) -> BehindAnswer | None:
             since=None if it.since is None else moment(it.since),
             last_seen=last_seen(it.seen),
         )
-        for it in found.holders
+        for it in found.blockers
     ]
     return BehindAnswer(found.ids, None if found.since is None else moment(found.since), held_by, found.count)
 

@@ -363,7 +363,7 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
         for stream in shard.streams:
             for outcome, count in stream.counts.items():
                 outcomes[outcome] += count
-            for act in stream.forced:
+            for act in stream.overrides:
                 FORCED.labels(act.kind).inc()
         REGRESSIONS.inc(sum(len(stream.timelines) for stream in shard.streams))
         oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)

@@ -11,7 +11,7 @@ from tidemark.app.lag_json import last_seen, moment
 from tidemark.app.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.linear_lag import behind, is_brief
+from tidemark.streaming.core.linear_lag import linear_lag, is_brief
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
 from tidemark.streaming.values.policies import Policies
@@ -75,14 +75,14 @@ def silence(policies: Policies, stream: str) -> float:
 
 
 def _of_stream(name: str, stream: StreamState, now: float, silent: float) -> Iterator[OpenRange]:
-    holding = behind(stream)
+    holding = linear_lag(stream)
     stream.writers.open_waiting()
     for (writer, epoch), held in stream.unjoined.items():
         yield _unknown(name, stream, writer, epoch, held)
     owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
     for writer, known in owing.items():
         yield from _gaps(name, stream, writer, known, now, silent)
-    for it in holding.holders if holding else ():
+    for it in holding.blockers if holding else ():
         if it.reason == "unknown" or it.writer in owing or is_brief(it.since, now):
             continue
         transactions = stream.transactions.get(it.writer, [])

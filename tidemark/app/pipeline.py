@@ -30,11 +30,11 @@ from tidemark.app.stream_metrics import StreamCollector
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
-    BatchCut,
+    BatchTooLarge,
     ChainBroken,
     ContentRefused,
     LeaseLost,
-    Outdated,
+    ConfigurationChanged,
     QueryFailed,
     RecordsRefused,
     Refused,
@@ -112,7 +112,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
                 failures += 1
-                if attempt.published or isinstance(error, Outdated):
+                if attempt.published or isinstance(error, ConfigurationChanged):
                     failures = 0
                     backoff.reset()
                 if isinstance(error, Unavailable):
@@ -120,7 +120,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
                     board.forget()
-                if isinstance(error, BatchCut | ContentRefused):
+                if isinstance(error, BatchTooLarge | ContentRefused):
                     most = error.fewer
                 if isinstance(error, RecordsRefused):
                     _add(error.places, refused)
@@ -297,7 +297,7 @@ class Attempt:
             if time.monotonic() - looked > SECRETS_SECONDS:
                 looked = time.monotonic()
                 if self.outdated:
-                    raise Outdated("a secret for Kafka")
+                    raise ConfigurationChanged("a secret for Kafka")
             if not is_active:
                 raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tidemark.common.errors import Outdated, Unavailable
+from tidemark.common.errors import ConfigurationChanged, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
@@ -45,5 +45,5 @@ class PolicyWatch(LeasedThread):
             log.info("Follows other policies", changed=changed[:SHOWN], count=len(changed))
             self._follow(self._policies)
             if self._policies.bounds() != before.bounds():
-                self.failure = Outdated("bounds of streams")
+                self.failure = ConfigurationChanged("bounds of streams")
         return SECONDS

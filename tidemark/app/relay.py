@@ -15,7 +15,7 @@ from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
-from tidemark.common.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
+from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.lock_waits import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sources.producer import FOR_EVER, topic_producer
@@ -142,7 +142,7 @@ class RetireOrder:
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
     """End the writer's epochs, which the relay publishes when everything below is published.
 
-    Raises `Refused` if there is no such writer, and `OthersFirst` if it has open transactions or unpublished facts.
+    Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished facts.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
@@ -174,7 +174,7 @@ def _retired(session: PostgresSession, writer: str, stream: str) -> int:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
         except (errors.ObjectInUse, errors.ObjectNotInPrerequisiteState) as error:
-            raise OthersFirst(f"the end of {writer}", session.where, first_line(error)) from error
+            raise PrerequisitePending(f"the end of {writer}", session.where, first_line(error)) from error
         except (errors.UndefinedObject, errors.InvalidParameterValue) as error:
             do = error.diag.message_hint or "give another name"
             raise Refused("Postgres", session.where, first_line(error), do) from error

@@ -23,8 +23,8 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, summarize
-from tidemark.streaming.core.fast_path import at_rest
-from tidemark.streaming.core.linear_lag import HELD_AFTER, Holder
+from tidemark.streaming.core.fast_path import caught_up
+from tidemark.streaming.core.linear_lag import BRIEF_WAIT, LinearBlocker
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.policies import Policies
 
@@ -43,8 +43,8 @@ class StreamEntry:
 
     @classmethod
     def of_state(cls, stored: bytes) -> "StreamEntry":
-        if (resting := at_rest(stored)) is not None:
-            return cls(resting.line, resting.line, resting.positions, QUIET)
+        if (resting := caught_up(stored)) is not None:
+            return cls(resting.linear, resting.linear, resting.positions, QUIET)
         stream = codec.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
@@ -321,13 +321,13 @@ class StreamCollector(Collector):
         now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
             for stream, entry in self._entries.active.items():
-                behind = entry.summary.behind
+                behind = entry.summary.linear_lag
                 seconds = self._age(behind.since, now) if behind is not None else 0.0
-                if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or HELD_AFTER):
+                if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT):
                     continue
                 fields = {"stream": stream, "linear": entry.linear, "ids": behind.ids, "seconds": round(seconds)}
-                if behind.holders:
-                    fields |= {"writer": behind.holders[0].writer, "reason": behind.holders[0].reason}
+                if behind.blockers:
+                    fields |= {"writer": behind.blockers[0].writer, "reason": behind.blockers[0].reason}
                 blocked[stream] = fields
         return blocked
 
@@ -408,12 +408,12 @@ class StreamCollector(Collector):
     def _show_blockers(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
         """Returns the number of blockers without a series of their own."""
         unnamed = 0
-        blockers: list[tuple[float, str, Holder]] = []
+        blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
-            if entry.summary.behind is not None:
-                rows = [(self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.behind.holders]
-                blockers += [row for row in rows if row[0] >= HELD_AFTER]
-                unnamed += entry.summary.behind.count - len(entry.summary.behind.holders)
+            if entry.summary.linear_lag is not None:
+                rows = [(self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers]
+                blockers += [row for row in rows if row[0] >= BRIEF_WAIT]
+                unnamed += entry.summary.linear_lag.count - len(entry.summary.linear_lag.blockers)
         blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))
         for age, stream, blocker in blockers[: self._streams]:
             labels = [stream, blocker.writer, blocker.reason]
@@ -433,7 +433,7 @@ class StreamCollector(Collector):
         return values
 
     def _values(self, entry: StreamEntry, now: float) -> dict[str, float]:
-        oldest, behind = entry.summary.oldest, entry.summary.behind
+        oldest, behind = entry.summary.oldest, entry.summary.linear_lag
         return {
             "linear": entry.linear,
             "allocated": entry.allocated,

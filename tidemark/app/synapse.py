@@ -14,7 +14,7 @@ from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
-from tidemark.common.errors import BadSetting, OthersFirst, Stopping
+from tidemark.common.errors import BadSetting, PrerequisitePending, Stopping
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sources.producer import FOR_EVER, topic_producer
@@ -140,7 +140,7 @@ class WorkerGone:
 def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
     """Have the bridge that speaks end the writer, once everything of it is told.
 
-    Raises `BadSetting` where it turns out to live, `OthersFirst` where it did not end in time: it will all the same.
+    Raises `BadSetting` where it turns out to live, `PrerequisitePending` where it did not end in time: it will all the same.
     """
     with state_session(settings.postgres) as session:
         with session.use() as connection:
@@ -160,5 +160,5 @@ def _retired(session: PostgresSession, writer: str, stream: str) -> int:
         found = state.retired_at(connection, writer, stream)
     if found is None:
         problem = "it does as soon as a bridge runs and every other worker of the stream has answered"
-        raise OthersFirst(f"the end of {writer}", session.where, problem)
+        raise PrerequisitePending(f"the end of {writer}", session.where, problem)
     return found

@@ -62,7 +62,7 @@ class Slow(Unavailable):
 
 
 @says("{what} is not possible yet: {problem}")
-class OthersFirst(Unavailable):
+class PrerequisitePending(Unavailable):
     pass  # transactions or a relay have to do something before
 
 
@@ -95,7 +95,7 @@ class ChainBroken(Retry):  # docs/design.md, rule 3
 
 @says("""{records} records had more facts than memory has room for: what their batch left is read again, in batches of
     {fewer}""")
-class BatchCut(Retry):
+class BatchTooLarge(Retry):
     records: int
     fewer: int
 
@@ -129,7 +129,7 @@ class RecordsRefused(Retry):
 
 
 @says("the query begins anew: {what} changed while it ran")
-class Outdated(Retry):
+class ConfigurationChanged(Retry):
     what: str  # a query and its connections take it up when they begin
 
 
@@ -174,7 +174,7 @@ class BadCommand(Reject):
 
 
 @says("{token} is ahead of stream {stream}, whose writers have come to {allocated}: of another stream or database")
-class TokenFromTheFuture(Reject):
+class TokenAhead(Reject):
     stream: str
     token: str
     allocated: int  # the highest ID that any record of the stream named
@@ -293,7 +293,7 @@ class StateTooNew(Stop):
 
 
 @says("sequence {sequence}: {problem}; {do}")
-class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design.md 4b
+class UnsuitableSequence(Stop):  # its IDs would not be safe to announce: docs/design.md 4b
     sequence: str
     problem: str
     do: str
@@ -301,7 +301,7 @@ class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design
 
 @says("""fact {id} of stream {stream} in tidemark.append_outbox is no JSON ({problem}), so no function put it there:
     mend its rows""")
-class FactUnfit(Stop):
+class MalformedFact(Stop):
     stream: str
     id: int
     problem: str
@@ -344,7 +344,7 @@ class RowUnreadable(Stop):
 @says("""reader {reader} of stream {stream}: the transaction of a batch was ended by what was done on its connection (a
     COMMIT or ROLLBACK), so what came of the batch and the reader's place are no longer one; nothing of the place was
     written: take the statement out, and see which effects of the batch are there""")
-class BatchEnded(Stop):
+class TransactionEnded(Stop):
     reader: str
     stream: str
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import psycopg
 
 from tidemark.common.backoff import Backoff
-from tidemark.common.errors import OthersFirst, TidemarkError
+from tidemark.common.errors import PrerequisitePending, TidemarkError
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
 
@@ -40,7 +40,7 @@ def run_locking(session: PostgresSession, task: str, step: Callable[[Connection]
         seconds: after which no new attempt begins.
 
     Raises:
-        OthersFirst: the locks were not free within `seconds`; names the blockers.
+        PrerequisitePending: the locks were not free within `seconds`; names the blockers.
     """
     deadline, backoff = time.monotonic() + seconds, Backoff(_PAUSE, _LONGEST_PAUSE)
     while True:
@@ -57,7 +57,7 @@ def run_locking(session: PostgresSession, task: str, step: Callable[[Connection]
         log.warning("Waiting for a lock", step=task, blockers=blockers.description)
         pause = backoff.next()
         if time.monotonic() + pause > deadline:
-            raise OthersFirst(task, session.where, f"waiting for a lock of {blockers.description}")
+            raise PrerequisitePending(task, session.where, f"waiting for a lock of {blockers.description}")
         time.sleep(pause)
 
 

@@ -72,7 +72,7 @@ class Migrations:
 
         Raises:
             SchemaMismatch: a newer schema does not work with this code.
-            OthersFirst: a lock was not free in time.
+            PrerequisitePending: a lock was not free in time.
         """
         applied = list[int]()
         while True:

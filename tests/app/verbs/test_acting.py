@@ -32,7 +32,7 @@ from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.core.effects import Forced, Progress, ShardEffects
+from tidemark.streaming.core.effects import OperatorOverride, Progress, ShardEffects
 from tidemark.streaming.wire.records import Record, Skip, Topic, read
 
 BY = ("--by", "ada", "--why", "host is gone")
@@ -224,7 +224,7 @@ def test_who_may_not_note_an_act_does_not_send_one(operator: Operator, dsn: str,
 
 def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
     """By where it stood first, whichever of its letters is meant; what was refused leaves no act."""
-    replayed = Forced("a", 7, "REPLAY", 5, 6, "ada", "mended")
+    replayed = OperatorOverride("a", 7, "REPLAY", 5, 6, "ada", "mended")
     with session_of(dsn, "test") as session:
         acts = OverrideLog(session)
         first = acts.note_replay(STREAM, replayed, ("facts", 2, 40))

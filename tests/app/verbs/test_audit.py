@@ -11,17 +11,17 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 
-SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")
-TWIN = Forced("w", 1, "SKIP", 2, 4, "bob", "also lost")
-WIDER = Forced("w", 1, "SKIP", 2, 9, "bob", "also lost")
-JOIN = Forced("w", 1, "JOIN", 0, 9, "ann", "too far")
-LOWER = Forced("w", 1, "JOIN", 0, 4, "bob", "much too far")
-OTHER = Forced("w", 1, "SKIP", 5, 9, "bob", "also lost")
+SKIP = OperatorOverride("w", 1, "SKIP", 2, 4, "ann", "lost")
+TWIN = OperatorOverride("w", 1, "SKIP", 2, 4, "bob", "also lost")
+WIDER = OperatorOverride("w", 1, "SKIP", 2, 9, "bob", "also lost")
+JOIN = OperatorOverride("w", 1, "JOIN", 0, 9, "ann", "too far")
+LOWER = OperatorOverride("w", 1, "JOIN", 0, 4, "bob", "much too far")
+OTHER = OperatorOverride("w", 1, "SKIP", 5, 9, "bob", "also lost")
 
 
-def noted(acts: OverrideLog, *forced: Forced, first: int = 0) -> list[LoggedOverride]:
+def noted(acts: OverrideLog, *forced: OperatorOverride, first: int = 0) -> list[LoggedOverride]:
     """All sent before any is read."""
     found = [acts.note("s", it) for it in forced]
     for offset, it in enumerate(found, first):
@@ -29,9 +29,9 @@ def noted(acts: OverrideLog, *forced: Forced, first: int = 0) -> list[LoggedOver
     return found
 
 
-def applied(pipeline: Pipeline, *forced: Forced) -> None:
+def applied(pipeline: Pipeline, *forced: OperatorOverride) -> None:
     pipeline.number += 1
-    made = batch(pipeline.number, stream("s", forced=list(forced)), token=pipeline.lease.token)
+    made = batch(pipeline.number, stream("s", overrides=list(forced)), token=pipeline.lease.token)
     pipeline.store.apply(made)
 
 
@@ -48,7 +48,7 @@ def applied(pipeline: Pipeline, *forced: Forced) -> None:
     ],
 )
 def test_of_two_who_settle_the_same_the_second_is_told(
-    pipeline: Pipeline, dsn: str, first: Forced, second: Forced, became: str
+    pipeline: Pipeline, dsn: str, first: OperatorOverride, second: OperatorOverride, became: str
 ) -> None:
     """Both tried it while it was open, and the records that say so were applied one after the other."""
     with session_of(dsn, "test") as session:
@@ -78,8 +78,8 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
     with session_of(dsn, "test") as session:
         acts = OverrideLog(session)
         (done,) = noted(acts, SKIP)
-        acts.note("s", Forced("w", 1, "RETIRE", 0, 9, "ann", "gone"))
-        applied(pipeline, SKIP, Forced("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
+        acts.note("s", OperatorOverride("w", 1, "RETIRE", 0, 9, "ann", "gone"))
+        applied(pipeline, SKIP, OperatorOverride("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
         acts.close(done, "applied")
     runner = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn})
     listed = runner.invoke(main, ["overrides", "list"]).output.splitlines()

@@ -10,7 +10,7 @@ from tidemark.app.output import as_object
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 
 FACT = b'{"kind":"RDATA","stream":"events","writer":"a","epoch":1,"prev":2,"id":3,"row":{}}'
 
@@ -43,7 +43,7 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
     ]
     assert not tried.is_settled()
     assert letters.replay(letter(FACT), "facts", tried.done.state, 9.0).is_settled()
-    assert tried.act("ada", "mended") == Forced("a", 1, "REPLAY", 2, 3, "ada", "mended")
+    assert tried.act("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
             gaps=[],
             closed=[],
             late=[],
-            forced=[],
+            overrides=[],
             timelines=[],
             dropped=[],
             counts={"applied": load.writers},

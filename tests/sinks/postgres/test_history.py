@@ -23,7 +23,7 @@ from tidemark.sinks.postgres.history import PageBounds, StoredPage
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.core.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
+from tidemark.streaming.core.effects import Gap, GapClosed, LateCompletion, OperatorOverride, WriterAdvance
 from tidemark.streaming.values.limits import Evidence
 
 LARGEST = 2**63 - 1
@@ -307,10 +307,10 @@ def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection,
 def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
     """Advances, closed gaps and batches go after their days, what is audited after more; what still counts stays."""
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3)]
-    forced = [Forced("w", 1, "SKIP", 3, 9, "ann", "stuck for days")]
+    forced = [OperatorOverride("w", 1, "SKIP", 3, 9, "ann", "stuck for days")]
     gaps = [Gap("w", 1, 20, 30, NOW), Gap("w", 1, 40, 50, NOW)]
     with Postgres(PostgresConfig(dsn, Retention(history=2, audit=5))) as store:
-        held = stream("s", advance("w", 0, 9), late=late, forced=forced, gaps=gaps)
+        held = stream("s", advance("w", 0, 9), late=late, overrides=forced, gaps=gaps)
         store.apply(batch(1, held, stream("t", advance("gone", 0, 5)), token=lease.token))
         closed = stream("s", closed=[GapClosed("w", 30, "joined")])
         store.apply(batch(2, closed, stream("t", dropped=["gone"]), token=lease.token, query="old"))

@@ -13,9 +13,9 @@ from tidemark.common.errors import BadRecord
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.operators import LoggedOverride, OverrideLog, PolicyTable
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 
-SKIP = Forced("w", 1, "SKIP", 5, 6, "eve", "it hangs")
+SKIP = OperatorOverride("w", 1, "SKIP", 5, 6, "eve", "it hangs")
 
 
 @pytest.fixture

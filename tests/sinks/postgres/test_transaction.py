@@ -16,10 +16,10 @@ from tidemark.common.errors import ChainBroken, LeaseLost
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import (
-    Forced,
     Gap,
     GapClosed,
     LateCompletion,
+    OperatorOverride,
     Progress,
     ShardEffects,
     WriterAdvance,
@@ -281,7 +281,7 @@ def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, to
 def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 5: late completions are numbered in their order, and an operator's act is kept with who and why."""
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3, 5)]
-    effects = stream("s", late=late, forced=[Forced("w", 1, "SKIP", 3, 9, "ann", "stuck for days")])
+    effects = stream("s", late=late, overrides=[OperatorOverride("w", 1, "SKIP", 3, 9, "ann", "stuck for days")])
     numbers = store.apply(batch(1, effects, token=token)).late["s"]
     assert numbers == sorted(numbers)
     kept = store.late_since([("s", 0)], 10)["s"]

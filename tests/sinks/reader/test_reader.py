@@ -13,7 +13,7 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
-from tidemark.common.errors import BatchEnded, Refused, RowUnreadable
+from tidemark.common.errors import TransactionEnded, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.checkpoint import CheckpointStore
@@ -95,7 +95,7 @@ def test_batch_whose_transaction_was_ended_stops_the_reader(three: ReadingServic
     with Positions(three.redis) as positions, Reader(positions, "s", **three.arguments()) as reader:
         batch = next(reader)
         batch.connection.execute(statement)
-        with pytest.raises(BatchEnded, match="COMMIT or ROLLBACK"):
+        with pytest.raises(TransactionEnded, match="COMMIT or ROLLBACK"):
             next(reader)
     assert three.place() == Place()
 

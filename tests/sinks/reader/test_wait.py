@@ -18,7 +18,7 @@ from tidemark.common.errors import (
     NotReached,
     Refused,
     StreamNotKnown,
-    TokenFromTheFuture,
+    TokenAhead,
     Unavailable,
 )
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
@@ -118,7 +118,7 @@ def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys
     """A token beyond all that Tidemark has heard of is refused after the grace, and not waited for for ever."""
     pipeline.move("w", 0, 3)
     keys.set(key("s", "allocated"), "4")
-    with pytest.raises(TokenFromTheFuture, match="have come to 4") as caught:
+    with pytest.raises(TokenAhead, match="have come to 4") as caught:
         either.wait("s", "m3~w.5", timeout=60, grace=0.3)
     assert caught.value.allocated == 4
 

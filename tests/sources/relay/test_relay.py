@@ -21,7 +21,7 @@ from tidemark.app.cli import main
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
-from tidemark.common.errors import BadSetting, FactUnfit, Refused
+from tidemark.common.errors import BadSetting, MalformedFact, Refused
 from tidemark.sources import run_loop, transactions
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
@@ -359,7 +359,7 @@ def test_a_fact_that_is_no_json_stops_the_relay(sql: psycopg.Connection, run: Ru
     values = "nextval('tidemark.append_ids_1'), array[%s], 0)"
     sql.execute(f"insert into tidemark.append_outbox (number, id, rows, bytes) values (1, {values}".encode(), [rows])
     failure = relay.ended()
-    assert isinstance(failure, FactUnfit)
+    assert isinstance(failure, MalformedFact)
     assert str(failure).startswith("fact 1 of stream orders in tidemark.append_outbox is no JSON")
     assert not settled(sql)
 

@@ -8,7 +8,7 @@ from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
 from tests.sources.synapse.turns import take_turn
-from tidemark.common.errors import BadSetting, OthersFirst, Refused
+from tidemark.common.errors import BadSetting, PrerequisitePending, Refused
 from tidemark.sources.synapse import evidence, queries, state, timelines
 from tidemark.sources.synapse import evidence as published_facts
 from tidemark.sources.synapse.decider import UNBOUNDED
@@ -107,7 +107,7 @@ def test_of_two_that_speak_at_once_one_begins_anew(sql: psycopg.Connection) -> N
     """Whoever lost its turn unaware finds that its place was moved, and writes nothing."""
     known = has_begun(sql)
     advance_stream(sql, known, [advance("event1", 7, 9, 8)], "0/200")
-    with pytest.raises(OthersFirst):
+    with pytest.raises(PrerequisitePending):
         advance_stream(sql, known, [advance("event2", 7, 9), advance("event1", 7, 8, 8)], "0/200")
     assert begun(sql).sent_upto == {"event1": 9, "event2": 7}
     assert sent_upto(sql).writers == {8: "event1"}

@@ -20,8 +20,8 @@ from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, blockers, summarize
-from tidemark.streaming.core.fast_path import at_rest
-from tidemark.streaming.core.linear_lag import Behind
+from tidemark.streaming.core.fast_path import caught_up
+from tidemark.streaming.core.linear_lag import LinearLag
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.policies import Policies
 
@@ -60,7 +60,7 @@ class Details:
     regressed: frozenset[str]
     late: LateCount | None
     transactions: Mapping[str, list[str]]
-    behind: Behind | None
+    behind: LinearLag | None
     seen: Mapping[str, int]
     deferred: Sequence[tuple[str, int]]
     recalls: Sequence[RequeueStatus]
@@ -202,7 +202,7 @@ def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
     """Open ranges of all streams. Postgres is asked for policies only if there are any."""
-    busy = {name: stored for name, stored in states.items() if at_rest(stored) is None}
+    busy = {name: stored for name, stored in states.items() if caught_up(stored) is None}
     if not busy:
         return
     policies, starts, now = (
@@ -231,7 +231,7 @@ def _details(
         ),
         late=late,
         transactions=stream.transactions,
-        behind=summary.behind,
+        behind=summary.linear_lag,
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
         deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
         recalls=recalls,

@@ -43,7 +43,7 @@ from tidemark.app.sidecar.problems import (
 )
 from tidemark.app.sidecar.service import OpenRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
-from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenFromTheFuture, Unavailable
+from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenAhead, Unavailable
 from tidemark.sinks.reader import (
     GRACE,
     TOKEN_PATTERN,
@@ -201,7 +201,7 @@ async def wait(call: OperationCall) -> Response:
     with call.service.limiter.one("wait", call.address) as place:
         try:
             await _carry_out_wait(call, Driver[Standing](program), place)
-        except TokenFromTheFuture as problem:
+        except TokenAhead as problem:
             detail = (
                 f"writers of {call.stream} have allocated up to {problem.allocated}: the token is of another stream or"
                 " database"

@@ -35,7 +35,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
-from tidemark.streaming.core.effects import Forced, StreamEffects
+from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds
@@ -71,10 +71,10 @@ class Replay:
         """Whether the state already contains everything that the record says."""
         return {*self.done.counts} <= _SETTLED
 
-    def act(self, by: str, why: str) -> Forced:
+    def act(self, by: str, why: str) -> OperatorOverride:
         """The override for the audit table."""
         prev, ids, _ = _edges(self.record)
-        return Forced(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
+        return OperatorOverride(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
 def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float) -> Replay:

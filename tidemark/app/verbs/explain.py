@@ -28,7 +28,7 @@ from tidemark.sinks.postgres.inspect import (
 from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.linear_lag import HELD_AFTER
+from tidemark.streaming.core.linear_lag import BRIEF_WAIT
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Evidence
@@ -107,11 +107,11 @@ def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
     """An explanation of each stay of ten seconds or longer between the two times, while the stream was blocked."""
-    times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
+    times = [since, *past.moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
     explanations: dict[int, Explanation] = {}
     for time in times:
         it = explain_at(past, stream, encoded, time)
-        if it is not None and not it.idle and _seconds(it.stay, until) >= HELD_AFTER:
+        if it is not None and not it.idle and _seconds(it.stay, until) >= BRIEF_WAIT:
             explanations.setdefault(it.stay.linear, it)
         if len(explanations) == STAYS:
             break

@@ -41,7 +41,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
-from tidemark.streaming.core.effects import Forced, StreamEffects
+from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Bounds, Reason
@@ -80,9 +80,9 @@ class Trial:
     silent: float
 
     @property
-    def forced(self) -> Forced:
+    def forced(self) -> OperatorOverride:
         """The override as the audit will have it, with its epoch."""
-        (forced,) = self.done.forced
+        (forced,) = self.done.overrides
         return forced
 
     def objections(self) -> Iterator[str]:
@@ -220,7 +220,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
         how = _retire_conflict(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
         raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit the state of the stream"))
     (done,) = effects.streams
-    (forced,) = done.forced
+    (forced,) = done.overrides
     act = msgspec.structs.replace(act, epoch=forced.epoch)
     waiting = [
         it

@@ -11,12 +11,12 @@ import click
 from tidemark.app.commands import OurCommand, loaded, own_name, said
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
-from tidemark.common.errors import OthersFirst, Stopping
+from tidemark.common.errors import PrerequisitePending, Stopping
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 
 PATIENCE = 5.0  # seconds to wait for the lease of a pipeline that was killed
 
@@ -43,7 +43,7 @@ class Reseed:
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
     """Under the lease; noted before it is done.
 
-    Raises `OthersFirst` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed.
+    Raises `PrerequisitePending` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed.
     """
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
@@ -53,7 +53,7 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
             found = _found(settings, postgres)
             acts = OverrideLog(session)
-            noted = acts.note(EVERY_STREAM, Forced("", 0, "RESEED", 0, 0, by, why))
+            noted = acts.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
             acts.close(noted, "applied")
@@ -72,7 +72,7 @@ def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
             stack.enter_context(Lease.acquire(settings.postgres, config, given_up))
         except Stopping:
             who = postgres.conditions.now().owner or "another process"
-            raise OthersFirst("a reseed", postgres.where, f"{who} holds the lease: stop the pipeline") from None
+            raise PrerequisitePending("a reseed", postgres.where, f"{who} holds the lease: stop the pipeline") from None
         yield
 
 

@@ -26,7 +26,7 @@ from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, Summary, summarize
-from tidemark.streaming.core.linear_lag import Behind, Holder, is_brief
+from tidemark.streaming.core.linear_lag import LinearLag, LinearBlocker, is_brief
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
@@ -134,7 +134,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
-        "behind": None if stream.summary.behind is None else _plain_behind(stream.summary.behind, now),
+        "behind": None if stream.summary.linear_lag is None else _plain_behind(stream.summary.linear_lag, now),
         "open_transactions": stream.summary.transactions,
         "deferred": stream.summary.deferred,
         "recalled": [
@@ -145,10 +145,10 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
     }
 
 
-def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
+def _plain_behind(behind: LinearLag, now: float) -> dict[str, Any]:
     """As the sidecar has it, and with ages."""
     plain: dict[str, Any] = msgspec.to_builtins(behind_answer(behind))
-    sinces = [behind.since, *(it.since for it in behind.holders)]
+    sinces = [behind.since, *(it.since for it in behind.blockers)]
     for it, since in zip([plain, *plain["held_by"]], sinces, strict=True):
         it["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
     return plain
@@ -202,7 +202,7 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
 
 def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
     """Why the linear position is below the allocated ID, unless the wait is no longer than a transaction may take."""
-    lag = stream.summary.behind
+    lag = stream.summary.linear_lag
     if lag is None or is_brief(lag.since, now):
         return
     age = "" if lag.since is None else f" for {duration(now - lag.since / 1000)}"
@@ -213,7 +213,7 @@ def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
         yield f"and for {count(more, 'more writer')}"
 
 
-def waiting_for(cause: Holder, now: float) -> str:
+def waiting_for(cause: LinearBlocker, now: float) -> str:
     """The writer that blocks a stream, and why."""
     age = duration(now - cause.seen / 1000)
     seen = f"last record {age} ago" if cause.seen else "no record was ever read"

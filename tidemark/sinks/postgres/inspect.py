@@ -14,7 +14,7 @@ from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, PolicyTable
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
@@ -438,7 +438,7 @@ class LateCompletions:
             return [self._resolve(fact, by, why) for fact in facts]
 
     def _resolve(self, fact: LateFact, by: str, why: str) -> LateFact:
-        override = Forced(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
+        override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
         noted = self._acts.note(fact.stream, override)
         self._acts.close(noted, "applied")
         inserted = self._session.execute(

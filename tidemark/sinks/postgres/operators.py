@@ -13,7 +13,7 @@ from psycopg.errors import NoDataFound
 
 from tidemark.common.errors import BadRecord
 from tidemark.common.postgres_session import PostgresSession, fetch_one, first_line
-from tidemark.streaming.core.effects import Forced
+from tidemark.streaming.core.effects import OperatorOverride
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class OverrideLog:
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def note(self, stream: str, override: Forced) -> LoggedOverride:
+    def note(self, stream: str, override: OperatorOverride) -> LoggedOverride:
         """Log an override. Call it before sending the record, so that no record is sent that is not logged."""
         noted = self._session.fetch_one(
             LoggedOverride,
@@ -176,7 +176,7 @@ class OverrideLog:
         """
         _require(self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted)
 
-    def note_replay(self, stream: str, override: Forced, origin: tuple[str, int, int]) -> LoggedOverride:
+    def note_replay(self, stream: str, override: OperatorOverride, origin: tuple[str, int, int]) -> LoggedOverride:
         """Log the replay of a dead letter.
 
         Args:

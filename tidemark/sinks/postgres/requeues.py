@@ -11,7 +11,7 @@ from datetime import datetime
 from tidemark.common.postgres_session import Connection, PostgresSession, fetch_all
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.positions import forget_settled_requeues
-from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.core.effects import RequeuedRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RequeueStatus:
     since: datetime
 
 
-def add_requeues(connection: Connection, requeues: Iterable[tuple[str, Recall]]) -> None:
+def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedRange]]) -> None:
     """Add requeues, each with its stream."""
     execute(
         connection,

@@ -26,7 +26,7 @@ from tidemark.sinks.postgres.requeues import PendingRequeue
 from tidemark.sinks.postgres.retention import Retention, RetentionClock
 from tidemark.sinks.postgres.status import Conditions, note_faults, note_lagging
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
-from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.values.limits import Bounds, Encoded
 
 log = get_logger(__name__)
@@ -149,7 +149,7 @@ class Postgres:
         with self._requeues.use() as connection:
             requeues.note_requeue(connection, requeue, problem)
 
-    def give_up_requeues(self, deferred: Iterable[tuple[str, Recall]], why: str) -> None:
+    def give_up_requeues(self, deferred: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
         """Give up these deferred records and all pending requeues: their offsets are no longer valid."""
         with self._batches.use() as connection, connection.transaction():
             requeues.add_requeues(connection, deferred)

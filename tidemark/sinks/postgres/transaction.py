@@ -274,7 +274,7 @@ def _write_overrides(connection: Connection, batch: Batch) -> None:
         (
             (s.stream, f.writer, f.epoch, f.kind, f.prev, f.id, f.by, f.why, shard.now)
             for shard, s in batch.streams()
-            for f in s.forced
+            for f in s.overrides
         ),
         batch.number,
     )
@@ -296,7 +296,7 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
 
 
 def _write_requeues(connection: Connection, batch: Batch) -> None:
-    add_requeues(connection, ((s.stream, recall) for _, s in batch.streams() for recall in s.recalls))
+    add_requeues(connection, ((s.stream, recall) for _, s in batch.streams() for recall in s.requeues))
 
 
 def _write_progress(connection: Connection, batch: Batch) -> None:

@@ -8,7 +8,7 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.common.errors import BatchEnded, ReaderModeChanged, Refused
+from tidemark.common.errors import TransactionEnded, ReaderModeChanged, Refused
 from tidemark.common.session_settings import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
@@ -118,7 +118,7 @@ class CheckpointStore:
             The new version. It comes from the clock, so a database that is restored never gives out the same one again.
 
         Raises:
-            BatchEnded: the transaction in which the row was locked has ended.
+            TransactionEnded: the transaction in which the row was locked has ended.
         """
         written = yield from self._rows(
             "update tidemark_reader.places set mode = {mode}, linear = {linear}, positions = {positions},"
@@ -137,7 +137,7 @@ class CheckpointStore:
         )
         if not written:
             yield from self._check_visible()
-            raise BatchEnded(self.reader, self._stream)
+            raise TransactionEnded(self.reader, self._stream)
         added = [*more]
         if added:
             yield from self._rows(

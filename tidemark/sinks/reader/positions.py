@@ -113,7 +113,7 @@ class Positions:
         Raises:
             NotReached: after `timeout`.
             StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
-            TokenFromTheFuture: after `grace`, if `until` is beyond every ID that Tidemark has read of.
+            TokenAhead: after `grace`, if `until` is beyond every ID that Tidemark has read of.
             BadToken: `until` is not a token of this stream.
             Unavailable: Redis is down at the end of `timeout`.
             Refused: a server answers, but not to this user.

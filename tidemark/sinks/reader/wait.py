@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
+from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenAhead, Unavailable
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
@@ -168,7 +168,7 @@ class WaitConfig:
         timeout: at most so long; None: no limit.
         grace: at most so long while the token is ahead of every ID that Tidemark has read of, or the stream is unknown.
             It may be ahead for a moment: the next heartbeat of its writer announces the ID.
-        refuses_at_timeout: a token that is ahead at the timeout raises `TokenFromTheFuture` and not `NotReached`.
+        refuses_at_timeout: a token that is ahead at the timeout raises `TokenAhead` and not `NotReached`.
     """
 
     timeout: float | None
@@ -179,7 +179,7 @@ class WaitConfig:
 def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | Standing, Answer, None]:
-    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `TokenFromTheFuture`, `StreamNotKnown` and, if
+    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `TokenAhead`, `StreamNotKnown` and, if
     Redis is down at the deadline, `Unavailable`."""
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout
@@ -213,7 +213,7 @@ def wait_for_token(
 
 
 def _ahead(stream: str, token: Token, allocated: int | None) -> Reject:
-    return StreamNotKnown(stream) if allocated is None else TokenFromTheFuture(stream, str(token), allocated)
+    return StreamNotKnown(stream) if allocated is None else TokenAhead(stream, str(token), allocated)
 
 
 def target(until: Token | str | int, writer: str | None) -> Token:

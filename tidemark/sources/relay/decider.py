@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tidemark.common.errors import SequenceUnfit
+from tidemark.common.errors import UnsuitableSequence
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import queries, sequences
@@ -69,7 +69,7 @@ class _Stream:
     chains: WriterChains | None
     acknowledged: Intervals = field(default=EMPTY)
     rows_sent: Intervals = field(default=EMPTY)
-    problem: SequenceUnfit | None = None
+    problem: UnsuitableSequence | None = None
     ended: dict[str, int] = field(default_factory=dict)
 
     def end(self, writer: str, id: int) -> None:
@@ -135,7 +135,7 @@ class Decider:
         return sum(len(each.chains) for each in self._streams.values() if each.chains is not None)
 
     @property
-    def blocked(self) -> dict[str, SequenceUnfit]:
+    def blocked(self) -> dict[str, UnsuitableSequence]:
         """By stream: why none of its new IDs is decided."""
         return {
             each.stream_epoch.stream.name: each.problem for each in self._streams.values() if each.problem is not None

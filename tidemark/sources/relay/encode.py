@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 from msgspec import Raw
 
-from tidemark.common.errors import FactUnfit
+from tidemark.common.errors import MalformedFact
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.evidence import ids_of
@@ -49,7 +49,7 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
         most_bytes: bytes of a record of several edges at most.
 
     Raises:
-        FactUnfit: a row is no JSON. It cannot be sent, and its ID is no void.
+        MalformedFact: a row is no JSON. It cannot be sent, and its ID is no void.
     """
     of, stream = decided.stream_epoch, decided.stream_epoch.stream.name
     signed = of.stream.towards.signed
@@ -110,7 +110,7 @@ def _edges(decided: Decision) -> Iterator[_RecordEdge]:
             rows = () if fact.void else [*map(_decoder.decode, fact.rows)]
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
             stream = decided.stream_epoch.stream
-            raise FactUnfit(stream.name, stream.towards.signed(fact.id), str(error)) from None
+            raise MalformedFact(stream.name, stream.towards.signed(fact.id), str(error)) from None
         yield _RecordEdge(decided.stream_epoch.name_of(fact.writer), fact.id, rows, fact.bytes)
     while next_void is not None:
         yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)

@@ -13,7 +13,7 @@ import psycopg
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
-from tidemark.common.errors import SequenceUnfit
+from tidemark.common.errors import UnsuitableSequence
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import AppendStream
 from tidemark.streaming.values.direction import Direction
@@ -62,7 +62,7 @@ class SequenceState:
     unfit: str
     last: int | None
 
-    def problem(self, stream: AppendStream) -> SequenceUnfit | None:
+    def problem(self, stream: AppendStream) -> UnsuitableSequence | None:
         """Why no ID of it may be decided, and what to do; None if it is fit."""
         match self.unfit:
             case "":
@@ -76,15 +76,15 @@ class SequenceState:
         do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
         return self._problem(stream, f"it has {self.unfit}, so IDs may come that were taken for void", do)
 
-    def lags_table(self, stream: AppendStream, highest: int) -> SequenceUnfit:
+    def lags_table(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
         """The problem of a sequence whose table has a row with ID `highest` (a magnitude), which it has not given
         out yet."""
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
 
-    def _problem(self, stream: AppendStream, problem: str, do: str) -> SequenceUnfit:
-        return SequenceUnfit(f"{self.name} of stream {stream.name}", problem, do)
+    def _problem(self, stream: AppendStream, problem: str, do: str) -> UnsuitableSequence:
+        return UnsuitableSequence(f"{self.name} of stream {stream.name}", problem, do)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tidemark.common.errors import BadSetting, OthersFirst
+from tidemark.common.errors import BadSetting, PrerequisitePending
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse import evidence
@@ -226,7 +226,7 @@ def advance_stream(
 ) -> StreamProgress:
     """Write down what is to be sent; `head`: the highest that was seen.
 
-    Raises `OthersFirst` where another one has moved the stream meanwhile.
+    Raises `PrerequisitePending` where another one has moved the stream meanwhile.
     """
     sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
     with connection.transaction():
@@ -245,7 +245,7 @@ def advance_stream(
                 [each.id, epochs[each.writer], known.name, each.writer, each.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
-                raise OthersFirst(f"publishing stream {known.name}", "", "another bridge has published it meanwhile")
+                raise PrerequisitePending(f"publishing stream {known.name}", "", "another bridge has published it meanwhile")
             append_outbox(connection, known.name, values)
             sent_upto[each.writer] = each.id
         evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])

@@ -1,8 +1,9 @@
 """One batch of one shard: packets in, effects and new states out. Pure; no Spark.
 
-Restores each stream's total order from offsets, cuts it into segments (docs/decisions/0001-segments.md), and feeds them
-to `core.stream`. Operators' records come after the facts of the same batch: the control topic has no order against
-them (docs/design.md 3), and what the facts settle needs no force.
+Offsets give the order of each stream's records. The records are cut into segments at the markers
+(docs/decisions/0001-segments.md), and `core.stream` applies the segments. Operators' markers are applied after the
+facts of the same batch: the control topic has no order against the facts (docs/design.md 3), and an override is not
+needed for what the facts settle.
 """
 
 from collections import defaultdict
@@ -15,24 +16,24 @@ import numpy as np
 
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import (
-    Forced,
     Gap,
     GapClosed,
     LateCompletion,
     NewTimeline,
+    OperatorOverride,
     Progress,
-    Recall,
+    RequeuedRange,
     ShardEffects,
     StreamEffects,
     WriterAdvance,
     WriterRow,
     summarize,
 )
-from tidemark.streaming.core.fast_path import advance_plain
+from tidemark.streaming.core.fast_path import advance_in_order
 from tidemark.streaming.core.outcome import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.store import UNREADABLE, States
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.stream_input import Fact, Inbox, Partition, inboxes_of, segments
+from tidemark.streaming.core.stream_input import Fact, Partition, StreamInput, group_by_stream, segments
 from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected
@@ -41,29 +42,35 @@ from tidemark.streaming.wire.runs import BatchRows, Marker, PackedRun, Packet, R
 
 
 def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
-    """Feed `packets` (in any order) to the streams of `states`, which is changed in place; `now` is in ms since 1970.
+    """Apply the records of a batch to the streams of a shard. The same input gives the same effects, byte for byte.
 
-    The same input gives the same effects, byte for byte.
+    Args:
+        shard: number of the shard.
+        states: encoded states of the shard's streams; changed in place.
+        packets: records of the batch, in any order.
+        now: time of the batch, milliseconds since 1970. Spark replays a batch with the same value.
+        bounds: limits of the states.
     """
     rejected: dict[tuple[str, int, Reason], list[Refusal]] = defaultdict(list)
-    for seen in packets:
-        for bad in seen.rejected:
+    for packet in packets:
+        for bad in packet.rejected:
             reason = Reason(bad.reason)
             refusal = Refusal.whole(reason, np.frombuffer(bad.offsets, np.int64))
             rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
-    columns = RunColumns.of([seen.runs for seen in packets])
-    inboxes = inboxes_of(packets, columns, states, bounds)
-    states.expect(len(inboxes))
-    crowded = states.unread() >= bounds.unread and any(name not in states for name in inboxes)
-    plain = advance_plain(inboxes, columns, states, now, bounds)
-    for name, inbox in sorted(inboxes.items()):
-        if (done := plain.get(name)) is not None:
+    columns = RunColumns.of([packet.runs for packet in packets])
+    inputs = group_by_stream(packets, columns, states, bounds)
+    states.prepare_lookups(len(inputs))
+    # At the bound of unreadable streams any new stream may be one of those that found no room.
+    is_full = states.unreadable_count() >= bounds.unread and any(name not in states for name in inputs)
+    in_order = advance_in_order(inputs, columns, states, now, bounds)
+    for name, stream_input in sorted(inputs.items()):
+        if (done := in_order.get(name)) is not None:
             streams.append(done.effects)
             states[name] = done.whole
             continue
-        batch = StreamBatch(name, states.get(name) or (UNREADABLE if crowded else None), now, bounds.of(name))
-        batch.feed(inbox)
+        batch = StreamBatch(name, states.get(name) or (UNREADABLE if is_full else None), now, bounds.of(name))
+        batch.feed(stream_input)
         for topic, partition, refusal in batch.rejected:
             rejected[topic, partition, refusal.reason].append(refusal)
         streams.append(batch.effects())
@@ -72,15 +79,15 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
         shard,
         now,
         streams,
-        [_once(*place, refusals) for place, refusals in sorted(rejected.items())],
+        [_rejected(*key, refusals) for key, refusals in sorted(rejected.items())],
         _progress(packets),
-        any(seen.cut for seen in packets),
+        any(packet.cut for packet in packets),
     )
 
 
-def _once(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> Rejected:
-    """Each record once, with the lowest of the IDs for which it was refused."""
-    offsets, ids = (np.concatenate([getattr(it, name) for it in refusals]) for name in ("offsets", "ids"))
+def _rejected(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> Rejected:
+    """Merge refusals: each record once, with the lowest of its rejected IDs."""
+    offsets, ids = (np.concatenate([getattr(refusal, name) for refusal in refusals]) for name in ("offsets", "ids"))
     order = np.lexsort((np.abs(ids), offsets))
     offsets, firsts = np.unique(offsets[order], return_index=True)
     ids = ids[order][firsts]
@@ -89,55 +96,71 @@ def _once(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -
 
 def _progress(packets: list[Packet]) -> list[Progress]:
     offsets: dict[Partition, int] = {}
-    for seen in packets:
-        origin = seen.topic, seen.partition
-        offsets[origin] = max(seen.next_offset, offsets.get(origin, 0))
+    for packet in packets:
+        partition = packet.topic, packet.partition
+        offsets[partition] = max(packet.next_offset, offsets.get(partition, 0))
     return [Progress(topic, partition, offset) for (topic, partition), offset in sorted(offsets.items())]
 
 
 class StreamBatch:
-    """One stream during one batch."""
+    """One batch of one stream: `feed` applies its records, then `effects` ends the batch.
+
+    Attributes:
+        stream: the state, decoded.
+        outcome: what the batch did so far.
+        rejected: rejected records, with topic and partition; IDs are signed.
+        overrides: markers of operators that were applied, with `by` and `why`.
+        requeues: deferred records that have room now.
+        encoded: the new state, set by `effects`.
+    """
 
     def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
         self.name = name
         self.stream = StreamState() if stored is None else state.decode(stored)
-        self.changes = BatchOutcome(now)
+        self.outcome = BatchOutcome(now)
         self.rejected: list[tuple[str, int, Refusal]] = []
-        self.forced: list[tuple[Marker, str, str]] = []
-        self.recalls: list[Recall] = []
-        self._bounds = bounds
-        self._line_before = self.stream.linear.position
-        self._allocated_before = self.stream.allocated
+        self.overrides: list[tuple[Marker, str, str]] = []
+        self.requeues: list[RequeuedRange] = []
         self.encoded = Encoded(b"", b"", None)
+        self._bounds = bounds
+        self._linear_before = self.stream.linear.position
+        self._allocated_before = self.stream.allocated
 
-    def feed(self, inbox: Inbox) -> None:
-        places = sorted(inbox.places() | inbox.refused.keys())
-        likely = (
-            self.stream.home if self.stream.home is not None else min((at for _, at in inbox.places()), default=None)
-        )
-        # What came elsewhere has no order against the rest: it may have been before it, and may have been after it.
-        self._feed_elsewhere(inbox, [place for place in places if place[1] != likely])
-        for place in places:
-            if self.stream.home in (None, place[1]):
-                taken = self.changes.counts.total()
-                self._feed_facts(*place, [*inbox.items(place), *inbox.refused.get(place, ())])
-                if self.changes.counts.total() > taken:  # of records that are refused no stream has its home
-                    self.stream.home = place[1]
+    def feed(self, stream_input: StreamInput) -> None:
+        """Apply all records of the batch."""
+        partitions = sorted(stream_input.partitions() | stream_input.refused.keys())
+        home = self.stream.home
+        if home is None:
+            home = min((partition for _, partition in stream_input.partitions()), default=None)
+        # Records of other partitions have no order against the rest: each may have come before or after any of them.
+        self._feed_as_rejected(stream_input, [key for key in partitions if key[1] != home])
+        for partition in partitions:
+            if self.stream.home in (None, partition[1]):
+                count = self.outcome.counts.total()
+                self._feed_facts(*partition, [*stream_input.items(partition), *stream_input.refused.get(partition, ())])
+                if self.outcome.counts.total() > count:  # rejected records give a stream no home
+                    self.stream.home = partition[1]
             else:
-                self._turn_away(*place, inbox.items(place))
-        self._feed_elsewhere(inbox, [place for place in places if self.stream.home not in (None, place[1])])
-        for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
-            self._mark(topic, partition, marker)
-        self.stream.keep_within(self._bounds, self.changes)
+                self._reject(*partition, stream_input.items(partition))
+        self._feed_as_rejected(stream_input, [key for key in partitions if self.stream.home not in (None, key[1])])
+        for (topic, number), marker in sorted(stream_input.control, key=lambda item: (item[0], item[1].offset)):
+            self._apply_marker(topic, number, marker)
+        self.stream.keep_within(self._bounds, self.outcome)
         if (home := self.stream.home) is not None:
-            recalled = self.stream.recall(self._bounds)
-            self.recalls = [Recall(name, epoch, home, it.first, it.last) for name, epoch, it in recalled]
+            self.requeues = [
+                RequeuedRange(name, epoch, home, deferred.first, deferred.last)
+                for name, epoch, deferred in self.stream.pop_deferred(self._bounds)
+            ]
 
-    def _feed_elsewhere(self, inbox: Inbox, places: list[Partition]) -> None:
-        refused = [*inbox.apart, *(it for place in places for it in inbox.claims(place))]
+    def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
+        """Apply what the records of these partitions, and rejected records of the control topic, may hide."""
+        refused = [
+            *stream_input.control_claims,
+            *(record for partition in partitions for record in stream_input.as_rejected(partition)),
+        ]
         if refused:
-            self.changes.elsewhere = True
-            self.stream.apply_segment((), refused, self._bounds, self.changes)
+            self.outcome.elsewhere = True
+            self.stream.apply_segment((), refused, self._bounds, self.outcome)
 
     def _feed_facts(self, topic: str, partition: int, items: list[Fact | TurnedAway]) -> None:
         for segment, marker in segments(items):
@@ -150,50 +173,54 @@ class StreamBatch:
                 if not isinstance(item, PackedRun)
             ]
             if segment:
-                self.stream.apply_segment(runs, others, self._bounds, self.changes)
+                self.stream.apply_segment(runs, others, self._bounds, self.outcome)
             if marker is not None:
-                self._mark(topic, partition, marker)
+                self._apply_marker(topic, partition, marker)
         sign = self.stream.direction.signed(1)
-        for it in self.changes.rejected:
-            self.rejected.append((topic, partition, Refusal(it.reason, it.offsets, sign * it.ids)))
-        self.changes.rejected.clear()
+        for refusal in self.outcome.rejected:
+            self.rejected.append((topic, partition, Refusal(refusal.reason, refusal.offsets, sign * refusal.ids)))
+        self.outcome.rejected.clear()
         for item in items:
             if not isinstance(item, TurnedAway):
-                self._note_life(item)
+                self._note_seen(item)
 
-    def _note_life(self, item: Fact) -> None:
-        """The writer lives, whatever became of the record. The time is the batch's: a record's own timestamp comes from
-        the clock of the writer, which may be wrong."""
+    def _note_seen(self, item: Fact) -> None:
+        """Note that a record of the writer was read, also if it was rejected.
+
+        The time is that of the batch: the timestamp of the record comes from the writer's clock, which may be wrong.
+        """
         incarnation = item.writer, item.epoch
-        found: WriterState | UnjoinedWriter | None = self.stream.unjoined.get(incarnation)
-        if found is None and ((found := self.stream.writers.get(item.writer)) is None or found.epoch != item.epoch):
-            return
-        found.seen = max(found.seen, self.changes.now)
+        writer: WriterState | UnjoinedWriter | None = self.stream.unjoined.get(incarnation)
+        if writer is None:
+            joined = self.stream.writers.get(item.writer)
+            if joined is None or joined.epoch != item.epoch:
+                return
+            writer = joined
+        writer.seen = max(writer.seen, self.outcome.now)
 
-    def _turn_away(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
+    def _reject(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
         for item in items:
             offsets = np.array([item.offset]) if isinstance(item, Marker) else _offsets(item)
             self.rejected.append((topic, partition, Refusal.whole(Reason.WRONG_PARTITION, offsets)))
 
-    def _mark(self, topic: str, partition: int, marker: Marker) -> None:
+    def _apply_marker(self, topic: str, partition: int, marker: Marker) -> None:
         if marker.epoch == CURRENT_EPOCH:
             marker = msgspec.structs.replace(marker, epoch=self.stream.current_epoch(marker.writer))
-        refused = self.stream.apply_marker(marker, self._bounds, self.changes)
-        if refused is not None:
-            self.rejected.append((topic, partition, Refusal.whole(refused, np.array([marker.offset]))))
-            return
-        if marker.by is not None and marker.why is not None:
-            self.forced.append((marker, marker.by, marker.why))
+        reason = self.stream.apply_marker(marker, self._bounds, self.outcome)
+        if reason is not None:
+            self.rejected.append((topic, partition, Refusal.whole(reason, np.array([marker.offset]))))
+        elif marker.by is not None and marker.why is not None:
+            self.overrides.append((marker, marker.by, marker.why))
 
     def effects(self) -> StreamEffects:
-        """What came of it; ends the batch. `encoded` is the new state from then on."""
-        stream, changes = self.stream, self.changes
+        """End the batch: encode the new state and return what the batch did."""
+        stream, outcome = self.stream, self.outcome
         signed, allocated = stream.direction.signed, stream.allocated
-        stream.linear.follow(self._allocated_before, allocated, changes.now)
+        stream.linear.follow(self._allocated_before, allocated, outcome.now)
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
         closed: list[GapClosed] = []
-        for name, oldest in sorted(changes.touched.items()):
+        for name, oldest in sorted(outcome.touched.items()):
             writer = stream.writers.get(name)
             if writer is None:
                 continue
@@ -211,12 +238,12 @@ class StreamBatch:
                 )
             gaps.extend(Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed)
             closed.extend(GapClosed(name, signed(top), how) for top, how in sorted(moves.closed.items()))
-        self.encoded = state.encode_apart(stream)
+        self.encoded = state.encode_parts(stream)
         moved = {move.writer for move in advances}
         return StreamEffects(
             self.name,
             stream.direction,
-            signed(self._line_before),
+            signed(self._linear_before),
             signed(stream.linear.position),
             signed(self._allocated_before),
             signed(allocated),
@@ -229,28 +256,32 @@ class StreamBatch:
             gaps,
             closed,
             [
-                LateCompletion(it.writer, it.epoch, signed(it.prev), signed(it.id), it.facts, it.why)
-                for it in _merged(changes.late)
+                LateCompletion(late.writer, late.epoch, signed(late.prev), signed(late.id), late.facts, late.why)
+                for late in _merged(outcome.late)
             ],
             [
-                Forced(it.writer, it.epoch, it.kind.name, signed(it.prev), signed(it.id), by, why)
-                for it, by, why in self.forced
+                OperatorOverride(
+                    marker.writer, marker.epoch, marker.kind.name, signed(marker.prev), signed(marker.id), by, why
+                )
+                for marker, by, why in self.overrides
             ],
             [
-                NewTimeline(it.writer, it.epoch, signed(it.id), signed(it.position), it.number, it.why)
-                for it in changes.timelines
+                NewTimeline(
+                    start.writer, start.epoch, signed(start.id), signed(start.position), start.number, start.why
+                )
+                for start in outcome.timelines
             ],
-            changes.dropped,
-            {outcome: count for outcome, count in sorted(changes.counts.items()) if count},
+            outcome.dropped,
+            {name: count for name, count in sorted(outcome.counts.items()) if count},
             summarize(stream),
             self.encoded.state,
             self.encoded.retired,
-            self.recalls,
+            self.requeues,
         )
 
 
 def _merged(ranges: list[LateRange]) -> list[LateRange]:
-    """Ranges that touch or overlap as one, so that it does not show in which runs they came."""
+    """Merge late ranges that touch or overlap, so that the effects do not depend on how edges were packed into runs."""
     merged: list[LateRange] = []
     for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):
         last = merged[-1] if merged else None

@@ -1,11 +1,11 @@
-"""One writer's line: its position, the spans that wait above it, and the gaps between. Pure; magnitudes only.
+"""The chain of one writer: its position, the settled spans above it, and the gaps between them. Pure; magnitudes only.
 
     position        span           span
     ────────┤  gap  ├────────┤ gap ├────┤
             (low, top]
 
-A gap lies below every span and is named by its `top`, the `prev` of that span. It counts its age from the batch in
-which it was first seen (docs/design.md, rule 7); a gap that is split hands its age to both parts.
+Each span has a gap below it. A gap is named by its `top`, which is the `prev` of the span above. The age of a gap
+counts from the batch that first saw it (docs/design.md, rule 7). A gap that is split gives its age to both parts.
 """
 
 from bisect import bisect_left
@@ -18,48 +18,66 @@ from typing import Literal, NamedTuple
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import NOTHING, Evidence
 
-# A chain of a writer that never joined: not even an edge from 0 joins it.
 NO_POSITION = -1
+"""Position of a writer that never joined: no edge continues it, not even an edge from 0."""
 
-ANNOUNCED_KEPT = 32  # of each writer: a few bytes in its state; an older contradiction counts as a duplicate
+EMPTY_RANGES_MAX = 32
+"""Empty ranges that a chain remembers: a few bytes each. An edge that contradicts an older one is a duplicate."""
 
-RANGES_KEPT = 32  # of each chain: a few hundred bytes in its state; fewer are wider, and more comes again in vain
+DEFERRED_RANGES_MAX = 32
+"""Deferred ranges that a chain remembers: a few bytes each. Fewer, wider ranges read more records again in vain."""
 
 How = Literal["completed", "joined", "retired", "skipped"]
+"""What settled an ID: an edge of its writer, a JOIN, a RETIRE, or an operator's SKIP."""
 
 
 class DeferredRange(NamedTuple):
-    """The records from offset `first` to `last` of the partition in which the stream lives; the two at its ends were
-    put off, and perhaps others between. `prev` is the lowest of theirs.
+    """Kafka records of deferred edges, which are read again later.
+
+    The records at both ends were deferred. Records between them may be of other writers, or may have been applied.
+
+    Attributes:
+        first: lowest offset in the stream's partition.
+        last: highest offset.
+        prev: the lowest `prev` of the deferred edges.
     """
 
     first: int
     last: int
     prev: int
 
-    def joined(self, other: "DeferredRange") -> "DeferredRange":
-        """The smallest range that has both."""
+    def union(self, other: "DeferredRange") -> "DeferredRange":
+        """The smallest range that contains both ranges."""
         return DeferredRange(min(self.first, other.first), max(self.last, other.last), min(self.prev, other.prev))
 
 
-def united(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
-    """The ranges by offset: those that touch as one, then the narrowest pairs, until they are `RANGES_KEPT`."""
-    found: list[DeferredRange] = []
-    for it in sorted(ranges):
-        if found and it.first <= found[-1].last + 1:
-            found[-1] = found[-1].joined(it)
+def merge_ranges(ranges: Iterable[DeferredRange]) -> list[DeferredRange]:
+    """Sort ranges by offset and merge them to at most `DEFERRED_RANGES_MAX`.
+
+    Ranges that touch become one. Then the pairs that are closest together become one, until the bound is kept.
+    """
+    merged: list[DeferredRange] = []
+    for deferred in sorted(ranges):
+        if merged and deferred.first <= merged[-1].last + 1:
+            merged[-1] = merged[-1].union(deferred)
         else:
-            found.append(it)
-    while len(found) > RANGES_KEPT:
-        widths = [after.last - before.first for before, after in pairwise(found)]
-        at = widths.index(min(widths))
-        found[at : at + 2] = [found[at].joined(found[at + 1])]
-    return found
+            merged.append(deferred)
+    while len(merged) > DEFERRED_RANGES_MAX:
+        widths = [after.last - before.first for before, after in pairwise(merged)]
+        index = widths.index(min(widths))
+        merged[index : index + 2] = [merged[index].union(merged[index + 1])]
+    return merged
 
 
 @dataclass(slots=True)
 class Span:
-    """`(prev, id]` is settled and waits for the gap below it, which is open `since` (ms). `edges` were completed."""
+    """A settled range `(prev, id]` above the position of its chain, with a gap below it.
+
+    Attributes:
+        evidence: how the IDs of the span were settled.
+        edges: number of completed edges in the span.
+        since: time (ms) of the batch that first saw the gap below the span.
+    """
 
     prev: int
     id: int
@@ -70,7 +88,15 @@ class Span:
 
 @dataclass(slots=True)
 class Moves:
-    """What happened to a chain since the last `take`: `(prev, id]` with its evidence, gaps changed, gaps closed."""
+    """What happened to a chain since the last `Chain.take`.
+
+    Attributes:
+        prev: the position before.
+        id: the position now.
+        evidence: how the IDs in `(prev, id]` were settled.
+        changed: gaps that are new or have changed, as `(low, top, since)`.
+        closed: gaps that were closed, by `top`.
+    """
 
     prev: int
     id: int
@@ -81,10 +107,16 @@ class Moves:
 
 @dataclass(slots=True)
 class Chain:
-    """`refused` is the highest ID of a record that was turned away although it may be true, or `runs.UNBOUNDED` where
-    nobody can tell: what is open up to there may hold facts, whatever its writer says later. `empty` are the newest of
-    the ranges that the writer declared to be without facts (`ANNOUNCED_KEPT`): a fact that comes from there contradicts
-    it (docs/design.md, rule 10). `deferred` says where the records stand that found no room and are to come again.
+    """The settled ranges of one writer.
+
+    Attributes:
+        position: every ID of the writer up to here is settled.
+        pending: spans above the position, ascending; between two of them is a gap.
+        refused: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if its ID is not known. Open
+            IDs up to here may hold facts, whatever the writer declares later.
+        empty: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them contradicts
+            the writer (docs/design.md, rule 10).
+        deferred: Kafka records of deferred edges, which are read again later.
     """
 
     position: int = 0
@@ -94,7 +126,8 @@ class Chain:
     deferred: list[DeferredRange] = field(default_factory=list)
     _prev: int = field(default=NO_POSITION, init=False)
     _evidence: Evidence = field(default=NOTHING, init=False)
-    _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)  # by top, before the first change
+    _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)
+    """Gaps before the first change since the last `take`, by `top`; None if nothing changed."""
     _closed: dict[int, How] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -102,26 +135,26 @@ class Chain:
 
     @property
     def reach(self) -> int:
-        """The highest ID that is settled, with gaps below it or without; 0 where there is none."""
+        """The highest settled ID, above gaps too; 0 if nothing is settled."""
         return self.pending[-1].id if self.pending else max(self.position, 0)
 
     @property
     def waiting(self) -> int:
-        """How many completed edges are pending."""
+        """Number of completed edges above the position."""
         return sum(span.edges for span in self.pending)
 
     def pending_beyond(self, id: int) -> bool:
-        """Whether a span waits that reaches beyond `id`."""
+        """True if a span above the position reaches beyond `id`."""
         return bool(self.pending) and self.pending[-1].id > id
 
     def covered(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """The settled parts that overlap `(prev, id]`, uncut, ascending; the first may be `(0, position]`."""
-        found = [(0, self.position)] if prev < self.position else []
-        found.extend((span.prev, span.id) for span in self._overlapping(prev, id))
-        return found
+        """Settled ranges that overlap `(prev, id]`, whole, ascending. The first may be `(0, position]`."""
+        ranges = [(0, self.position)] if prev < self.position else []
+        ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
+        return ranges
 
     def missing(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """The open parts of `(prev, id]`, ascending."""
+        """Open ranges inside `(prev, id]`, ascending."""
         low = max(prev, self.position)
         if not self.pending:
             return [(low, id)] if low < id else []
@@ -132,18 +165,22 @@ class Chain:
         )
 
     def adjoins(self, prev: int, id: int) -> bool:
-        """Whether settling `(prev, id]` adds no span: it joins the position or a span that is there."""
+        """True if `(prev, id]` touches the position or a span, so that settling it adds no span."""
         if prev == self.position:
             return True
-        at = self._at(prev)
-        below = self.pending[at - 1].id if at else None
-        above = self.pending[at].prev if at < len(self.pending) else None
+        index = self._index(prev)
+        below = self.pending[index - 1].id if index else None
+        above = self.pending[index].prev if index < len(self.pending) else None
         return prev == below or id == above
 
     def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, since: int) -> None:
-        """`(prev, id]` is complete. The caller has made sure that all of it is open (`missing`).
+        """Settle `(prev, id]`, all of which must be open (`missing`).
 
-        `since` (ms) is when it was first seen: the age of the gap below it, unless that gap is older.
+        Args:
+            evidence: how the IDs were settled.
+            edges: number of completed edges.
+            how: what closes the gaps that the range fills.
+            since: time (ms) at which the range was first seen: the age of the gap below it, if that gap is not older.
         """
         self._note_gaps()
         if prev == self.position:
@@ -153,9 +190,9 @@ class Chain:
                 self._close(span.prev, how)
                 self._advance(span.id, span.evidence)
             return
-        at = self._at(prev)
-        below = self.pending[at - 1] if at else None
-        above = self.pending[at] if at < len(self.pending) else None
+        index = self._index(prev)
+        below = self.pending[index - 1] if index else None
+        above = self.pending[index] if index < len(self.pending) else None
         joins_below = below is not None and below.id == prev
         joins_above = above is not None and above.prev == id
         if below is not None and joins_below:
@@ -167,7 +204,7 @@ class Chain:
                 below.id = above.id
                 below.evidence += above.evidence
                 below.edges += above.edges
-                del self.pending[at]
+                del self.pending[index]
         elif above is not None and joins_above:
             self._close(above.prev, how)
             above.prev = prev
@@ -175,74 +212,97 @@ class Chain:
             above.edges += edges
         else:
             age = since if above is None else min(since, above.since)
-            self.pending.insert(at, Span(prev, id, evidence, edges, age))
+            self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
     def refuse(self, reach: int) -> None:
-        """A record that may be a fact, up to `reach`, was turned away."""
+        """Note that a rejected record may be a fact with an ID up to `reach`."""
         self.refused = max(self.refused, reach)
 
-    def wait_for_room(self, deferred: DeferredRange, reach: int) -> None:
-        """Records up to the ID `reach` found no room. Should they be gone when they are recalled, they were refused."""
-        self.deferred = united([*self.deferred, deferred])
+    def defer(self, deferred: DeferredRange, reach: int) -> None:
+        """Remember records that exceed the bound of spans.
+
+        If Kafka has removed the records before they are read again, they count as refused.
+
+        Args:
+            reach: the highest ID in the records.
+        """
+        self.deferred = merge_ranges([*self.deferred, deferred])
         self.refuse(reach)
 
-    def recall(self, spans: int) -> DeferredRange | None:
-        """What is to come again next, put off no more: nothing before half of the `spans` that may wait are free, as
-        each that frees a place would bring all of it; but for what the position itself has come to, which needs none.
+    def pop_deferred(self, spans: int) -> DeferredRange | None:
+        """Remove and return the next deferred range to read again.
+
+        A range that the position has reached needs no span, so it is returned at once. Other ranges wait until half of
+        the `spans` are free: each span that becomes free would otherwise make the pipeline read a whole range again.
+
+        Args:
+            spans: bound of the spans of this chain.
+
+        Returns:
+            None if no range may be read again now.
         """
-        free = len(self.pending) <= spans // 2
-        at = next((at for at, it in enumerate(self.deferred) if free or it.prev <= self.position), None)
-        return None if at is None else self.deferred.pop(at)
+        has_room = len(self.pending) <= spans // 2
+        index = next((index for index, it in enumerate(self.deferred) if has_room or it.prev <= self.position), None)
+        return None if index is None else self.deferred.pop(index)
 
     def declare_empty(self, ranges: Intervals) -> None:
-        """The writer says that it has no fact in `ranges`."""
-        self.empty = self.empty.union(ranges).highest(ANNOUNCED_KEPT)
+        """Note that the writer declared `ranges` to hold no fact of its own."""
+        self.empty = self.empty.union(ranges).highest(EMPTY_RANGES_MAX)
 
     def cut_above(self, limit: int) -> list[Span]:
-        """Take away what is settled beyond `limit` but not passed by the position; returns it, ascending.
+        """Remove the spans, and the parts of spans, beyond `limit`.
 
-        A span across `limit` is divided: its counts cannot be, so both parts carry them, at most their width each.
+        The counts of a span across `limit` cannot be divided. Both parts get all of them, up to the width of the part.
+
+        Returns:
+            What was removed, ascending.
         """
         self._note_gaps()
-        at = self._at(limit)
-        gone = self.pending[at:]
-        del self.pending[at:]
+        index = self._index(limit)
+        removed = self.pending[index:]
+        del self.pending[index:]
         self.empty = self.empty.upto(max(limit, self.position))
-        for span in gone:
+        for span in removed:
             self._close(span.prev, "joined")
-        if at and self.pending[at - 1].id > limit:
-            across = self.pending[at - 1]
-            gone.insert(0, _part(across, limit, across.id))
-            self.pending[at - 1] = _part(across, across.prev, limit)
-        return gone
+        if index and self.pending[index - 1].id > limit:
+            across = self.pending[index - 1]
+            removed.insert(0, _part(across, limit, across.id))
+            self.pending[index - 1] = _part(across, across.prev, limit)
+        return removed
 
-    def begin_again(self, position: int) -> None:
-        """Stand at `position`, below where the chain was, with nothing beyond it settled."""
+    def restart_at(self, position: int) -> None:
+        """Set the position back to `position`. The caller has removed the spans beyond it (`cut_above`)."""
         self.position = position
         self.empty = self.empty.upto(position)
 
     def settled(self) -> Intervals:
-        """All that is settled, whatever gaps are in it."""
+        """All settled ranges, up to `reach`."""
         return Intervals.of([*self.covered(0, self.reach)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
-        """Open again, `since` (ms), what is settled in `ranges`. Of what the position had passed no evidence is told
-        again, and of a span that is divided each part carries as much as its width.
+        """Make settled `ranges` open again.
+
+        Evidence that was reported with an advance is not reported a second time. The parts of a span that is divided
+        get the counts of the span, each up to its own width.
+
+        Args:
+            since: time (ms) from which the age of the new gaps counts.
         """
         self._note_gaps()
         tops = {span.prev for span in self.pending}
-        kept = [Span(prev, id, NOTHING, 0, since) for prev, id in ranges.missing(0, max(self.position, 0))]
-        self.position = kept.pop(0).id if kept and kept[0].prev == 0 else 0
+        remaining = [Span(prev, id, NOTHING, 0, since) for prev, id in ranges.missing(0, max(self.position, 0))]
+        self.position = remaining.pop(0).id if remaining and remaining[0].prev == 0 else 0
         for span in self.pending:
-            kept.extend(_part(span, prev, id) for prev, id in ranges.missing(span.prev, span.id))
-        self.pending = kept
-        for top in tops - {span.prev for span in kept}:
+            remaining.extend(_part(span, prev, id) for prev, id in ranges.missing(span.prev, span.id))
+        self.pending = remaining
+        for top in tops - {span.prev for span in remaining}:
             self._close(top, "joined")
 
     def adopt(self, other: "Chain", published: int) -> None:
-        """Take over the spans of a chain that had no position, as far as they are open here.
+        """Take over the spans of a chain without a position, as far as their IDs are open in this chain.
 
-        Of what was `published` already no evidence is told again.
+        Args:
+            published: position that was published for the writer. Evidence up to it is not reported a second time.
         """
         self.refuse(other.refused)
         self.declare_empty(other.empty)
@@ -255,21 +315,23 @@ class Chain:
                     self.settle(part.prev, id, part.evidence, part.edges, "joined", span.since)
 
     def within(self, prev: int, id: int) -> Iterator[Span]:
-        """The parts of the spans that lie in `(prev, id]`, ascending."""
+        """The parts of spans inside `(prev, id]`, ascending."""
         if prev < id:
             for span in self._overlapping(prev, id):
                 yield _part(span, max(prev, span.prev), min(id, span.id))
 
     def gaps(self) -> Iterator[tuple[int, int, int]]:
-        """`(low, top, since)` of every gap, ascending."""
+        """Every gap as `(low, top, since)`, ascending."""
         low = self.position
         for span in self.pending:
             yield low, span.prev, span.since
             low = span.id
 
     def take(self) -> Moves:
-        """What happened since the last `take`, by whatever steps: a gap that came and went in between is not told. One
-        that was closed and stands again is told as both.
+        """Return what happened since the last `take`, however many steps it took.
+
+        A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
+        `changed` and `closed`.
         """
         before = self._gaps or {}
         closed = {top: how for top, how in self._closed.items() if top in before}
@@ -291,19 +353,21 @@ class Chain:
         if self._gaps is None:
             self._gaps = {gap[1]: gap for gap in self.gaps()}
 
-    def _at(self, prev: int) -> int:
+    def _index(self, prev: int) -> int:
+        """Index of the first span whose `prev` is not below `prev`."""
         return bisect_left(self.pending, prev, key=attrgetter("prev"))
 
     def _overlapping(self, prev: int, id: int) -> Iterator[Span]:
-        at = self._at(prev)
-        if at and self.pending[at - 1].id > prev:
-            at -= 1
-        while at < len(self.pending) and self.pending[at].prev < id:
-            yield self.pending[at]
-            at += 1
+        index = self._index(prev)
+        if index and self.pending[index - 1].id > prev:
+            index -= 1
+        while index < len(self.pending) and self.pending[index].prev < id:
+            yield self.pending[index]
+            index += 1
 
 
 def _part(span: Span, prev: int, id: int) -> Span:
+    """The part `(prev, id]` of a span. Counts cannot be divided: each is bounded by the width of the part."""
     if (prev, id) == (span.prev, span.id):
         return span
     width = id - prev

@@ -1,9 +1,11 @@
-"""Feeding a run to a chain: which of its edges are new, which are duplicates, conflicts, or too late. Pure.
+"""Applies runs to a chain: which edges are new, duplicate, in conflict or late. Pure; magnitudes only.
 
-Edges of one writer and epoch tile the line (docs/design.md 3): one whose range is settled already is a duplicate, one
-that is settled in part contradicts what came before; but not what an earlier timeline left, which had edges of its own.
-The steps are taken per settled range, never per edge; only the edges across the end of a late range, or of what an
-earlier timeline left, are looked at one by one, at most two for each.
+The edges of one writer and epoch tile its chain (docs/design.md 3). An edge whose range is settled is a duplicate. An
+edge whose range is settled in part is a conflict, unless an earlier timeline settled that part: the edges of different
+timelines need not match.
+
+The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross the end of a late
+range, or the end of what an earlier timeline settled, are handled one by one: at most two for each range.
 """
 
 from collections.abc import Iterator
@@ -19,161 +21,176 @@ from tidemark.streaming.values.limits import NOTHING, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
 
 Completed = tuple[Run, Outcome]
-"""Edges that were settled now, or that come late, and how each of them is counted."""
+"""Edges that were settled now, or that are late, and the outcome that they were counted as."""
 
-_NEW, _DUPLICATE, _OVER, _CONFLICT = 0, 1, 2, 3
-_CLEAR, _LATE, _ACROSS = 0, 1, 2
+_NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
+_NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
 
 
 @dataclass(slots=True)
 class Classifier:
-    """Where runs go: the chain, how an accepted edge is counted, and the ranges in which completions are late.
+    """Applies runs of one writer to its chain.
 
-    `spans` bounds the spans that may wait on the chain; an edge that would add one more is put off. Up to `published`
-    a completion is late because the database went back, beyond because an operator skipped it. `late` shrinks by what
-    has come. Up to `began` the chain may have been settled in a timeline before that of the edges.
+    Attributes:
+        chain: the writer's chain.
+        spans: bound of the spans on the chain. An edge that would add one more is deferred.
+        batch: collects what happens.
+        outcome: how an edge that is accepted is counted.
+        late: ranges in which a completion is late. A range shrinks by each completion in it.
+        published: a late completion up to here is late because the database was restored; a late completion beyond,
+            because an operator settled its range.
+        began: what is settled up to here may have been settled in an earlier timeline than that of the edges.
     """
 
     chain: Chain
     spans: int
-    changes: BatchOutcome
+    batch: BatchOutcome
     outcome: Outcome
     late: Intervals = EMPTY
     published: int = 0
     began: int = 0
 
     def run(self, run: Run) -> Iterator[Completed]:
-        """Settle what is new in `run`; gives the parts of it that were accepted or late."""
+        """Settle the new edges of `run`. Yields the parts of the run that were accepted or are late."""
         late = self.late.within(run.start, run.end)
         if not len(late):
-            yield from self._clear(run)
+            yield from self._apply(run)
             return
         prevs = run.prevs
-        standing = np.full(len(run), _CLEAR)
+        classes = np.full(len(run), _NOT_LATE)
         for low, high in late:
             first, stop = run.overlapping(low, high)
             if first >= stop:
                 continue
             inside = (prevs[first:stop] >= low) & (run.ids[first:stop] <= high)
-            standing[first:stop] = np.where(inside, _LATE, _ACROSS)
-        for part in run.parts(standing == _CLEAR):
-            yield from self._clear(part)
-        for part in run.parts(standing == _LATE):
-            yield from self._late(part)
-        for at in np.flatnonzero(standing == _ACROSS).tolist():
-            yield from self._across(run.part(at, at + 1))
+            classes[first:stop] = np.where(inside, _LATE, _ACROSS_LATE)
+        for part in run.parts(classes == _NOT_LATE):
+            yield from self._apply(part)
+        for part in run.parts(classes == _LATE):
+            yield from self._record_late(part)
+        for index in np.flatnonzero(classes == _ACROSS_LATE).tolist():
+            yield from self._apply_across_late(run.part(index, index + 1))
 
-    def _clear(self, run: Run) -> Iterator[Completed]:
-        standing = self._standing(run)
-        if standing is None:
+    def _apply(self, run: Run) -> Iterator[Completed]:
+        """Apply edges that do not touch a late range."""
+        classes = self._classes(run)
+        if classes is None:
             yield from self._settle(run)
             return
-        for part in run.parts(standing == _NEW):
+        for part in run.parts(classes == _NEW):
             yield from self._settle(part)
-        yield from self._repeated(run, standing == _DUPLICATE)
-        for at in np.flatnonzero(standing == _OVER).tolist():
-            yield from self._over(run.part(at, at + 1))
-        if (standing == _CONFLICT).any():
-            self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
+        yield from self._count_settled(run, classes == _DUPLICATE)
+        for index in np.flatnonzero(classes == _ACROSS_TIMELINE).tolist():
+            yield from self._apply_across_timeline(run.part(index, index + 1))
+        if (classes == _CONFLICT).any():
+            self._reject(run, classes == _CONFLICT, Reason.CONFLICT)
 
-    def _standing(self, run: Run) -> npt.NDArray[np.int64] | None:
-        """For each edge how it stands to what is settled; None where all are new."""
+    def _classes(self, run: Run) -> npt.NDArray[np.int64] | None:
+        """Compare each edge with the settled ranges. Returns None if all edges are new."""
         covered = self.chain.covered(run.start, run.end)
         if not covered:
             return None
         prevs = run.prevs
-        standing = np.full(len(run), _NEW)
+        classes = np.full(len(run), _NEW)
         for low, high in covered:
             first, stop = run.overlapping(low, high)
             if first >= stop:
                 continue
-            standing[first:stop] = np.maximum(standing[first:stop], _DUPLICATE)
+            classes[first:stop] = np.maximum(classes[first:stop], _DUPLICATE)
             if prevs[first] < low:
-                standing[first] = max(standing[first], _OVER if low < self.began else _CONFLICT)
+                classes[first] = max(classes[first], _ACROSS_TIMELINE if low < self.began else _CONFLICT)
             if run.ids[stop - 1] > high:
-                standing[stop - 1] = max(standing[stop - 1], _OVER if high <= self.began else _CONFLICT)
-        return standing
+                classes[stop - 1] = max(classes[stop - 1], _ACROSS_TIMELINE if high <= self.began else _CONFLICT)
+        return classes
 
     def _settle(self, run: Run) -> Iterator[Completed]:
         if not self._has_room(run.start, run.end):
-            self._put_off(run)
-            self.changes.counts["deferred"] += len(run)
+            self._defer(run)
+            self.batch.counts["deferred"] += len(run)
             return
-        self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
+        self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.batch.now)
         self.chain.declare_empty(run.empty())
-        self.changes.counts[self.outcome] += len(run)
+        self.batch.counts[self.outcome] += len(run)
         yield run, self.outcome
 
-    def _over(self, edge: Run) -> Iterator[Completed]:
-        """One edge across an end of what an earlier timeline left: what is open of it is settled, as the edge says.
+    def _apply_across_timeline(self, edge: Run) -> Iterator[Completed]:
+        """Apply one edge that crosses the end of a range that an earlier timeline settled.
 
-        Its ID outside: what is open right below that counts as the edge. Its ID inside: it is a duplicate.
+        If the edge's ID is open, the open range right below the ID is settled with the evidence of the edge. If the ID
+        is settled, the edge is a duplicate. The remaining open parts of the edge are settled without evidence.
         """
         *_, (low, high) = self.chain.missing(edge.start, edge.end)
         if high == edge.end:
-            found = [*self._settle(replace(edge, start=low))]
-            yield from found
-            if not found:
+            completed = [*self._settle(replace(edge, start=low))]
+            yield from completed
+            if not completed:
                 return
         else:
-            yield from self._repeated(edge, np.ones(1, np.bool_))
-        self._follow(edge)
+            yield from self._count_settled(edge, np.ones(1, np.bool_))
+        self._settle_without_evidence(edge)
 
     def _has_room(self, prev: int, id: int) -> bool:
         return len(self.chain.pending) < self.spans or self.chain.adjoins(prev, id)
 
-    def _repeated(self, run: Run, edges: Mask) -> Iterator[Completed]:
-        """Edges that are settled already: duplicates, but for a fact that its writer had declared not to be there."""
+    def _count_settled(self, run: Run, edges: Mask) -> Iterator[Completed]:
+        """Count edges whose range is settled: late if the writer had declared that there is no fact, else duplicate."""
         denied = edges & (run.kinds == RDATA) & self.chain.empty.contains(run.ids)
-        self.changes.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
+        self.batch.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
         for part in run.parts(denied):
             self.chain.empty = self.chain.empty.difference(Intervals.from_ids(part.ids))
-            self.changes.record_contradiction(part)
+            self.batch.record_contradiction(part)
             yield part, "late"
 
-    def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
+    def _reject(self, run: Run, edges: Mask, reason: Reason) -> None:
         offsets, ids = run.offsets[edges], run.ids[edges]
         order = np.argsort(offsets, kind="stable")
-        self.changes.rejected.append(Refusal(reason, offsets[order], ids[order]))
+        self.batch.rejected.append(Refusal(reason, offsets[order], ids[order]))
         self.chain.refuse(int(run.ids[edges][-1]))
 
-    def _put_off(self, run: Run) -> None:
-        self.chain.wait_for_room(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
+    def _defer(self, run: Run) -> None:
+        self.chain.defer(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)
 
-    def _late(self, run: Run) -> Iterator[Completed]:
-        completed, again = run.completes, run.ids <= self.published
-        self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
-        reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
-        for why, chosen in reasons:
-            for part in run.parts(chosen):
-                self.changes.record_late(part, why)
-        self._follow(run)
+    def _record_late(self, run: Run) -> Iterator[Completed]:
+        """Apply edges inside a late range."""
+        completed, is_published = run.completes, run.ids <= self.published
+        self.batch.counts["duplicate"] += int(np.count_nonzero(~completed))
+        reasons: list[tuple[Why, Mask]] = [
+            ("regressed", completed & is_published),
+            ("skipped", completed & ~is_published),
+        ]
+        for why, edges in reasons:
+            for part in run.parts(edges):
+                self.batch.record_late(part, why)
+        self._settle_without_evidence(run)
         yield run, "late"
 
-    def _follow(self, run: Run) -> None:
-        """Settle what comes late and is open. It was counted; no evidence is told of it, and it is late no more, unless
-        that would take more memory than pending spans may. What finds no room comes again, and is told as late again.
+    def _settle_without_evidence(self, run: Run) -> None:
+        """Settle the open parts of a run whose edges are counted already, and remove the run from the late ranges.
+
+        The late ranges stay as they are if one more would exceed the bound of spans. If a part exceeds that bound, the
+        run is deferred; its records are counted as late once more when they are read again.
         """
         for prev, id in self.chain.missing(run.start, run.end):
             if self._has_room(prev, id):
-                self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)
+                self.chain.settle(prev, id, NOTHING, 0, "completed", self.batch.now)
             else:
-                self._put_off(run)
+                self._defer(run)
                 return
         self.chain.declare_empty(run.empty().common(self.late))
         if len(self.late) < self.spans:
             self.late = self.late.without(run.start, run.end)
 
-    def _across(self, edge: Run) -> Iterator[Completed]:
-        """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
+    def _apply_across_late(self, edge: Run) -> Iterator[Completed]:
+        """Apply one edge that lies in a late range in part.
 
-        Its ID outside: the rest of the edge counts as the edge. Its ID inside: the completion is late.
+        If the edge's ID is outside, the part of the edge right below the ID is applied like an edge of its own. If the
+        ID is inside, the completion is late. The remaining open parts of the edge are settled without evidence.
         """
         *_, (low, high) = [(0, 0), *self.late.missing(edge.start, edge.end)]
         if high == edge.end:
-            found = [*self._clear(replace(edge, start=low))]
-            yield from found
-            if any(outcome != "late" for _, outcome in found):
-                self._follow(edge)
+            completed = [*self._apply(replace(edge, start=low))]
+            yield from completed
+            if any(outcome != "late" for _, outcome in completed):
+                self._settle_without_evidence(edge)
         else:
-            yield from self._late(edge)
+            yield from self._record_late(edge)

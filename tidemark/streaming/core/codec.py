@@ -1,4 +1,4 @@
-"""The encoded state of a stream: what Spark keeps, and what Postgres holds to seed a query.
+"""The encoding of a stream's state, as Spark's state store and Postgres keep it. Pure.
 
 Nested msgpack arrays. The first element is the number of the format; an unknown format stops the pipeline. IDs are
 stored as intervals only, so a million pending IDs behind one gap take a few bytes.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tidemark.common.errors import StateTooNew
-from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_codec import (
@@ -32,7 +32,7 @@ from tidemark.streaming.values.limits import Encoded
 FORMAT = 1
 
 
-class _Held(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _StoredUnjoined(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     epoch: int
     chain: StoredChain
@@ -50,43 +50,45 @@ class StoredTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
-class _Leader(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _FormatOnly(msgspec.Struct, array_like=True, frozen=True, gc=False):
     format: int
 
 
-class StoredStream(_Leader, array_like=True, frozen=True, gc=False):
-    """A state as it is encoded. `linear` is the linear position; `completed` is packed as `Intervals.pack` does."""
+class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
+    """A `StreamState` as it is encoded. `completed` is packed as `Intervals.pack` does; the writers are in four groups
+    (`core.writer_table`)."""
 
     direction: int
     home: int | None
     linear: int
     completed: bytes
     writers: list[StoredWriter]
-    unjoined: list[_Held]
+    unjoined: list[_StoredUnjoined]
     timeline: int
     database: str | None
     ended: int
     active: StoredTable | None
     refused: int
     began: int
-    here: int
+    active_count: int
     transactions: dict[str, list[str]]
     waiting: list[WaitingWriter]
     heads: Pairs
-    retired: StoredTable | None = None  # the last one, so that it can be cut off
+    retired: StoredTable | None = None  # the last element, so that it can be cut off
 
 
 _encoder = msgspec.msgpack.Encoder()
-_leader = msgspec.msgpack.Decoder(_Leader)
+_format = msgspec.msgpack.Decoder(_FormatOnly)
 _decoder = msgspec.msgpack.Decoder(StoredStream)
 
 
 def encode(stream: StreamState) -> bytes:
-    """Equal streams give equal bytes."""
-    return encode_apart(stream).whole
+    """Encode a state. Equal states give equal bytes."""
+    return encode_parts(stream).whole
 
 
-def encode_apart(stream: StreamState) -> Encoded:
+def encode_parts(stream: StreamState) -> Encoded:
+    """Encode a state with the table of retired writers as a separate part; None if the batch did not change it."""
     writers, active, retired, waiting = stream.writers.packed()
     table = StoredTable.of(retired)
     encoded = encode_stored(
@@ -98,8 +100,8 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.linear.completed.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
-                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, held.seen)
-                for (name, epoch), held in sorted(stream.unjoined.items())
+                _StoredUnjoined(name, epoch, StoredChain.of(writer.chain), writer.since, writer.retire, writer.seen)
+                for (name, epoch), writer in sorted(stream.unjoined.items())
             ],
             stream.timeline,
             stream.database,
@@ -107,7 +109,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             StoredTable.of(active),
             stream.refused,
             stream.began,
-            stream.here,
+            stream.active_count,
             dict(sorted(stream.transactions.items())),
             waiting,
             stream.linear.heads,
@@ -118,21 +120,34 @@ def encode_apart(stream: StreamState) -> Encoded:
 
 
 def encode_stored(stored: StoredStream, retired: StoredTable | None) -> Encoded:
-    """`stored` is without the table of the retired, which is as it was."""
+    """Encode a state whose table of retired writers has not changed.
+
+    Args:
+        stored: the state without that table.
+        retired: the table; None if it is empty.
+    """
     state = _encoder.encode(stored)
     return Encoded(state if retired is None else state[:-1] + _encoder.encode(retired), state, None)
 
 
 def decode_stored(data: bytes) -> StoredStream:
-    """Raises StateTooNew for a format that a later Tidemark wrote."""
-    found = _leader.decode(data).format
-    if found > FORMAT:
-        raise StateTooNew(found, FORMAT)
+    """Decode a state, but not the writers.
+
+    Raises:
+        StateTooNew: a later version of Tidemark wrote the state.
+    """
+    number = _format.decode(data).format
+    if number > FORMAT:
+        raise StateTooNew(number, FORMAT)
     return _decoder.decode(data)
 
 
 def decode(data: bytes) -> StreamState:
-    """Raises StateTooNew for a format that a later Tidemark wrote."""
+    """Decode a state.
+
+    Raises:
+        StateTooNew: a later version of Tidemark wrote the state.
+    """
     stored = decode_stored(data)
     return StreamState(
         Direction(stored.direction),
@@ -146,8 +161,10 @@ def decode(data: bytes) -> StreamState:
         ),
         UnjoinedWriters(
             {
-                (it.name, it.epoch): UnjoinedWriter(it.chain.chain(), it.since, it.retire, it.seen)
-                for it in stored.unjoined
+                (writer.name, writer.epoch): UnjoinedWriter(
+                    writer.chain.chain(), writer.since, writer.retire, writer.seen
+                )
+                for writer in stored.unjoined
             }
         ),
         stored.timeline,
@@ -155,7 +172,7 @@ def decode(data: bytes) -> StreamState:
         stored.ended,
         stored.refused,
         stored.began,
-        stored.here,
+        stored.active_count,
         stored.transactions,
     )
 
@@ -165,31 +182,32 @@ def _table(stored: StoredTable | None) -> PackedTable:
 
 
 def without_home(data: bytes) -> Encoded:
-    """The same state for a stream that may have moved to another Kafka partition, with all its parts."""
+    """Re-encode the state of a stream that may have moved to another Kafka partition, with all its parts."""
     stream = decode(data)
     stream.home = None
     stream.forget_offsets()
-    return _anew(stream)
+    return _encode_all_parts(stream)
 
 
 def marked_uncertain(data: bytes) -> Encoded:
-    """The same state for a stream of which records may have gone before they were read, with all its parts."""
+    """Re-encode the state of a stream whose records may have been removed before they were read, with all its parts."""
     stream = decode(data)
     stream.mark_uncertain()
     stream.forget_offsets()
-    return _anew(stream)
+    return _encode_all_parts(stream)
 
 
-def deferred(data: bytes) -> Iterator[Recall]:
-    """What is to come again once there is room."""
+def deferred(data: bytes) -> Iterator[RequeuedRange]:
+    """All deferred ranges of a state, which are read again once there is room."""
     stream = decode(data)
     stream.writers.open_waiting()
-    chains = [(name, it.epoch, it.chain) for name, it in stream.writers.open.items()]
-    for name, epoch, chain in chains + [(name, epoch, it.chain) for (name, epoch), it in stream.unjoined.items()]:
-        for it in chain.deferred:
-            yield Recall(name, epoch, stream.home or 0, it.first, it.last)
+    chains = [(name, writer.epoch, writer.chain) for name, writer in stream.writers.open.items()]
+    chains += [(name, epoch, writer.chain) for (name, epoch), writer in stream.unjoined.items()]
+    for name, epoch, chain in chains:
+        for deferred_range in chain.deferred:
+            yield RequeuedRange(name, epoch, stream.home or 0, deferred_range.first, deferred_range.last)
 
 
-def _anew(stream: StreamState) -> Encoded:
+def _encode_all_parts(stream: StreamState) -> Encoded:
     stream.writers.stored = None
-    return encode_apart(stream)
+    return encode_parts(stream)

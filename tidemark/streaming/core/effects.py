@@ -1,8 +1,8 @@
-"""Effects: what a batch did to the streams of a shard. All that leaves the state function, and all that sinks are told.
+"""Effects: what a batch did to the streams of a shard. Effects are the only output of the state machine.
 
-IDs are signed; "beyond" means away from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
-sorted, and the only clock is the batch's (`now`, ms since 1970). Effects live from the state function to the driver of
-the same batch, and are stored nowhere. `Summary` and `blockers` describe a stream's state for people. Needs no numpy:
+IDs are signed. "Beyond" means farther from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
+sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver of the batch passes the effects
+to the sinks; they are stored nowhere. `Summary` and `blockers` describe a stream's state for people. Needs no numpy:
 services that only read import this module too.
 """
 
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidemark.streaming.core.linear_lag import Behind, behind
+from tidemark.streaming.core.linear_lag import LinearLag, linear_lag
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Evidence, Rejected
 
 if TYPE_CHECKING:
-    from tidemark.streaming.core.stream import StreamState  # numpy's, which a service that only reads does not have
+    from tidemark.streaming.core.stream import StreamState  # needs numpy
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer's position moved over `(prev, id]`. At most one per writer, stream and batch.
+    """A writer's position moved from `prev` to `id`. At most one per writer, stream and batch.
 
-    The counts are those of its `evidence`. `oldest` is the Kafka time (ms) of the writer's oldest record in the batch.
+    Attributes:
+        facts: this and the next three counts say how the IDs in `(prev, id]` were settled (`evidence`).
+        oldest: Kafka time (ms) of the writer's oldest record in the batch.
     """
 
     writer: str
@@ -41,7 +43,7 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A joined writer as it stands after the batch; sent when position, epoch or retirement changed."""
+    """A joined writer after the batch. Sent if its position, its epoch or `retired` changed."""
 
     writer: str
     epoch: int
@@ -50,7 +52,7 @@ class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`(low, top]` of `writer` is open since `since` (ms). `top` names a gap while it lives; `low` may move up."""
+    """`(low, top]` of `writer` is open since `since` (ms). `top` identifies the gap until it closes; `low` may rise."""
 
     writer: str
     epoch: int
@@ -60,7 +62,7 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class GapClosed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The gap of `writer` that ended at `top` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
+    """The gap `top` of `writer` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
 
     writer: str
     top: int
@@ -68,11 +70,13 @@ class GapClosed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Completions in `(prev, id]` that came after the range was settled without them; `facts` of them are RDATA.
+    """Late completions in `(prev, id]`: the range was settled without them before they came.
 
-    `why`: `skipped` (an operator's SKIP, RETIRE or JOIN passed them), `regressed` (the source went back), `final` (the
-    linear position had passed the ID, or another writer had completed it) or `announced` (their own writer had said
-    that it has no facts there).
+    Attributes:
+        facts: number of facts among them.
+        why: `skipped` (an operator's SKIP, RETIRE or JOIN settled the IDs), `regressed` (the database was restored),
+            `final` (the linear position had passed the ID, or another writer had completed it) or `announced` (the
+            writer had declared that it has no fact there).
     """
 
     writer: str
@@ -83,9 +87,10 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
     why: str
 
 
-class Recall(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Edges of `writer` in `epoch` that were put off for want of room may come again: they stand among the records at
-    the offsets `first` to `last` of that partition of the facts topic.
+class RequeuedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Deferred edges of a writer have room now. They are among the records at the offsets `first` to `last`.
+
+    The publisher produces the records of this writer and epoch to the facts topic again.
     """
 
     writer: str
@@ -95,8 +100,8 @@ class Recall(msgspec.Struct, array_like=True, frozen=True, gc=False):
     last: int
 
 
-class Forced(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An operator's act from the control topic, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
+class OperatorOverride(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A marker from the control topic that was applied, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
 
     writer: str
     epoch: int
@@ -108,10 +113,13 @@ class Forced(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Timeline `number` of the stream began with the JOIN of `writer` at `id`: a database went back (docs/design.md 3).
+    """Timeline `number` of the stream began with a JOIN of `writer`: a database was restored (docs/design.md 3).
 
-    `position` is the writer's; `why` says what showed it: a JOIN below that `position` or below what had completed
-    beyond it, another history of the `database`, or a `start` that does not follow the writer's last one.
+    Attributes:
+        id: IDs beyond may be given out again.
+        position: the writer's position at that time.
+        why: what showed the restore: `position` (the JOIN is below what its own writer had completed), `database`
+            (another history of the database) or `start` (the start does not follow the writer's last start).
     """
 
     writer: str
@@ -123,7 +131,7 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Who holds a position back: the open range `(low, top]`, or a writer that never joined (`unknown`)."""
+    """What blocks a position: a gap `(low, top]`, or a writer that never joined (`unknown`), since `since` (ms)."""
 
     writer: str
     epoch: int
@@ -134,14 +142,18 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A stream for people: for metrics and `tidemark status`.
+    """A stream as metrics and `tidemark status` show it.
 
-    `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
-    `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
-    intervals of completed IDs kept above the line. `behind` says how far the line is below what is allocated and who
-    holds it there, gap or no gap; None where nobody does. `transactions` says who holds a writer's open IDs, where it
-    tells. `deferred` names writers (`writer/epoch`) of which edges wait in Kafka for room. `spans` counts the intervals
-    that are pending of the writer that has most.
+    Attributes:
+        pending: number of completed edges above their writer's position.
+        gaps: number of gaps.
+        oldest: the oldest blocker; None if there is none.
+        unknown: writers that never joined, as `writer/epoch`.
+        completed: number of intervals of completed IDs above the linear position.
+        linear_lag: how far the linear position is below the allocated IDs; None if it is not.
+        transactions: per writer, the open transactions that it reported.
+        deferred: writers with deferred records, as `writer/epoch`.
+        spans: the largest number of pending spans of a writer.
     """
 
     pending: int
@@ -149,21 +161,26 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     oldest: Blocker | None
     unknown: list[str]
     completed: int
-    behind: Behind | None
+    linear_lag: LinearLag | None
     transactions: dict[str, list[str]] = {}
     deferred: list[str] = []
     spans: int = 0
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What happened to one stream.
+    """What a batch did to one stream.
 
-    `allocated` is the highest ID that a record of the stream has named: how far IDs are known to be given out.
-
-    `counts` holds records by outcome: `applied`, `held`, `deferred`, `duplicate`, `late`, `batch`, and `forgotten`
-    (completed IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers
-    that left the state. `state` is the stream's new state in `core.codec`'s encoding, without the table of its
-    retired writers; that is `retired`, where the batch changed it.
+    Attributes:
+        linear_prev: the linear position before the batch.
+        linear: the linear position after the batch.
+        allocated_prev: the highest allocated ID before the batch.
+        allocated: the highest ID that a record of the stream has named.
+        dropped: retired writers that left the state.
+        counts: number of records by outcome: `applied`, `buffered`, `deferred`, `duplicate`, `late`, `batch`, and
+            `forgotten` (completed IDs dropped at the bound). Rejected records are in `ShardEffects.rejected`.
+        state: the new state (`core.codec`) without the table of its retired writers.
+        retired: that table; None if the batch did not change it.
+        requeues: deferred records that have room now.
     """
 
     stream: str
@@ -177,14 +194,14 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     gaps: list[Gap]
     closed: list[GapClosed]
     late: list[LateCompletion]
-    forced: list[Forced]
+    overrides: list[OperatorOverride]
     timelines: list[NewTimeline]
     dropped: list[str]
     counts: dict[str, int]
     summary: Summary
     state: bytes
     retired: bytes | None = None
-    recalls: list[Recall] = []
+    requeues: list[RequeuedRange] = []
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -196,8 +213,13 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One row of the query's output. `now` is the batch's time; streams are sorted by name. `cut`: `progress` ends
-    before what Spark has planned for the batch (`streaming.ingest.compact`).
+    """What a batch did to one shard: one row of the query's output.
+
+    Attributes:
+        now: time (ms) of the batch.
+        streams: the streams that had records, by name.
+        progress: the next offset of each partition that was read.
+        cut: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
     """
 
     shard: int
@@ -220,32 +242,35 @@ def decode(data: bytes) -> ShardEffects:
 
 
 def blockers(stream: "StreamState") -> list[Blocker]:
-    """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
+    """Everything that blocks a position of `stream`, the oldest first, with signed IDs."""
     stream.writers.open_waiting()
     return sorted(_blockers(stream), key=_age)
 
 
 def summarize(stream: "StreamState") -> Summary:
-    found = [*_blockers(stream)]
+    """Describe a stream's state. Does not decode writers that the batch did not touch."""
+    blocked = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
-    chains = [writer.chain for writer in stream.writers.open.values()] + [
-        held.chain for held in stream.unjoined.values()
+    chains = [writer.chain for writer in stream.writers.open.values()]
+    chains += [writer.chain for writer in stream.unjoined.values()]
+    oldest = [
+        Blocker(writer.name, writer.epoch, signed(writer.low), signed(writer.top), writer.since, unknown=False)
+        for writer in waiting
     ]
-    oldest = [Blocker(it.name, it.epoch, signed(it.low), signed(it.top), it.since, unknown=False) for it in waiting]
     return Summary(
-        pending=sum(span.edges for chain in chains for span in chain.pending) + sum(it.edges for it in waiting),
-        gaps=sum(not blocker.unknown for blocker in found) + sum(it.gaps for it in waiting),
-        oldest=min([*found, *oldest], key=_age, default=None),
+        pending=sum(chain.waiting for chain in chains) + sum(writer.edges for writer in waiting),
+        gaps=sum(not blocker.unknown for blocker in blocked) + sum(writer.gaps for writer in waiting),
+        oldest=min([*blocked, *oldest], key=_age, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.unjoined),
         completed=len(stream.linear.completed),
-        behind=behind(stream),
+        linear_lag=linear_lag(stream),
         transactions=stream.transactions,
         deferred=sorted(
-            [f"{name}/{it.epoch}" for name, it in stream.writers.open.items() if it.chain.deferred]
-            + [f"{name}/{epoch}" for (name, epoch), it in stream.unjoined.items() if it.chain.deferred]
-            + [f"{it.name}/{it.epoch}" for it in waiting if it.deferred]
+            [f"{name}/{writer.epoch}" for name, writer in stream.writers.open.items() if writer.chain.deferred]
+            + [f"{name}/{epoch}" for (name, epoch), writer in stream.unjoined.items() if writer.chain.deferred]
+            + [f"{writer.name}/{writer.epoch}" for writer in waiting if writer.deferred]
         ),
-        spans=max([0, *(len(chain.pending) for chain in chains), *(it.gaps for it in waiting)]),
+        spans=max([0, *(len(chain.pending) for chain in chains), *(writer.gaps for writer in waiting)]),
     )
 
 
@@ -254,8 +279,8 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
     for name, writer in stream.writers.open.items():
         for low, top, since in writer.chain.gaps():
             yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
-    for (name, epoch), held in stream.unjoined.items():
-        yield Blocker(name, epoch, 0, 0, held.since, unknown=True)
+    for (name, epoch), unjoined in stream.unjoined.items():
+        yield Blocker(name, epoch, 0, 0, unjoined.since, unknown=True)
 
 
 def _age(blocker: Blocker) -> tuple[int, str, int]:

@@ -1,9 +1,11 @@
-"""The plain streams of a batch, all at once: numpy on whole arrays, and a few steps a stream. Pure; no Spark.
+"""The fast path: advances all in-order streams of a batch at once, with numpy. Pure; no Spark.
 
-A stream is *plain* in a batch where nothing of it is pending, held or late before it and after it, and nothing came but
-runs that continue their writers' chains: then its line comes as far as IDs are given out. So it is nearly always, and
-what `core.stream` does then, object by object, is known beforehand. Each stream of which that is not certain is
-left to it; the others get the same effects and the same state, byte for byte.
+A stream is *in order* in a batch if two things hold. Its state has nothing pending, buffered or late, before and after
+the batch. And the batch has nothing but runs that continue the chains of their writers, so that the linear position
+reaches the highest allocated ID. Nearly all streams are in order in nearly all batches.
+
+Streams that are not certain to be in order go to `core.stream`. For the others both ways give the same effects and the
+same state, byte for byte.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.core import writer_table as joined
-from tidemark.streaming.core.chain import ANNOUNCED_KEPT
+from tidemark.streaming.core import writer_table
+from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
 from tidemark.streaming.core.codec import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
 from tidemark.streaming.core.effects import StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.core.store import States
-from tidemark.streaming.core.stream_input import Inbox
+from tidemark.streaming.core.stream_input import StreamInput
 from tidemark.streaming.core.writer_codec import COLUMNS, StoredChain, StoredWriter
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Ascending, Ids, are_different, extended, last_of
@@ -30,8 +32,16 @@ _NONE: Ids = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class EdgeColumns:
-    """Edges of some streams, link by link: a link begins at each of `firsts`, with an edge from one of `starts`, and a
-    stream at each of `begins`. IDs ascend along a link.
+    """The edges of some streams as parallel arrays, sorted by stream, writer and ID.
+
+    The edges of one writer are called a *link*: they continue the writer's chain without a gap.
+
+    Attributes:
+        ids: ID of each edge.
+        kinds: kind of each edge.
+        starts: for each link the `prev` of its first edge.
+        firsts: for each link the index of its first edge.
+        begins: for each stream the index of its first edge.
     """
 
     ids: Ids
@@ -40,9 +50,9 @@ class EdgeColumns:
     firsts: Ids
     begins: Ids
     _others: Ids = field(init=False)
-    """Where the edges are that are no facts."""
+    """Indexes of the edges that are not facts."""
     _prevs: Ids = field(init=False)
-    """Where each edge begins."""
+    """`prev` of each edge."""
 
     def __post_init__(self) -> None:
         self._others = np.flatnonzero(self.kinds != RDATA)
@@ -50,42 +60,49 @@ class EdgeColumns:
         self._prevs[1:] = self.ids[:-1]
         self._prevs[self.firsts] = self.starts
 
-    def reach(self, lines: Ids, floors: Ids, heads: Ids) -> Mask:
-        """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
-        and none of those that its line had passed.
+    def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
+        """Test for each stream whether its linear position reaches its head.
+
+        True if all IDs beyond the floor are completed, each of them once, and no ID is completed that the linear
+        position had passed.
+
+        Args:
+            linears: for each stream the linear position before the batch.
+            floors: for each stream the position that no active writer is below after the batch.
+            heads: for each stream the highest allocated ID after the batch.
         """
         announced = self._others[self.kinds[self._others] == POSITION]
         counts = np.diff(self.begins, append=len(self.ids))
         above = self.ids > np.repeat(floors, counts)
         above[announced] = False
-        completed = np.bincount(self._streams(np.flatnonzero(above)), minlength=len(lines))
+        completed = np.bincount(self._streams(np.flatnonzero(above)), minlength=len(linears))
         reached: Mask = completed == heads - floors
-        if np.any(self.ids[self.firsts] <= lines[self._streams(self.firsts)]):
-            passed = self.ids <= np.repeat(lines, counts)
+        if np.any(self.ids[self.firsts] <= linears[self._streams(self.firsts)]):
+            passed = self.ids <= np.repeat(linears, counts)
             passed[announced] = False
             reached[self._streams(np.flatnonzero(passed))] = False
         if len(self.firsts) > len(self.begins):
-            reached[self._repeated(counts, announced, lines, heads)] = False
+            reached[self._with_repeated_ids(counts, announced, linears, heads)] = False
         return reached
 
-    def _repeated(self, counts: Ids, announced: Ids, lines: Ids, heads: Ids) -> Ids:
-        """The streams in which an ID is completed twice; all of them, where side by side their IDs take 62 bits."""
-        # Streams side by side, each with room for what lies between its line and its head.
-        rooms = heads - lines
-        if rooms.sum(dtype=np.float64) >= 2**62:
-            return np.arange(len(rooms))
-        places = self.ids + np.repeat(np.cumsum(rooms) - rooms - lines, counts)
+    def _with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
+        """Streams in which an ID is completed twice. All streams if their ID ranges need more than 62 bits together."""
+        # Give each stream a range of numbers of its own, as wide as the distance of its linear position and its head.
+        widths = heads - linears
+        if widths.sum(dtype=np.float64) >= 2**62:
+            return np.arange(len(widths))
+        numbers = self.ids + np.repeat(np.cumsum(widths) - widths - linears, counts)
         if len(announced):
-            places = np.delete(places, announced)
-        if are_different(places):
+            numbers = np.delete(numbers, announced)
+        if are_different(numbers):
             return _NONE
         streams = self._streams(np.delete(np.arange(len(self.ids)), announced))
-        order = np.argsort(places, kind="stable")
-        repeated: Ids = streams[order[1:][places[order[1:]] == places[order[:-1]]]]
+        order = np.argsort(numbers, kind="stable")
+        repeated: Ids = streams[order[1:][numbers[order[1:]] == numbers[order[:-1]]]]
         return repeated
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """By link how many facts there are, and how wide what was declared void or announced is."""
+        """For each link the number of facts, and the number of IDs that were declared empty."""
         others, links = self._others, self._links(self._others)
         facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(links, minlength=len(self.firsts))
         widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
@@ -94,33 +111,40 @@ class EdgeColumns:
         return facts.tolist(), empty.tolist()
 
     def declared(self, most: int) -> list[tuple[int, Ascending]]:
-        """By link where its writer says that it has no facts (`Run.empty`): of each the highest `most` ranges."""
+        """The ranges that writers declared empty (`Run.empty`): links that have any, each with its highest `most`."""
         highs = self.ids - (self.kinds == RDATA)
-        places = np.flatnonzero(self._prevs < highs)
-        if not len(places):
+        edges = np.flatnonzero(self._prevs < highs)
+        if not len(edges):
             return []
-        links, lows, highs = self._links(places), self._prevs[places], highs[places]
+        links, lows, highs = self._links(edges), self._prevs[edges], highs[edges]
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
         last = np.append(first[1:], len(links)) - 1
-        links, lows, highs = links[first], lows[first], highs[last]  # what touches is one
-        kept = np.arange(len(links)) >= np.searchsorted(links, links, side="right") - most
-        links, lows, highs = links[kept], lows[kept], highs[kept]
+        links, lows, highs = links[first], lows[first], highs[last]  # ranges that touch are one
+        newest = np.arange(len(links)) >= np.searchsorted(links, links, side="right") - most
+        links, lows, highs = links[newest], lows[newest], highs[newest]
         firsts = np.flatnonzero(np.concatenate(([True], links[1:] != links[:-1])))
         return list(zip(links[firsts].tolist(), Ascending.all_of(lows, highs, firsts), strict=True))
 
-    def _links(self, places: Ids) -> Ids:
-        """Of these edges the links."""
-        return np.searchsorted(self.firsts, places, side="right") - 1
+    def _links(self, edges: Ids) -> Ids:
+        """The links of these edges."""
+        return np.searchsorted(self.firsts, edges, side="right") - 1
 
-    def _streams(self, places: Ids) -> Ids:
-        """Of these edges the streams."""
-        return np.searchsorted(self.begins, places, side="right") - 1
+    def _streams(self, edges: Ids) -> Ids:
+        """The streams of these edges."""
+        return np.searchsorted(self.begins, edges, side="right") - 1
 
 
 class Link(NamedTuple):
-    """What came of one writer: `writer` is its number among those of all candidates, `end` where its chain gets to. Of
-    its edges, `facts` are facts and `empty` is the width of what was void or announced. `declared` are the newest
-    ranges in which the writer says that it has no facts.
+    """The edges of one writer in the batch.
+
+    Attributes:
+        writer: number of the writer among those of all candidates.
+        end: position of the writer's chain after the batch.
+        facts: number of facts.
+        empty: number of IDs that were declared empty.
+        oldest: Kafka time (ms) of the oldest record.
+        newest: Kafka time (ms) of the newest record.
+        declared: the newest ranges that the writer declared empty; None if there are none.
     """
 
     writer: int
@@ -133,16 +157,21 @@ class Link(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A stream that may be plain; its first writer has the number `first` among those of all candidates."""
+    """A stream that may be in order. `first` is the number of its first writer among those of all candidates."""
 
     name: str
     stored: StoredStream
     first: int
 
 
-class Plain(NamedTuple):
-    """A candidate that is plain. `before` and `head` are the highest IDs that were and are given out, `edges` are those
-    of all its `links`.
+class InOrderStream(NamedTuple):
+    """A candidate that is in order.
+
+    Attributes:
+        before: the highest allocated ID before the batch.
+        head: the highest allocated ID after the batch.
+        edges: number of edges in the batch.
+        links: the edges, by writer.
     """
 
     candidate: Candidate
@@ -154,11 +183,19 @@ class Plain(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """The runs of `candidates`, writer by writer, and of each writer each where the one before ends. Of each run its
-    number among the `columns`, that of its writer, and its candidate's (`owners`).
+class CandidateRuns:
+    """The runs of the candidates, sorted by writer and start; each run continues the one before of its writer.
 
-    The others are of the candidates: `befores` and `heads` as in `Plain`, and `floors`, below which nobody is open.
+    Attributes:
+        candidates: the candidates, in the order of their writers' numbers.
+        columns: the runs of all streams.
+        runs: for each run its index in `columns`.
+        writers: for each run the number of its writer.
+        owners: for each run the index of its candidate.
+        directions: for each candidate the direction of its IDs.
+        befores: for each candidate the highest allocated ID before the batch.
+        floors: for each candidate the position that no active writer is below after the batch.
+        heads: for each candidate the highest allocated ID after the batch.
     """
 
     candidates: list[Candidate]
@@ -172,52 +209,53 @@ class Links:
     heads: Ids
 
     @classmethod
-    def of(cls, candidates: list[Candidate], columns: RunColumns, runs: Ids, writers: Ids) -> "Links":
+    def of(cls, candidates: list[Candidate], columns: RunColumns, runs: Ids, writers: Ids) -> "CandidateRuns":
+        """Sort the runs, and drop each candidate with a run that does not continue its writer's chain."""
         order = np.lexsort((columns.rows["start"][runs], writers))
         runs, writers = runs[order], writers[order]
         rows, ends = columns.rows[runs], columns.ids[columns.rows["stop"][runs] - 1]
-        stored = [it.stored for it in candidates]
-        positions = np.array([it.chain.position for of in stored for it in of.writers])
-        firsts = np.array([it.first for it in candidates])
+        states = [candidate.stored for candidate in candidates]
+        positions = np.array([writer.chain.position for stored in states for writer in stored.writers])
+        firsts = np.array([candidate.first for candidate in candidates])
         owners = np.searchsorted(firsts, writers, side="right") - 1
-        directions = np.array([it.direction for it in stored])
+        directions = np.array([stored.direction for stored in states])
         unknown = directions[owners] == Direction.UNKNOWN
         directions[owners[unknown]] = rows["direction"][unknown]
-        # Whatever does not continue its writer's chain, as it came, makes its stream none that is plain.
         begins, offsets = np.concatenate(([0], ends[:-1])), rows["first_offset"]
-        first = _begin(writers)
-        begins[first] = positions[writers[first]]
-        epochs = np.array([it.epoch for of in stored for it in of.writers])
-        good = (rows["start"] == begins) & (rows["epoch"] == epochs[writers])
-        good &= rows["direction"] == directions[owners]
-        good &= first | (offsets >= np.concatenate(([0], offsets[:-1])))
-        befores = np.maximum(np.maximum.reduceat(positions, firsts), [beside(it) for it in stored])
-        positions[writers] = ends  # the last of each counts
-        floors = np.maximum(np.minimum.reduceat(positions, firsts), [it.linear for it in stored])
+        is_first = _is_first(writers)
+        begins[is_first] = positions[writers[is_first]]
+        epochs = np.array([writer.epoch for stored in states for writer in stored.writers])
+        continues = (rows["start"] == begins) & (rows["epoch"] == epochs[writers])
+        continues &= rows["direction"] == directions[owners]
+        continues &= is_first | (offsets >= np.concatenate(([0], offsets[:-1])))
+        befores = np.maximum(np.maximum.reduceat(positions, firsts), [_reach_of_inactive(stored) for stored in states])
+        positions[writers] = ends  # the last run of each writer decides
+        floors = np.maximum(np.minimum.reduceat(positions, firsts), [stored.linear for stored in states])
         heads = np.maximum(np.maximum.reduceat(positions, firsts), befores)
-        found = cls(candidates, columns, runs, writers, owners, directions, befores, floors, heads)
-        return found if good.all() else found._without({*owners[~good].tolist()})
+        sorted_runs = cls(candidates, columns, runs, writers, owners, directions, befores, floors, heads)
+        return sorted_runs if continues.all() else sorted_runs._without({*owners[~continues].tolist()})
 
-    def plain(self) -> Iterator[Plain]:
-        """Each candidate that is plain."""
+    def in_order(self) -> Iterator[InOrderStream]:
+        """The candidates that are in order."""
         if not self.candidates:
             return
         rows, begins = self.columns.rows[self.runs], self.columns.begins[self.runs]
         lengths = rows["stop"] - begins
-        first = np.flatnonzero(_begin(self.writers))
+        first = np.flatnonzero(_is_first(self.writers))
         starts_at = np.cumsum(lengths) - lengths
         owners = self.owners[first]
-        of_stream = np.flatnonzero(_begin(owners))
+        first_links = np.flatnonzero(_is_first(owners))
         edges = EdgeColumns(
             *_edges(self.columns, begins.tolist(), rows["stop"].tolist()),
             rows["start"][first],
             starts_at[first],
-            starts_at[first][of_stream],
+            starts_at[first][first_links],
         )
-        plain = edges.reach(np.array([it.stored.linear for it in self.candidates]), self.floors, self.heads)
+        linears = np.array([candidate.stored.linear for candidate in self.candidates])
+        reaches_head = edges.reaches_head(linears, self.floors, self.heads)
         declared: list[Ascending | None] = [None] * len(first)
-        for at, ranges in edges.declared(ANNOUNCED_KEPT):
-            declared[at] = ranges
+        for link, ranges in edges.declared(EMPTY_RANGES_MAX):
+            declared[link] = ranges
         numbers = (
             self.writers[first],
             self.columns.ids[rows["stop"][np.append(first[1:], len(rows)) - 1] - 1],
@@ -225,100 +263,111 @@ class Links:
             np.minimum.reduceat(rows["oldest"], first),
             np.maximum.reduceat(rows["newest"], first),
         )
-        links = [*map(Link, *(it.tolist() for it in numbers), declared)]
-        for it, is_plain, direction, before, head, count, at, end in zip(
+        links = [*map(Link, *(column.tolist() for column in numbers), declared)]
+        for candidate, is_in_order, direction, before, head, count, begin, end in zip(
             self.candidates,
-            plain.tolist(),
+            reaches_head.tolist(),
             self.directions.tolist(),
             self.befores.tolist(),
             self.heads.tolist(),
-            np.add.reduceat(lengths, first[of_stream]).tolist(),
-            of_stream.tolist(),
-            [*of_stream[1:].tolist(), len(links)],
+            np.add.reduceat(lengths, first[first_links]).tolist(),
+            first_links.tolist(),
+            [*first_links[1:].tolist(), len(links)],
             strict=True,
         ):
-            if is_plain:
-                yield Plain(it, direction, before, head, count, links[at:end])
+            if is_in_order:
+                yield InOrderStream(candidate, direction, before, head, count, links[begin:end])
 
-    def _without(self, bad: set[int]) -> "Links":
-        """Without these candidates."""
-        kept = np.array([at not in bad for at in range(len(self.candidates))])
-        those = kept[self.owners]
-        return Links(
-            [it for at, it in enumerate(self.candidates) if at not in bad],
+    def _without(self, dropped: set[int]) -> "CandidateRuns":
+        """The same runs without those of some candidates."""
+        remains = np.array([index not in dropped for index in range(len(self.candidates))])
+        runs = remains[self.owners]
+        return CandidateRuns(
+            [candidate for index, candidate in enumerate(self.candidates) if index not in dropped],
             self.columns,
-            self.runs[those],
-            self.writers[those],
-            (np.cumsum(kept) - 1)[self.owners[those]],
-            *(it[kept] for it in (self.directions, self.befores, self.floors, self.heads)),
+            self.runs[runs],
+            self.writers[runs],
+            (np.cumsum(remains) - 1)[self.owners[runs]],
+            *(column[remains] for column in (self.directions, self.befores, self.floors, self.heads)),
         )
 
 
-def _begin(numbers: Ids) -> Mask:
-    """Which are not the same as the one before."""
+def _is_first(numbers: Ids) -> Mask:
+    """Mask of the numbers that differ from the number before."""
     return np.concatenate(([True], numbers[1:] != numbers[:-1]))
 
 
 def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Ids, npt.NDArray[np.uint8]]:
-    """IDs and kinds of some runs, end to end."""
+    """IDs and kinds of the edges of some runs, end to end."""
     ids, kinds = columns.ids.data, columns.kinds.data
     parts = [slice(*bounds) for bounds in zip(begins, stops, strict=True)]
     joined = b"".join([ids[part] for part in parts]), b"".join([kinds[part] for part in parts])
     return np.frombuffer(joined[0], np.int64), np.frombuffer(joined[1], np.uint8)
 
 
-def beside(stored: StoredStream) -> int:
-    """The highest that anything but an active writer shows to be given out."""
+def _reach_of_inactive(stored: StoredStream) -> int:
+    """The highest ID that the linear position or a retired writer shows to be allocated."""
     retired = 0 if stored.retired is None else int(columns_of(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
 
 def columns_of(table: StoredTable) -> npt.NDArray[np.void]:
+    """The columns (`writer_codec.COLUMNS`) of an encoded table."""
     return np.frombuffer(table.columns, COLUMNS)
 
 
-_DIRECTIONS = {int(it): it for it in Direction}
+_DIRECTIONS = {int(direction): direction for direction in Direction}
 
 
-class Advanced(NamedTuple):
-    """What came of a plain stream; `whole` is its new state with all parts."""
+class StreamResult(NamedTuple):
+    """What the batch did to an in-order stream. `whole` is the new state with all its parts."""
 
     effects: StreamEffects
     whole: bytes
 
 
-def advance_plain(
-    inboxes: Mapping[str, Inbox], columns: RunColumns, states: States, now: int, bounds: Bounds
-) -> dict[str, Advanced]:
-    """What came of the streams that are certain to be plain in this batch; `now` is in ms since 1970."""
+def advance_in_order(
+    inputs: Mapping[str, StreamInput], columns: RunColumns, states: States, now: int, bounds: Bounds
+) -> dict[str, StreamResult]:
+    """Advance the streams that are certain to be in order.
+
+    Args:
+        inputs: the records of the batch, by stream.
+        columns: the runs of all streams.
+        states: encoded states, which are not changed.
+        now: time (ms) of the batch.
+
+    Returns:
+        A result for each such stream. The caller advances the other streams with `core.stream`.
+    """
     candidates: list[Candidate] = []
-    chosen: list[int] = []
-    slots: list[int] = []
-    writers = 0
-    for name, inbox in inboxes.items():
-        stored = _stored(name, inbox, states.get(name), now, bounds)
+    runs: list[int] = []
+    writers: list[int] = []
+    writer_count = 0
+    for name, stream_input in inputs.items():
+        stored = _candidate_state(name, stream_input, states.get(name), now, bounds)
         if stored is None:
             continue
-        (runs,) = inbox.runs.values()
-        of_runs = _slots(stored, [columns.writers[at] for at in runs], writers)
-        if of_runs:
-            candidates.append(Candidate(name, stored, writers))
-            writers += len(stored.writers)
-            chosen += runs
-            slots += of_runs
+        (stream_runs,) = stream_input.runs.values()
+        numbers = _writer_numbers(stored, [columns.writers[run] for run in stream_runs], writer_count)
+        if numbers:
+            candidates.append(Candidate(name, stored, writer_count))
+            writer_count += len(stored.writers)
+            runs += stream_runs
+            writers += numbers
     if not candidates:
         return {}
-    links = Links.of(candidates, columns, np.array(chosen), np.array(slots))
-    return {it.candidate.name: _advanced(it, now) for it in links.plain()}
+    sorted_runs = CandidateRuns.of(candidates, columns, np.array(runs), np.array(writers))
+    return {stream.candidate.name: _result(stream, now) for stream in sorted_runs.in_order()}
 
 
-def _advanced(plain: Plain, now: int) -> Advanced:
-    (name, stored, first), direction, before, head, edges, links = plain
+def _result(stream: InOrderStream, now: int) -> StreamResult:
+    (name, stored, first), direction, before, head, edges, links = stream
     writers = [*stored.writers]
     sign = -1 if direction == Direction.BACKWARD else 1
-    advances = [_advance(it, writers[it.writer - first], sign) for it in links]
-    for it in links:
-        writers[it.writer - first] = _moved(writers[it.writer - first], it, now)
+    advances = [_advance(link, writers[link.writer - first], sign) for link in links]
+    for link in links:
+        writers[link.writer - first] = _advanced_writer(writers[link.writer - first], link, now)
     transactions = dict(sorted(stored.transactions.items()))
     encoded = encode_stored(
         StoredStream(
@@ -335,7 +384,7 @@ def _advanced(plain: Plain, now: int) -> Advanced:
             None,
             stored.refused,
             stored.began,
-            stored.here,
+            stored.active_count,
             transactions,
             [],
             [],
@@ -350,7 +399,7 @@ def _advanced(plain: Plain, now: int) -> Advanced:
         sign * before,
         sign * head,
         advances,
-        [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
+        [WriterRow(advance.writer, advance.epoch, advance.id, retired=False) for advance in advances],
         [],
         [],
         [],
@@ -361,86 +410,97 @@ def _advanced(plain: Plain, now: int) -> Advanced:
         Summary(0, 0, None, [], 0, None, transactions),
         encoded.state,
     )
-    return Advanced(effects, encoded.whole)
+    return StreamResult(effects, encoded.whole)
 
 
-def _advance(link: Link, it: StoredWriter, sign: int) -> WriterAdvance:
-    prev, end = sign * it.chain.position, sign * link.end
-    return WriterAdvance(it.name, it.epoch, prev, end, link.facts, link.empty, 0, 0, link.oldest)
+def _advance(link: Link, writer: StoredWriter, sign: int) -> WriterAdvance:
+    prev, end = sign * writer.chain.position, sign * link.end
+    return WriterAdvance(writer.name, writer.epoch, prev, end, link.facts, link.empty, 0, 0, link.oldest)
 
 
-def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
+def _advanced_writer(writer: StoredWriter, link: Link, now: int) -> StoredWriter:
+    empty = extended(writer.chain.empty, link.declared, EMPTY_RANGES_MAX)
     return StoredWriter(
-        it.name,
-        it.epoch,
-        StoredChain(link.end, it.chain.refused, [], extended(it.chain.empty, link.declared, ANNOUNCED_KEPT), []),
+        writer.name,
+        writer.epoch,
+        StoredChain(link.end, writer.chain.refused, [], empty, []),
         None,
         [],
-        it.published,
-        it.timeline,
-        it.start,
-        max(it.seen, now),
-        it.joined,
+        writer.published,
+        writer.timeline,
+        writer.start,
+        max(writer.seen, now),
+        writer.joined,
     )
 
 
-class AtRest(NamedTuple):
-    """A stream whose line has come as far as IDs are given out, with the positions of its active writers; signed."""
+class CaughtUpStream(NamedTuple):
+    """A stream without linear lag: the linear position and the positions of the active writers, signed."""
 
-    line: int
+    linear: int
     positions: dict[str, int]
 
 
-def at_rest(data: bytes) -> AtRest | None:
-    """None for a state of which anything else is to be told."""
+def caught_up(data: bytes) -> CaughtUpStream | None:
+    """Read an encoded state whose stream has no linear lag, without decoding all of it.
+
+    Returns:
+        None if the state has anything else to report.
+    """
     stored = decode_stored(data)
-    if stored.transactions or not _is_plain(stored) or _head(stored) != stored.linear:
+    if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
-    return AtRest(sign * stored.linear, {it.name: sign * it.position for it in stored.writers})
+    return CaughtUpStream(sign * stored.linear, {writer.name: sign * writer.position for writer in stored.writers})
 
 
-def _stored(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bounds) -> StoredStream | None:
-    """A state that is plain, and of which nothing came but runs, where its stream is at home."""
-    if data is None or inbox.facts or inbox.refused or inbox.apart or inbox.control or len(inbox.runs) != 1:
+def _candidate_state(
+    name: str, stream_input: StreamInput, data: bytes | None, now: int, bounds: Bounds
+) -> StoredStream | None:
+    """The state of a stream that has only runs in the batch, in its home partition. None if it is no candidate."""
+    has_other_records = (
+        stream_input.facts or stream_input.refused or stream_input.control_claims or stream_input.control
+    )
+    if data is None or has_other_records or len(stream_input.runs) != 1:
         return None
     stored = decode_stored(data)
-    if not _is_plain(stored):
+    if not _has_only_positions(stored):
         return None
     if stored.retired is not None:
         own, retired = bounds.of(name), columns_of(stored.retired)["retired"]
         if len(retired) > own.retired or int(retired.min()) <= now - own.retirement:
             return None
-    ((_, partition),) = inbox.runs
+    ((_, partition),) = stream_input.runs
     return stored if partition == stored.home else None
 
 
-def _slots(stored: StoredStream, names: list[str], first: int) -> list[int]:
-    """The numbers of these writers, counted from `first`; empty where one of them does nothing that is plain."""
-    numbers = {it.name: number for number, it in enumerate(stored.writers, first)}
-    found = [numbers.get(name, -1) for name in names]
-    for number in {*found}:
-        if number < 0 or not _may_go_on(stored.writers[number - first], stored.timeline):
+def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[int]:
+    """The numbers of the writers `names`, counted from `first`. Empty if one of them cannot be on the fast path."""
+    known = {writer.name: number for number, writer in enumerate(stored.writers, first)}
+    numbers = [known.get(name, -1) for name in names]
+    for number in {*numbers}:
+        if number < 0 or not _is_in_order(stored.writers[number - first], stored.timeline):
             return []
-    return found
+    return numbers
 
 
-def _is_plain(stored: StoredStream) -> bool:
-    """Whether all of it is positions of active writers, and what no run changes."""
+def _has_only_positions(stored: StoredStream) -> bool:
+    """True if the state is nothing but positions of active writers, and fields that no run changes."""
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
-    for it in stored.writers:  # no generator: a start asks this of each stream, of which there may be a million
-        if it.chain.pending or it.chain.deferred or it.retired is not None:
+    for writer in stored.writers:  # no generator: each of a million streams asks this at a start
+        if writer.chain.pending or writer.chain.deferred or writer.retired is not None:
             return False
-    return len(stored.writers) <= joined.FEW
+    return len(stored.writers) <= writer_table.UNPACKED_MAX
 
 
 def _head(stored: StoredStream) -> int:
-    """The highest ID that is given out."""
-    return max([beside(stored), *(it.chain.position for it in stored.writers)])
+    """The highest allocated ID."""
+    return max([_reach_of_inactive(stored), *(writer.chain.position for writer in stored.writers)])
 
 
-def _may_go_on(writer: StoredWriter, timeline: int) -> bool:
+def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
+    """True if the writer has nothing late, joined in the current timeline, and declared nothing beyond its chain."""
     position = writer.chain.position
     return (
         not writer.late

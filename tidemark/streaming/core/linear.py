@@ -1,53 +1,72 @@
-"""The linear position and the completed IDs above it (docs/design.md 3). Pure; magnitudes only."""
+"""The linear position of a stream and the completed IDs above it (docs/design.md 3). Pure; magnitudes only."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.wire.runs import Mask
 
-HEADS_KEPT = 16  # past it every second one goes, which makes what lies between look older, never younger
+HEADS_MAX = 16
+"""Bound of `LinearPosition.heads`. Past it every second entry is dropped: the IDs in between look older than they are,
+never younger."""
 
 
 @dataclass(slots=True)
 class LinearPosition:
-    """`completed` are IDs of facts and voids, of whatever writer, beyond `position`.
+    """The linear position.
 
-    `heads` say since when the line is behind: from each time (ms) on, IDs beyond the ID before it were given out. The
-    first is the line's own; there is none where the line has come as far as they are.
+    Attributes:
+        position: every ID of any writer up to here is settled.
+        completed: completed IDs above the position, of facts and voids of any writer.
+        heads: since when the linear position lags, as `(head, since)`, ascending: from the time `since` (ms) on, IDs
+            beyond `head` were allocated. The first `head` is the position itself. Empty if there is no linear lag.
     """
 
     position: int = 0
     completed: Intervals = EMPTY
     heads: list[tuple[int, int]] = field(default_factory=list)
 
-    def complete(self, ids: Ids, offsets: Ids, counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Remember those of the IDs that `counts`. Gives which of all were settled for good: the position has passed
-        them, or another record, of those that were remembered or of these at a lower offset, completed them.
+    def complete(self, ids: Ids, offsets: Ids, counts: Mask) -> Mask:
+        """Remember completed IDs.
+
+        Args:
+            ids: completed IDs, in any order; an ID may occur more than once.
+            offsets: Kafka offset of each ID's record.
+            counts: mask of the IDs to remember.
+
+        Returns:
+            Mask of the IDs that were final before: the position has passed the ID, or the ID was completed earlier, by
+            a previous batch or by a record at a lower offset.
         """
         final = (ids <= self.position) | self.completed.contains(ids)
-        found = Intervals.from_ids(ids)
-        if found.width() < len(ids):
+        added = Intervals.from_ids(ids)
+        if added.width() < len(ids):
             order = np.lexsort((offsets, ids))
-            ordered, places = ids[order], np.arange(len(ids))
-            # For each but the first, where the last one before it is that counts.
-            last = np.maximum.accumulate(np.where(counts[order], places, -1))[:-1]
+            ordered, indexes = ids[order], np.arange(len(ids))
+            # For each ID but the first: the index of the last ID before it that counts.
+            last = np.maximum.accumulate(np.where(counts[order], indexes, -1))[:-1]
             final[order[1:]] |= (last >= 0) & (ordered[1:] == ordered[last])
         if not counts.all():
-            found = Intervals.from_ids(ids[counts])
-        self.completed = self.completed.union(found.above(self.position))
+            added = Intervals.from_ids(ids[counts])
+        self.completed = self.completed.union(added.above(self.position))
         return final
 
     def settle(self, floor: int) -> None:
-        """Move as far as the evidence goes: every writer is at or beyond `floor`, and completed IDs bridge the rest."""
+        """Advance to `floor`, which no active writer is below, and on through the completed IDs above it."""
         self.position = self.completed.reach(max(self.position, floor))
         self.completed = self.completed.above(self.position)
 
     def follow(self, before: int, head: int, now: int) -> None:
-        """Once after a batch at `now` (ms): IDs are given out up to `head`; up to `before` they were before it."""
+        """Note, once after a batch, how far IDs are allocated.
+
+        Args:
+            before: highest allocated ID before the batch.
+            head: highest allocated ID after the batch.
+            now: time (ms) of the batch.
+        """
         if head <= self.position:
             self.heads = []
             return
@@ -55,25 +74,28 @@ class LinearPosition:
             self.heads[:passed] = [(self.position, self.heads[passed - 1][1])]
         if not self.heads:
             self.heads = [(self.position, now)]
-        while self.heads[-1][0] >= head:  # a database went back
+        while self.heads[-1][0] >= head:  # the database was restored
             self.heads.pop()
-        last, seen = self.heads[-1]
-        if head > before > last and now > seen:
+        last, since = self.heads[-1]
+        if head > before > last and now > since:
             self.heads.append((before, now))
-            if len(self.heads) > HEADS_KEPT:
+            if len(self.heads) > HEADS_MAX:
                 del self.heads[1::2]
 
     def forget_above(self, id: int) -> int:
-        """IDs beyond `id` may come again; gives how many were known to be complete."""
+        """Forget completed IDs beyond `id`, which may be given out again. Returns how many were forgotten."""
         return self._keep(self.completed.upto(id))
 
     def forget_beyond(self, intervals: int) -> int:
-        """Keep the lowest `intervals`, which only makes the line more cautious; gives how many IDs were forgotten."""
+        """Keep the lowest `intervals` of completed IDs. Returns how many IDs were forgotten.
+
+        Without a completed ID the linear position may wait longer. It never moves too early.
+        """
         return self._keep(self.completed.lowest(intervals))
 
-    def _keep(self, kept: Intervals) -> int:
-        if kept is self.completed:
+    def _keep(self, remaining: Intervals) -> int:
+        if remaining is self.completed:
             return 0
-        forgotten = self.completed.width() - kept.width()
-        self.completed = kept
+        forgotten = self.completed.width() - remaining.width()
+        self.completed = remaining
         return forgotten

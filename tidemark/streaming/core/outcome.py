@@ -1,4 +1,7 @@
-"""What a batch did to one stream, collected while it is fed; `streaming.core.batch` makes effects of it. Magnitudes."""
+"""What one batch did to one stream, collected while the records are applied. Magnitudes only.
+
+`streaming.core.batch` makes the effects of the batch from it.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,19 +14,22 @@ from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire.runs import Run
 
 Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
-Why = Literal["skipped", "regressed", "final", "announced"]
-"""Why a completion is late: an operator settled its ID, the source went back, the line or another writer had its ID
-already, or its own writer had said that it has no fact there."""
+"""How a record, or an edge of a RUN, is counted. `batch` is one of several rows of a fact. `forgotten` counts completed
+IDs that were dropped at the bound."""
 
+Why = Literal["skipped", "regressed", "final", "announced"]
+"""Why a completion is late: an operator had settled the ID; the database was restored; the ID was final, because the
+linear position had passed it or another writer had completed it; or the writer had declared that it has no fact there.
+"""
 
 RollbackSignal = Literal["position", "database", "start"]
-"""What showed that a database went back: a JOIN below what its own writer had completed, another history of the
-database, or a start that does not follow the writer's last one."""
+"""What shows that a database was restored: a JOIN below what its own writer had completed, another history of the
+database, or a start that does not follow the writer's last start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateRange:
-    """Completions in `(prev, id]`, `facts` of them RDATA, that came after the range was settled without them."""
+    """Late completions in `(prev, id]`, of which `facts` are facts."""
 
     writer: str
     epoch: int
@@ -34,21 +40,32 @@ class LateRange:
 
 
 @dataclass(frozen=True, slots=True)
-class TimelineBegun:
-    """By its JOIN at `id` the writer, whose position is `position`, began timeline `number`; `why` says by what."""
+class TimelineStart:
+    """A JOIN began a timeline.
+
+    Attributes:
+        writer: the writer that joined.
+        id: IDs above may be given out again.
+        position: the writer's position at that time.
+        number: number of the new timeline.
+        why: what showed that the database was restored.
+    """
 
     writer: str
     epoch: int
     id: int
     position: int
     number: int
-    why: "RollbackSignal"
+    why: RollbackSignal
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Facts refused for one reason: their offsets, ascending, and of each the ID that does not fit; 0 where it is the
-    whole record. A record that holds many facts may be here many times.
+    """Edges or records that are rejected for one reason.
+
+    Attributes:
+        offsets: Kafka offsets, ascending. A record with many rejected edges occurs as often.
+        ids: for each offset the ID of the rejected edge; 0 if the whole record is rejected.
     """
 
     reason: Reason
@@ -57,15 +74,23 @@ class Refusal:
 
     @classmethod
     def whole(cls, reason: Reason, offsets: Ids) -> "Refusal":
+        """Reject whole records."""
         return cls(reason, np.sort(offsets), np.zeros_like(offsets))
 
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
+    """What a batch did to a stream.
 
-    `rejected` is about facts; a rejected marker is told by the return value of its method.
-    `elsewhere`: the batch also turned away what has no order against the stream's records.
+    Attributes:
+        now: time (ms) of the batch.
+        elsewhere: True if the batch also rejected records that have no order against the stream's other records.
+        counts: number of records by outcome.
+        touched: for each writer with records in the batch, the Kafka time (ms) of its oldest record.
+        rejected: rejected facts. A rejected marker is the return value of `StreamState.apply_marker`.
+        late: late completions.
+        timelines: timelines that began.
+        dropped: names of retired writers that left the state.
     """
 
     now: int
@@ -74,19 +99,20 @@ class BatchOutcome:
     touched: dict[str, int] = field(default_factory=dict)
     rejected: list[Refusal] = field(default_factory=list)
     late: list[LateRange] = field(default_factory=list)
-    timelines: list[TimelineBegun] = field(default_factory=list)
+    timelines: list[TimelineStart] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
     def record_late(self, run: Run, why: Why) -> None:
-        """All edges of `run` are completions that come late; nothing else of their writer lies inside them."""
+        """Count all edges of `run` as late. The run must not contain other edges of its writer."""
         self.counts["late"] += len(run)
         self.late.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
     def record_contradiction(self, run: Run) -> None:
-        """All edges of `run` are facts that their writer had denied. Their edges may reach over what came in time."""
+        """Count facts that their writer had declared not to exist as late. Their edges may overlap other edges."""
         self.counts["late"] += len(run)
         for low, high in Intervals.from_ids(run.ids):
             self.late.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
 
     def touch(self, writer: str, time: int) -> None:
+        """Note a record of `writer` with the Kafka time `time` (ms)."""
         self.touched[writer] = min(time, self.touched.get(writer, time))

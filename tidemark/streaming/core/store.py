@@ -1,8 +1,8 @@
-"""The states of a shard's streams as a batch finds them, and as they are kept. Pure; no Spark.
+"""The encoded states of a shard's streams, in three layers. Pure; no Spark.
 
-A shard may hold a hundred thousand streams of which a batch touches ten. So most of them lie packed, where one is found
-without another being decoded: those that a line of batches began with outside of Spark's state, and in it those that
-have changed since, once they are many. What changed lately lies over both.
+A shard may have a hundred thousand streams, of which a batch touches ten. A lookup must not decode the others. States
+that Postgres gave to a new query (the `seed`) are outside of Spark's state store. Spark's state store has the states
+that changed since: `packed` ones, and in front of them the `recent` ones.
 """
 
 from array import array
@@ -19,18 +19,26 @@ from tidemark.streaming.values.limits import shard_of
 from tidemark.streaming.wire.runs import UNBOUNDED
 
 UNREADABLE = state.encode(StreamState(refused=UNBOUNDED))
-"""A stream of which nothing could be read yet."""
+"""The state of a stream of which no record could be read yet."""
 
-_FEW = 1 << 20
-"""Bytes that a batch decodes and encodes within some milliseconds."""
+_RECENT_MAX = 1 << 20
+"""Bytes of recent states that are not packed yet: a batch decodes and encodes them within some milliseconds."""
 
 
-_SEARCH = 16
-"""States are passed over in the time in which one is found."""
+_LOOKUP_COST = 16
+"""A lookup takes as long as an iteration over this many states."""
 
 
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
-    """Names, ascending, and their states, each end to end; where they end as uint32. `unread` counts the UNREADABLE."""
+    """The encoded form of `PackedStates`.
+
+    Attributes:
+        name_ends: for each stream the end of its name in `names`, as uint32.
+        state_ends: for each stream the end of its state in `states`, as uint32.
+        names: the names of the streams, ascending, end to end.
+        states: their states, end to end.
+        unread: number of states that are UNREADABLE.
+    """
 
     name_ends: memoryview
     state_ends: memoryview
@@ -43,14 +51,14 @@ _columns = msgspec.msgpack.Decoder(_Columns)
 
 
 class PackedStates:
-    """States by name, read in place: to find one takes some microseconds, whatever their number."""
+    """Immutable states by name, read in place. A lookup takes some microseconds, however many states there are."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        it = _columns.decode(data)
+        columns = _columns.decode(data)
         self.data = data
-        self.unread = it.unread
-        self._name_ends, self._state_ends = it.name_ends.cast("I"), it.state_ends.cast("I")
-        self._names, self._states = it.names, it.states
+        self.unread = columns.unread
+        self._name_ends, self._state_ends = columns.name_ends.cast("I"), columns.state_ends.cast("I")
+        self._names, self._states = columns.names, columns.states
         self._by_name: dict[str, bytes] | None = None
 
     @classmethod
@@ -64,31 +72,31 @@ class PackedStates:
     def __len__(self) -> int:
         return len(self._name_ends)
 
-    def expect(self, count: int) -> None:
-        """So many will be asked for: to go through all of them once may cost less."""
-        if self._by_name is None and _SEARCH * count > len(self):
+    def prepare_lookups(self, count: int) -> None:
+        """Call before `count` lookups: if they are many, one iteration over all states costs less."""
+        if self._by_name is None and _LOOKUP_COST * count > len(self):
             self._by_name = dict(self.items())
 
     def get(self, name: str) -> bytes | None:
         if self._by_name is not None:
             return self._by_name.get(name)
         wanted = name.encode()
-        at = bisect_left(range(len(self)), wanted, key=self._name)
-        return self._state(at) if at < len(self) and self._name(at) == wanted else None
+        index = bisect_left(range(len(self)), wanted, key=self._name)
+        return self._state(index) if index < len(self) and self._name(index) == wanted else None
 
     def items(self) -> Iterator[tuple[str, bytes]]:
-        """By name."""
+        """Names and states, by name."""
         return zip(self.names(), _cut(self._states, self._state_ends), strict=True)
 
     def names(self) -> Iterator[str]:
-        """Ascending."""
+        """The names, ascending."""
         return (name.decode() for name in _cut(self._names, self._name_ends))
 
-    def _name(self, at: int) -> bytes:
-        return self._names[self._name_ends[at - 1] if at else 0 : self._name_ends[at]].tobytes()
+    def _name(self, index: int) -> bytes:
+        return self._names[self._name_ends[index - 1] if index else 0 : self._name_ends[index]].tobytes()
 
-    def _state(self, at: int) -> bytes:
-        return self._states[self._state_ends[at - 1] if at else 0 : self._state_ends[at]].tobytes()
+    def _state(self, index: int) -> bytes:
+        return self._states[self._state_ends[index - 1] if index else 0 : self._state_ends[index]].tobytes()
 
 
 def _cut(joined: memoryview, ends: memoryview) -> Iterator[bytes]:
@@ -110,7 +118,7 @@ NONE = PackedStates.of({})
 
 
 class ShardedStates:
-    """The states of all streams, as `packed` by shard."""
+    """The states of all streams, from the packed states of each shard."""
 
     def __init__(self, shards: int, packed: Mapping[int, bytes]) -> None:
         self._shards = shards
@@ -127,7 +135,7 @@ class ShardedStates:
         return chain.from_iterable(packed.items() for packed in self._packed.values())
 
     def names(self) -> Iterator[str]:
-        """Ascending."""
+        """The names, ascending."""
         return merge(*(packed.names() for packed in self._packed.values()))
 
 
@@ -140,7 +148,7 @@ _layers = msgspec.msgpack.Decoder(_Layers)
 
 
 class States:
-    """Those of `recent`, which a batch changes in place, over those that are `packed`, over those of the `seed`."""
+    """Encoded states in three layers: `recent` (mutable) shadows `packed`, which shadows the read-only `seed`."""
 
     def __init__(
         self, recent: dict[str, bytes] | None = None, packed: PackedStates = NONE, seed: PackedStates = NONE
@@ -150,29 +158,29 @@ class States:
         self._seed = seed
 
     @classmethod
-    def kept(cls, data: bytes | None, seed: PackedStates) -> "States":
-        """What `keep` gave; None before the first batch of a line."""
+    def unpack(cls, data: bytes | None, seed: PackedStates) -> "States":
+        """Decode what `pack` returned; None before the first batch of a query."""
         if data is None:
             return cls({}, NONE, seed)
-        it = _layers.decode(data)
-        return cls(it.recent, PackedStates(it.packed), seed)
+        layers = _layers.decode(data)
+        return cls(layers.recent, PackedStates(layers.packed), seed)
 
-    def keep(self) -> bytes:
-        """All but the seed. What is recent is packed with the rest where it has become too much to decode each time."""
+    def pack(self) -> bytes:
+        """Encode all layers but the seed. Recent states move to the packed layer once they are too large."""
         size = sum(map(len, self._recent.values()))
-        if size > max(_FEW, len(self._packed.data) // 4):
+        if size > max(_RECENT_MAX, len(self._packed.data) // 4):
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
             self._recent = {}
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
 
-    def expect(self, count: int) -> None:
-        """So many will be asked for."""
-        self._packed.expect(count)
-        self._seed.expect(count)
+    def prepare_lookups(self, count: int) -> None:
+        """Call before `count` lookups."""
+        self._packed.prepare_lookups(count)
+        self._seed.prepare_lookups(count)
 
     def get(self, name: str) -> bytes | None:
-        if (found := self._recent.get(name)) is not None:
-            return found
+        if (recent := self._recent.get(name)) is not None:
+            return recent
         return self._below(name)
 
     def __contains__(self, name: str) -> bool:
@@ -181,8 +189,8 @@ class States:
     def __setitem__(self, name: str, data: bytes) -> None:
         self._recent[name] = data
 
-    def unread(self) -> int:
-        """How many are UNREADABLE."""
+    def unreadable_count(self) -> int:
+        """Number of streams whose state is UNREADABLE."""
         count = self._packed.unread + self._seed.unread
         if self._seed.unread:
             count -= sum(self._seed.get(name) == UNREADABLE for name, _ in self._packed.items())
@@ -191,5 +199,5 @@ class States:
         return count + sum(data == UNREADABLE for data in self._recent.values())
 
     def _below(self, name: str) -> bytes | None:
-        found = self._packed.get(name) if len(self._packed) else None
-        return self._seed.get(name) if found is None else found
+        packed = self._packed.get(name) if len(self._packed) else None
+        return self._seed.get(name) if packed is None else packed

@@ -5,13 +5,12 @@ raises for what a writer sent. Each record is counted as applied, buffered, dupl
 it is rejected with its reason (docs/design.md, rule 5).
 
 Records come in *segments*. `StreamState.apply_segment` takes the edges between two neighbouring markers (JOIN, RETIRE,
-SKIP) of the stream; then `join`, `retire` or `skip` takes the marker.
+SKIP, OPEN) of the stream; then `StreamState.apply_marker` takes the marker.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
 from tidemark.streaming.core.classify import Classifier, Completed
 from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.outcome import BatchOutcome, Refusal, RollbackSignal, TimelineBegun
+from tidemark.streaming.core.outcome import BatchOutcome, Refusal, RollbackSignal, TimelineStart
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
     OVERFLOW_SLOT,
@@ -28,91 +27,18 @@ from tidemark.streaming.core.writers import (
     UnjoinedWriter,
     UnjoinedWriters,
     WriterState,
-    begin,
+    begin_epoch,
     discard_unjoined,
-    place,
+    find_or_add,
+    is_repetition,
+    join_checksum,
+    rollback_signal,
     settle,
 )
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.limits import Bounds, Reason, printable
 from tidemark.streaming.wire.records import ANY_WRITER, Kind
 from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, Run, TurnedAway
-
-_NONE_HELD = UnjoinedWriters()
-
-
-def evidence_of(marker: Marker) -> int:
-    """Checksum of what a JOIN says: 32 bits, never 0. A JOIN that is sent again has the same one.
-
-    `told` is not part of it: a relay reads it again when it repeats the JOIN.
-    """
-    return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
-
-
-def rollback_signal(
-    writer: WriterState | None, held: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
-) -> RollbackSignal | None:
-    """What in a JOIN shows that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
-    again.
-
-    A JOIN below the linear position, or below the position of another writer, shows nothing: it read the allocated
-    position before the others went on. The JOIN of a writer that had not joined in this timeline shows nothing either:
-    its database was restored together with the others.
-
-    Args:
-        writer: the writer that joins, in its state before the JOIN; None if it never joined.
-        held: incarnations that have not joined.
-        marker: the JOIN.
-        timeline: number of the stream's current timeline.
-        database: the database history that the stream's newest JOIN named; None if it is not known.
-
-    Returns:
-        None if nothing shows a restore.
-    """
-    if _has_another_database(marker, database):
-        return "database"
-    earlier = (held[it].chain for it in held.of(marker.writer) if it[1] < marker.epoch)
-    if any(chain.pending_beyond(marker.no_reuse_below) for chain in earlier):
-        return "position"
-    if writer is None or writer.timeline < timeline:
-        return None
-    if marker.no_reuse_below < writer.reach:
-        return "position"
-    return "start" if _has_another_start(writer, marker) else None
-
-
-def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
-    """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
-
-    Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only another
-    database or another start contradicts it.
-    """
-    if marker.epoch != writer.epoch:
-        return False
-    if marker.is_override or writer.joined == evidence_of(marker):
-        return True
-    if writer.joined:
-        return writer.timeline == timeline and rollback_signal(writer, _NONE_HELD, marker, timeline, database) is None
-    if marker.timeline is None or marker.timeline.start == writer.start:
-        return True
-    return not (_has_another_database(marker, database) or _has_another_start(writer, marker))
-
-
-def _has_another_database(marker: Marker, database: str | None) -> bool:
-    return (
-        marker.timeline is not None
-        and None not in (database, marker.timeline.database)
-        and database != (marker.timeline.database)
-    )
-
-
-def _has_another_start(writer: WriterState, marker: Marker) -> bool:
-    """True if the start is neither the writer's last one nor its successor in an epoch of its own."""
-    if marker.timeline is None or writer.start in (None, marker.timeline.start):
-        return False
-    is_next = writer.start == marker.timeline.after
-    return not is_next or (marker.epoch == writer.epoch and writer.joined != 0)
 
 
 def _reach(writer: WriterState, marker: Marker) -> int:
@@ -123,7 +49,8 @@ def _reach(writer: WriterState, marker: Marker) -> int:
 FromUnknownWriter = Run | PartialRows | TurnedAway
 
 
-def _after_retirement(writer: WriterState, item: FromUnknownWriter) -> tuple[list[Run], list[FromUnknownWriter]]:
+def _split_at_retirement(writer: WriterState, item: FromUnknownWriter) -> tuple[list[Run], list[FromUnknownWriter]]:
+    """Split an item of a retired writer into edges up to its position, and what lies, or may lie, beyond it."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
     beyond = item.ids > writer.position
@@ -147,7 +74,7 @@ class StreamState:
         refused: highest ID up to which rejected records may be facts of writers that were not known yet;
             `runs.UNBOUNDED` if that cannot be told.
         began: the ID at which the timeline began.
-        here: number of active writers that joined in this timeline.
+        active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
     """
 
@@ -161,7 +88,7 @@ class StreamState:
     ended: int = 0
     refused: int = 0
     began: int = 0
-    here: int = 0
+    active_count: int = 0
     transactions: dict[str, list[str]] = field(default_factory=dict)
 
     def set_direction(self, direction: Direction) -> None:
@@ -171,7 +98,8 @@ class StreamState:
     @property
     def allocated(self) -> int:
         """The highest ID that a record of the stream has settled or passed; every ID up to here was allocated."""
-        return max([self.linear.position, self.writers.reach(), *(held.chain.reach for held in self.unjoined.values())])
+        reaches = (writer.chain.reach for writer in self.unjoined.values())
+        return max([self.linear.position, self.writers.reach(), *reaches])
 
     def current_epoch(self, name: str) -> int:
         """Epoch of the writer: the joined one if it is active, else the newest that has not joined, else the last."""
@@ -185,8 +113,8 @@ class StreamState:
         """Called if a rejected record may be a fact of any writer, also of one that is not known yet."""
         self.refused = UNBOUNDED
         self.writers.mark_uncertain()
-        for held in self.unjoined.values():
-            held.chain.refuse(UNBOUNDED)
+        for unjoined in self.unjoined.values():
+            unjoined.chain.refuse(UNBOUNDED)
 
     def apply_marker(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
         """Apply a JOIN, RETIRE, SKIP or OPEN.
@@ -244,20 +172,20 @@ class StreamState:
             The reason if the RETIRE is rejected.
         """
         if marker.writer == ANY_WRITER:
-            return self._throw_out([*self.unjoined], batch)
+            return self._discard([*self.unjoined], batch)
         writer = self.writers.get(marker.writer)
-        held = self.unjoined.get((marker.writer, marker.epoch))
+        unjoined = self.unjoined.get((marker.writer, marker.epoch))
         if writer is not None and marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        if marker.is_override and held is not None and held.chain.pending_beyond(marker.id):
+        if marker.is_override and unjoined is not None and unjoined.chain.pending_beyond(marker.id):
             return Reason.CONFLICT
         if not marker.is_override and (writer is None or marker.epoch > writer.epoch):
-            return self._hold_retire(marker, bounds, batch)
+            return self._buffer_retire(marker, bounds, batch)
         if writer is None:
             writer, _ = self._begin(marker, batch)
         elif marker.epoch > writer.epoch:
-            return self._throw_out([(marker.writer, marker.epoch)], batch)
-        elif writer.retired is not None and marker.is_override and held is not None:
+            return self._discard([(marker.writer, marker.epoch)], batch)
+        elif writer.retired is not None and marker.is_override and unjoined is not None:
             writer.chain.adopt(self.unjoined.pop((marker.writer, marker.epoch)).chain, writer.published)
         elif writer.retired is not None:
             if marker.id > writer.position:
@@ -318,23 +246,26 @@ class StreamState:
         batch.counts["forgotten"] += self.linear.forget_beyond(bounds.completed)
         # The moves of writers that the batch touched are not published yet.
         before = batch.now - bounds.retirement
-        for name in self.writers.outlived(self.linear.position, bounds.retired, before, batch.touched):
+        for name in self.writers.expired(self.linear.position, bounds.retired, before, batch.touched):
             chain = self.writers.pop(name).chain
             self.refused = max(self.refused, chain.refused if chain.refused > chain.position else 0)
             batch.dropped.append(name)
 
-    def recall(self, bounds: Bounds) -> Iterator[tuple[str, int, DeferredRange]]:
-        """Deferred ranges to read again from Kafka: at most one per writer, with its name and epoch. Once after a
-        batch."""
+    def pop_deferred(self, bounds: Bounds) -> Iterator[tuple[str, int, DeferredRange]]:
+        """Remove deferred ranges that may be read again from Kafka, once after a batch.
+
+        Yields:
+            Name and epoch of a writer, and its range. At most one range per writer.
+        """
         for name, writer in sorted(self.writers.open.items()):
-            if (found := writer.chain.recall(bounds.pending)) is not None:
-                yield name, writer.epoch, found
+            if (deferred := writer.chain.pop_deferred(bounds.pending)) is not None:
+                yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
         """Forget deferred ranges whose Kafka offsets are no longer valid. The records then count as refused."""
         self.writers.open_waiting()
-        chains = [it.chain for it in self.writers.open.values()] + [it.chain for it in self.unjoined.values()]
-        for chain in chains:
+        chains = [writer.chain for writer in self.writers.open.values()]
+        for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
             chain.deferred.clear()
 
     def advance_linear(self) -> None:
@@ -346,7 +277,7 @@ class StreamState:
         if self.unjoined or not self.writers:
             return
         floor = self.writers.floor()
-        if floor is None or self.here:
+        if floor is None or self.active_count:
             self.linear.settle(self.ended if floor is None else floor)
 
     def passed(self, writer: WriterState) -> int:
@@ -354,8 +285,7 @@ class StreamState:
         return writer.chain.position if writer.timeline == self.timeline else min(writer.chain.position, self.began)
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Called if records of an unknown writer found no room: neither its name nor its open IDs are known from now
-        on."""
+        """Called if records of an unknown writer found no room: its name and its open IDs are not known from now on."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
@@ -377,7 +307,7 @@ class StreamState:
 
     def _note_evidence(self, writer: WriterState, marker: Marker) -> None:
         """Keep the checksum, the database and the start that the JOIN of the writer's epoch names."""
-        writer.joined = 0 if marker.is_override else evidence_of(marker)
+        writer.joined = 0 if marker.is_override else join_checksum(marker)
         if marker.timeline is not None:
             self.database, writer.start = marker.timeline.database or self.database, marker.timeline.start
 
@@ -392,15 +322,15 @@ class StreamState:
             self._begin_timeline(marker, known.position if known is not None else 0, why, batch)
         elif known is not None and known.retired is not None and known.chain.position > marker.no_reuse_below:
             # An operator retired the writer at an ID that it never reached.
-            beyond = [
-                it
-                for name, it in self.writers.beyond(marker.no_reuse_below)
-                if it.retired is not None and it is not known
+            retired = [
+                writer
+                for _, writer in self.writers.beyond(marker.no_reuse_below)
+                if writer.retired is not None and writer is not known
             ]
-            self.ended = max([min(self.ended, marker.no_reuse_below), *(self.passed(it) for it in beyond)])
+            self.ended = max([min(self.ended, marker.no_reuse_below), *map(self.passed, retired)])
         self.transactions.pop(marker.writer, None)
-        self.here += known is None or known.retired is not None or known.timeline < self.timeline
-        writer, retire = begin(self.writers, self.unjoined, marker, self.refused, batch)
+        self.active_count += known is None or known.retired is not None or known.timeline < self.timeline
+        writer, retire = begin_epoch(self.writers, self.unjoined, marker, self.refused, batch)
         self.writers.follow(marker.writer)
         writer.timeline = self.timeline
         self._note_evidence(writer, marker)
@@ -416,27 +346,28 @@ class StreamState:
         """
         limit = marker.no_reuse_below
         self.timeline, self.began = self.timeline + 1, limit
-        self.here, self.ended = 0, min(self.ended, limit)
-        batch.timelines.append(TimelineBegun(marker.writer, marker.epoch, limit, position, self.timeline, why))
+        self.active_count, self.ended = 0, min(self.ended, limit)
+        batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))
         for name, writer in self.writers.beyond(limit):
             writer.go_back(limit, name, batch)
             self.writers.follow(name)
             batch.touch(name, marker.time)
         batch.counts["forgotten"] += self.linear.forget_above(limit)
         if marker.timeline is not None and marker.told is not None:
-            for writer in [it for it in self.writers.values() if it.start == marker.timeline.start]:
-                writer.timeline = self.timeline
-                self.here += writer.retired is None
+            for writer in self.writers.values():
+                if writer.start == marker.timeline.start:
+                    writer.timeline = self.timeline
+                    self.active_count += writer.retired is None
 
     def _end(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> None:
         settle(writer, 0, marker, "retired", batch)
         writer.chain.deferred.clear()
-        self.here -= writer.timeline == self.timeline and writer.retired is None
+        self.active_count -= writer.timeline == self.timeline and writer.retired is None
         self.ended = max(self.ended, self.passed(writer))
         writer.retired = batch.now
         self.transactions.pop(marker.writer, None)
 
-    def _throw_out(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
+    def _discard(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
         if not self.unjoined.keys() & incarnations:
             return Reason.UNKNOWN_WRITER
         for incarnation in incarnations:
@@ -449,15 +380,15 @@ class StreamState:
         self.advance_linear()
         return None
 
-    def _hold_retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        held = place(self.unjoined, (marker.writer, marker.epoch), bounds, batch)
-        if held is None:
+    def _buffer_retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
+        unjoined = find_or_add(self.unjoined, (marker.writer, marker.epoch), bounds, batch)
+        if unjoined is None:
             self.mark_overflow(batch)
             return Reason.BUFFER_OVERFLOW
-        if held.retire is not None and held.retire != marker.id:
+        if unjoined.retire is not None and unjoined.retire != marker.id:
             return Reason.CONFLICT
-        batch.counts["buffered" if held.retire is None else "duplicate"] += 1
-        held.retire = marker.id
+        batch.counts["buffered" if unjoined.retire is None else "duplicate"] += 1
+        unjoined.retire = marker.id
         return None
 
     # -- segments
@@ -481,10 +412,10 @@ class StreamState:
             self._complete([*self._apply(before, bounds, batch)], batch)
             self.advance_linear()
             known = [part for run in known for part in run.parts(run.offsets >= first)]
-        held = [self._hold(item, bounds, batch) for item in unknown]
-        completed = [found for item in held if item is not None for found in item]
+        buffered = [self._buffer(item, bounds, batch) for item in unknown]
+        completed = [edges for parts in buffered if parts is not None for edges in parts]
         self._complete([*completed, *self._apply(known, bounds, batch)], batch)
-        if None in held:
+        if None in buffered:
             self.mark_overflow(batch)
         if any(item.writer is None for item in others):
             self.mark_uncertain()
@@ -514,7 +445,7 @@ class StreamState:
                     continue
                 writer = WriterState(0, Chain(refused=self.refused), timeline=self.timeline)
                 self.writers[item.writer] = writer
-                self.here += 1
+                self.active_count += 1
             if writer is not None and item.epoch < writer.epoch:
                 if not isinstance(item, TurnedAway):
                     batch.rejected.append(Refusal.whole(Reason.ZOMBIE, item.offsets))
@@ -525,9 +456,9 @@ class StreamState:
             if writer is None or item.epoch > writer.epoch:
                 unknown.append(item)
             elif writer.retired is not None:
-                known_too, unknown_too = _after_retirement(writer, item)
-                known.extend(known_too)
-                unknown.extend(unknown_too)
+                before, after = _split_at_retirement(writer, item)
+                known.extend(before)
+                unknown.extend(after)
             elif isinstance(item, TurnedAway):
                 writer.chain.refuse(item.reach)
             elif isinstance(item, PartialRows):
@@ -544,25 +475,26 @@ class StreamState:
         for run in runs:
             writer = self.writers[run.writer]
             began = self.began if writer.timeline == self.timeline else 0
-            feed = Classifier(writer.chain, bounds.pending, batch, "applied", writer.late, writer.published, began)
-            yield from feed.run(run)
-            writer.late = feed.late
+            late, published = writer.late, writer.published
+            classifier = Classifier(writer.chain, bounds.pending, batch, "applied", late, published, began)
+            yield from classifier.run(run)
+            writer.late = classifier.late
 
-    def _complete(self, found: Sequence[Completed], batch: BatchOutcome) -> None:
+    def _complete(self, completed: Sequence[Completed], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
 
         An ID at or below it, or completed before by any writer, is final (docs/design.md, rule 10): the first
         completion counts and a later one is late.
         """
-        if not found:
+        if not completed:
             return
-        ids = np.concatenate([run.ids for run, _ in found])
-        completes = np.concatenate([run.completes for run, _ in found])
-        counts = completes & np.concatenate([self._of_this_timeline(run) for run, _ in found])
-        late = completes & self.linear.complete(ids, np.concatenate([run.offsets for run, _ in found]), counts)
+        ids = np.concatenate([run.ids for run, _ in completed])
+        completes = np.concatenate([run.completes for run, _ in completed])
+        counts = completes & np.concatenate([self._of_this_timeline(run) for run, _ in completed])
+        late = completes & self.linear.complete(ids, np.concatenate([run.offsets for run, _ in completed]), counts)
         if late.any():
-            ends = np.cumsum([len(run) for run, _ in found])[:-1]
-            for (run, outcome), mask in zip(found, np.split(late, ends), strict=True):
+            ends = np.cumsum([len(run) for run, _ in completed])[:-1]
+            for (run, outcome), mask in zip(completed, np.split(late, ends), strict=True):
                 if outcome != "late":
                     batch.counts[outcome] -= int(np.count_nonzero(mask))
                     for part in run.parts(mask):
@@ -579,16 +511,16 @@ class StreamState:
             return np.ones(len(run), np.bool_)
         return run.ids <= self.began
 
-    def _hold(self, item: FromUnknownWriter, bounds: Bounds, batch: BatchOutcome) -> list[Completed] | None:
+    def _buffer(self, item: FromUnknownWriter, bounds: Bounds, batch: BatchOutcome) -> list[Completed] | None:
         """Buffer an item of a writer that has not joined. Returns what it completed, or None if there is no room."""
-        held = place(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
-        if held is None:
+        unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
+        if unjoined is None:
             if not isinstance(item, TurnedAway):
                 batch.rejected.append(Refusal.whole(Reason.BUFFER_OVERFLOW, item.offsets))
             return None
         if isinstance(item, Run):
-            return [*Classifier(held.chain, bounds.pending, batch, "buffered").run(item)]
-        held.chain.refuse(item.reach)
+            return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").run(item)]
+        unjoined.chain.refuse(item.reach)
         if isinstance(item, PartialRows):
             batch.counts["batch"] += len(item.offsets)
         return []

@@ -1,4 +1,4 @@
-"""What a batch brought, by stream, and the segments of it. Pure."""
+"""The records of a batch grouped by stream, and cut into segments at the markers. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,34 +12,44 @@ from tidemark.streaming.wire.records import Kind, Topic
 from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
 
 Partition = tuple[str, int]
+"""Topic and number of a Kafka partition."""
+
 Fact = PackedRun | BatchRows | Marker
+"""A record of the facts topic that is not rejected, or a run of such records."""
 
 
 @dataclass(slots=True)
-class Inbox:
-    """What a batch brought for one stream: runs (their numbers among the `columns` of all), other facts, and what was
-    refused and may be facts, by Kafka partition; operators' markers, and what was refused among them.
+class StreamInput:
+    """The records of one stream in a batch.
+
+    Attributes:
+        columns: the runs of all streams.
+        runs: indexes of this stream's runs in `columns`, by partition.
+        facts: rows without an ID, and markers of writers, by partition.
+        refused: rejected records of the facts topic that may be facts, by partition.
+        control_claims: rejected records of the control topic that may be facts.
+        control: markers of operators.
     """
 
     columns: RunColumns
     runs: dict[Partition, list[int]] = field(default_factory=dict)
     facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[Partition, list[TurnedAway]] = field(default_factory=lambda: defaultdict(list))
-    apart: list[TurnedAway] = field(default_factory=list)
+    control_claims: list[TurnedAway] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
-    def places(self) -> set[Partition]:
-        """Where facts came from."""
+    def partitions(self) -> set[Partition]:
+        """Partitions with records that are not rejected."""
         return self.runs.keys() | self.facts.keys()
 
-    def items(self, place: Partition) -> list[Fact]:
-        """All facts of a partition."""
-        return [*map(self.columns.run, self.runs.get(place, ())), *self.facts.get(place, ())]
+    def items(self, partition: Partition) -> list[Fact]:
+        """All records of a partition that are not rejected."""
+        return [*map(self.columns.run, self.runs.get(partition, ())), *self.facts.get(partition, ())]
 
-    def claims(self, place: Partition) -> Iterator[TurnedAway]:
-        """What came in a partition, if all of it is turned away."""
-        yield from self.refused.get(place, ())
-        for item in self.items(place):
+    def as_rejected(self, partition: Partition) -> Iterator[TurnedAway]:
+        """What the records of a partition may hide if all of them are rejected."""
+        yield from self.refused.get(partition, ())
+        for item in self.items(partition):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
                 yield TurnedAway(item.stream, item.writer, item.epoch, reach, item.first_offset)
@@ -49,45 +59,62 @@ class Inbox:
                 yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
 
 
-def inboxes_of(packets: list[Packet], columns: RunColumns, states: States, bounds: Bounds) -> dict[str, Inbox]:
-    """By stream; of new ones that nothing but unread records name as many as there is room for, the first by name.
-    `columns` are the runs of all `packets`, in their order.
+def group_by_stream(
+    packets: list[Packet], columns: RunColumns, states: States, bounds: Bounds
+) -> dict[str, StreamInput]:
+    """Group the records of `packets` by stream.
+
+    A new stream that only rejected records name is admitted while fewer than `bounds.unread` streams are known like
+    that, in the order of the names.
+
+    Args:
+        columns: the runs of all packets, in the order of the packets.
+        states: the streams that are known.
     """
-    inboxes: dict[str, Inbox] = defaultdict(lambda: Inbox(columns))
+    inputs: dict[str, StreamInput] = defaultdict(lambda: StreamInput(columns))
     number = 0
-    for seen in packets:
-        origin = seen.topic, seen.partition
-        last, of_last = "", list[int]()  # runs of a stream stand together
-        for stream in seen.runs.streams:
+    for packet in packets:
+        partition = packet.topic, packet.partition
+        last, numbers = "", list[int]()  # the runs of a stream are neighbours
+        for stream in packet.runs.streams:
             if stream != last:
-                last, of_last = stream, inboxes[stream].runs.setdefault(origin, [])
-            of_last.append(number)
+                last, numbers = stream, inputs[stream].runs.setdefault(partition, [])
+            numbers.append(number)
             number += 1
-        if seen.role is Topic.CONTROL:
-            for marker in seen.markers:
-                inboxes[marker.stream].control.append((origin, marker))
+        if packet.role is Topic.CONTROL:
+            for marker in packet.markers:
+                inputs[marker.stream].control.append((partition, marker))
             continue
-        items: list[Fact] = [*seen.rows, *seen.markers]
+        items: list[Fact] = [*packet.rows, *packet.markers]
         for item in items:
-            inboxes[item.stream].facts[origin].append(item)
-    refused = [(seen, it) for seen in packets for it in seen.refused]
+            inputs[item.stream].facts[partition].append(item)
+    refused = [(packet, record) for packet in packets for record in packet.refused]
     if not refused:
-        return inboxes
-    named = inboxes.keys() | {it.stream for _, it in refused if it.writer is not None or it.stream in states}
-    nameless = {it.stream for _, it in refused if not it.only_known} - named
-    if nameless:
-        named |= {*sorted(nameless)[: max(bounds.unread - states.unread(), 0)]}
-    for seen, it in refused:
-        if it.stream in named:
-            inbox = inboxes[it.stream]
-            (inbox.apart if seen.role is Topic.CONTROL else inbox.refused[seen.topic, seen.partition]).append(it)
-    return inboxes
+        return inputs
+    admitted = inputs.keys() | {it.stream for _, it in refused if it.writer is not None or it.stream in states}
+    unreadable = {it.stream for _, it in refused if not it.only_known} - admitted
+    if unreadable:
+        admitted |= {*sorted(unreadable)[: max(bounds.unread - states.unreadable_count(), 0)]}
+    for packet, record in refused:
+        if record.stream not in admitted:
+            continue
+        if packet.role is Topic.CONTROL:
+            inputs[record.stream].control_claims.append(record)
+        else:
+            inputs[record.stream].refused[packet.topic, packet.partition].append(record)
+    return inputs
 
 
 def segments(
     items: list[Fact | TurnedAway],
 ) -> Iterator[tuple[list[PackedRun | BatchRows | TurnedAway], Marker | None]]:
-    """What is no marker up to each marker, in the order of the offsets; compaction lets none span a marker."""
+    """Sort records by offset and cut them behind each marker.
+
+    A run never spans a marker of its stream: compaction cuts it there.
+
+    Yields:
+        The records of a segment and the marker that ends it; None for the marker of the last segment.
+    """
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
     segment: list[PackedRun | BatchRows | TurnedAway] = []
     for item in ordered:

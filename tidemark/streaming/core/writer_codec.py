@@ -1,7 +1,7 @@
-"""Writers as bytes: one as a row, many as a table from which single rows are read. Pure.
+"""The encoding of writers: a row per writer, and tables from which single rows are decoded. Pure.
 
-A stream may have ten thousand writers, and a batch has to do with a few. Of the others it needs what the columns of a
-table hold as numbers; their rows are copied through unread (docs/design.md, rule 8).
+A stream may have ten thousand writers, of which a batch touches a few. The columns of a table hold the numbers that a
+batch needs of the others. Their rows are copied without being decoded (docs/design.md, rule 8).
 """
 
 from bisect import bisect_left
@@ -35,6 +35,8 @@ class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A `Chain` as it is encoded. `empty` is packed as `Intervals.pack` does."""
+
     position: int
     refused: int
     pending: list[_Span]
@@ -43,19 +45,27 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
-        spans = [_Span(it.prev, it.id, *it.evidence.counts, it.edges, it.since) for it in chain.pending]
+        spans = [_Span(span.prev, span.id, *span.evidence.counts, span.edges, span.since) for span in chain.pending]
         return cls(chain.position, chain.refused, spans, chain.empty.pack(), list(chain.deferred))
 
     def chain(self) -> Chain:
         spans = [
-            Span(it.prev, it.id, Evidence(it.facts, it.empty, it.unseen, it.skipped), it.edges, it.since)
-            for it in self.pending
+            Span(
+                span.prev,
+                span.id,
+                Evidence(span.facts, span.empty, span.unseen, span.skipped),
+                span.edges,
+                span.since,
+            )
+            for span in self.pending
         ]
-        deferred = [DeferredRange(*it) for it in self.deferred]
+        deferred = [DeferredRange(*numbers) for numbers in self.deferred]
         return Chain(self.position, spans, self.refused, Intervals.unpack(self.empty), deferred)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A `WriterState` as it is encoded."""
+
     name: str
     epoch: int
     chain: StoredChain
@@ -101,9 +111,17 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An active writer of which much is pending, as a row, and what a batch asks of it that has nothing to do with it:
-    epoch, position and reach of its chain, the edges that wait and the gaps, the gap that is open longest, whether
-    anything was put off, and when (ms) it was last seen.
+    """An active writer with many pending spans: its encoded row, and what a batch that does not touch it asks for.
+
+    Attributes:
+        position: position of the chain.
+        reach: the highest settled ID of the chain.
+        edges: number of completed edges above the position.
+        gaps: number of gaps.
+        low: the oldest gap is `(low, top]`, open since `since` (ms).
+        row: the encoded `StoredWriter`.
+        deferred: True if records of the writer are deferred.
+        seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
     name: str
@@ -132,19 +150,23 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Straggler(NamedTuple):
-    """An active writer by its chain: the position, and since when (ms) a gap of it is open, the longest; 0 for none.
-    `seen` is the time (ms) of the batch that read its newest record."""
+    """An active writer that blocks the linear position; sorts by the position of its chain.
+
+    Attributes:
+        open_since: time (ms) since when its oldest gap is open; 0 if it has no gap.
+        seen: time (ms) of the batch that read its newest record; 0 if unknown.
+    """
 
     position: int
     name: str
     epoch: int
-    owing: int
+    open_since: int
     seen: int
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "Straggler":
-        owing = min((since for _, _, since in writer.chain.gaps()), default=0)
-        return cls(writer.chain.position, name, writer.epoch, owing, writer.seen)
+        open_since = min((since for _, _, since in writer.chain.gaps()), default=0)
+        return cls(writer.chain.position, name, writer.epoch, open_since, writer.seen)
 
 
 class _Name(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -158,13 +180,18 @@ _rows = msgspec.msgpack.Decoder(StoredWriter)
 COLUMNS = np.dtype(
     [("length", "<u4"), ("uncertain", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
 )
-"""Of each row its bytes, whether anything may have been refused of its writer, the positions of its chain and its
-writer, and when (ms) that one retired, 0 where it has not. What a column says of a writer goes before what its row
-says."""
+"""The columns of a table.
+
+- `length`: bytes of the row.
+- `uncertain`: True if any record of the writer may have been refused. This column has priority over the row.
+- `chain`: position of the chain.
+- `position`: position of the writer.
+- `retired`: time (ms) at which the writer retired; 0 if it is active.
+"""
 
 
 class PackedTable:
-    """Writers by name, none of them with anything pending or put off. Never changes: `changed` gives a new one."""
+    """An immutable table of writers without pending spans and deferred records, sorted by name."""
 
     def __init__(self, columns: bytes = b"", rows: bytes = b"") -> None:
         self.columns = np.frombuffer(columns, COLUMNS)
@@ -178,55 +205,59 @@ class PackedTable:
         return np.cumsum(self.columns["length"], dtype=np.int64)
 
     def find(self, name: str) -> int | None:
-        """Where the writer stands."""
-        at = self._place(name)
-        return at if at < len(self) and self.name(at) == name else None
+        """Row of the writer; None if there is no writer of this name."""
+        row = self._place(name)
+        return row if row < len(self) and self.name(row) == name else None
 
-    def name(self, at: int) -> str:
-        return _names.decode(self._row(at)).name
+    def name(self, row: int) -> str:
+        return _names.decode(self._encoded(row)).name
 
-    def writer(self, at: int) -> WriterState:
-        writer = _rows.decode(self._row(at)).writer()
-        if self.columns["uncertain"][at]:
+    def writer(self, row: int) -> WriterState:
+        writer = _rows.decode(self._encoded(row)).writer()
+        if self.columns["uncertain"][row]:
             writer.chain.refuse(UNBOUNDED)
         return writer
 
-    def doubted(self) -> "PackedTable":
-        """All of them, marked as uncertain."""
+    def with_all_uncertain(self) -> "PackedTable":
+        """The same table with all writers marked as uncertain."""
         columns = self.columns.copy()
         columns["uncertain"] = True
         return PackedTable(columns.tobytes(), self.rows)
 
-    def changed(self, gone: Collection[int], come: Mapping[str, WriterState]) -> "PackedTable":
-        """Without the rows of `gone`, and with these writers: a step for each of them, and none for the others."""
-        if not gone and not come:
+    def changed(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
+        """A table without the rows `removed`, and with the writers `added`.
+
+        The cost depends on the number of both. The other rows are copied in blocks.
+        """
+        if not removed and not added:
             return self
         rows: list[bytes] = []
         columns: list[npt.NDArray[np.void]] = []
-        added = [(self._place(name), 0, name) for name in sorted(come)]
-        at = 0
-        for place, width, name in sorted([*added, *((place, 1, "") for place in gone)]):
-            rows.append(self.rows[self._start(at) : self._start(place)])
-            columns.append(self.columns[at:place])
+        insertions = [(self._place(name), 0, name) for name in sorted(added)]
+        start = 0
+        for row, width, name in sorted([*insertions, *((row, 1, "") for row in removed)]):
+            rows.append(self.rows[self._start(start) : self._start(row)])
+            columns.append(self.columns[start:row])
             if not width:
-                writer = come[name]
+                writer = added[name]
                 rows.append(_encoder.encode(StoredWriter.of(name, writer)))
                 uncertain = writer.chain.refused == UNBOUNDED
                 numbers = (len(rows[-1]), uncertain, writer.chain.position, writer.position, writer.retired or 0)
                 columns.append(np.array([numbers], COLUMNS))
-            at = place + width
-        rows.append(self.rows[self._start(at) :])
-        columns.append(self.columns[at:])
+            start = row + width
+        rows.append(self.rows[self._start(start) :])
+        columns.append(self.columns[start:])
         return PackedTable(np.concatenate(columns).tobytes(), b"".join(rows))
 
     def _place(self, name: str) -> int:
+        """The row of the writer, or the row before which it would be inserted."""
         return bisect_left(range(len(self)), name, key=self.name)
 
-    def _start(self, at: int) -> int:
-        return int(self._ends[at - 1]) if at else 0
+    def _start(self, row: int) -> int:
+        return int(self._ends[row - 1]) if row else 0
 
-    def _row(self, at: int) -> bytes:
-        return self.rows[self._start(at) : self._start(at + 1)]
+    def _encoded(self, row: int) -> bytes:
+        return self.rows[self._start(row) : self._start(row + 1)]
 
 
 EMPTY = PackedTable()

@@ -1,8 +1,13 @@
-"""The writers of a stream that have joined. Pure.
+"""The joined writers of a stream: a few decoded, the others packed. Pure.
 
-A batch *opens* those that it asks for; the others stay packed in two tables, of the active and of the retired, and go
-on as the bytes that they are. So does, one by one, who has much pending. Open from the start is who has a little, and
-who is active where there are few: a table pays for many.
+Writers are stored in four groups:
+
+- A writer without pending spans is a row of a packed table, one for active and one for retired writers. A table costs
+  more than it saves if it is small, so up to `UNPACKED_MAX` active writers are stored decoded.
+- A writer with pending spans or deferred records is stored decoded.
+- An active writer with `PACKED_SPANS_MIN` pending spans or more is stored encoded, by itself (`WaitingWriter`).
+
+A batch *opens* the writers that it asks for: it decodes them. The others pass through as bytes.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
@@ -11,22 +16,31 @@ from itertools import islice
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from tidemark.streaming.core.writer_codec import EMPTY, PackedTable, Straggler, WaitingWriter
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.runs import UNBOUNDED
+from tidemark.streaming.wire.runs import UNBOUNDED, Mask
 
-FEW = 32  # active writers of a stream that are not packed
-MANY = 32  # pending spans of a writer that is packed
+UNPACKED_MAX = 32
+"""Active writers of a stream that are stored decoded; if there are more, those without pending spans are packed."""
+
+PACKED_SPANS_MIN = 32
+"""Pending spans from which on an active writer is stored encoded."""
 
 
 class Writers(MutableMapping[str, WriterState]):
-    """By name. To look a writer up opens it; to go through all of them opens all. `opened` counts the openings;
-    `stored` is the table of the retired as it is kept apart, None where it is not.
+    """Joined writers by name.
 
-    Who makes a writer active again, or sets its chain back, calls `follow`.
+    Reading one writer opens it. Iterating over all writers opens all of them. Code that makes a writer active again, or
+    sets its chain back, must call `follow`.
+
+    Attributes:
+        open: writers that are decoded.
+        waiting: active writers with many pending spans, encoded.
+        opened: number of writers that were opened.
+        before: epoch, and whether it was retired, of each open writer when it was opened.
+        stored: the table of retired writers as it is stored; None if it must be stored again.
     """
 
     def __init__(
@@ -37,22 +51,23 @@ class Writers(MutableMapping[str, WriterState]):
         waiting: Iterable[WaitingWriter] = (),
     ) -> None:
         self.open = dict(opened or {})
-        self.waiting = {it.name: it for it in waiting}
+        self.waiting = {writer.name: writer for writer in waiting}
         self.opened = 0
-        self.before = {name: (it.epoch, it.retired is not None) for name, it in self.open.items()}
-        self._active = _Rest(active or EMPTY)
-        self._retired = _Rest(retired or EMPTY)
+        self.before = {name: (writer.epoch, writer.retired is not None) for name, writer in self.open.items()}
+        self._active = _PackedWriters(active or EMPTY)
+        self._retired = _PackedWriters(retired or EMPTY)
         self.stored: PackedTable | None = retired or EMPTY
-        self._behind: list[tuple[int, str]] | None = None
+        self._lowest: list[tuple[int, str]] | None = None
+        """Heap of the open active writers by position. An entry may be too low, or of a writer that has retired."""
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]
         return self.open.get(name) or self._open(name)
 
     def __getitem__(self, name: str) -> WriterState:
-        found = self.get(name)
-        if found is None:
+        writer = self.get(name)
+        if writer is None:
             raise KeyError(name)
-        return found
+        return writer
 
     def __setitem__(self, name: str, writer: WriterState) -> None:
         self.get(name)
@@ -60,8 +75,8 @@ class Writers(MutableMapping[str, WriterState]):
         self.follow(name)
 
     def __delitem__(self, name: str) -> None:
-        gone = self.open.pop(name, None) or self.waiting.pop(name, None)
-        if gone is None and not (self._active.drop(name) or self._retired.drop(name)):
+        removed = self.open.pop(name, None) or self.waiting.pop(name, None)
+        if removed is None and not (self._active.drop(name) or self._retired.drop(name)):
             raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -71,111 +86,125 @@ class Writers(MutableMapping[str, WriterState]):
         return len(self.open) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def follow(self, name: str) -> None:
-        """The writer's chain stands lower than before, or it is active again."""
-        if self._behind is not None:
-            heappush(self._behind, (self.open[name].chain.position, name))
+        """Note that a writer's chain is lower than before, or that the writer is active again."""
+        if self._lowest is not None:
+            heappush(self._lowest, (self.open[name].chain.position, name))
 
     def floor(self) -> int | None:
-        """The lowest position of an active writer's chain; None where no writer is active."""
-        if self._behind is None:
-            self._behind = [(it.chain.position, name) for name, it in self.open.items() if it.retired is None]
-            heapify(self._behind)
-        # Chains go up only, but for those that are followed anew: an entry is never above its writer.
-        while self._behind:
-            position, name = self._behind[0]
+        """The lowest position of an active writer's chain; None if no writer is active."""
+        if self._lowest is None:
+            self._lowest = [
+                (writer.chain.position, name) for name, writer in self.open.items() if writer.retired is None
+            ]
+            heapify(self._lowest)
+        # Chains only advance, or `follow` is called: an entry is never above its writer's position.
+        while self._lowest:
+            position, name = self._lowest[0]
             writer = self.open.get(name)
             if writer is None or writer.retired is not None:
-                heappop(self._behind)
+                heappop(self._lowest)
             elif writer.chain.position > position:
-                heapreplace(self._behind, (writer.chain.position, name))
+                heapreplace(self._lowest, (writer.chain.position, name))
             else:
                 break
-        found = [it.position for it in self.waiting.values()]
-        if self._behind:
-            found.append(self._behind[0][0])
+        positions = [waiting.position for waiting in self.waiting.values()]
+        if self._lowest:
+            positions.append(self._lowest[0][0])
         if (packed := self._active.lowest()) is not None:
-            found.append(packed)
-        return min(found, default=None)
+            positions.append(packed)
+        return min(positions, default=None)
 
     def reach(self) -> int:
         """The highest ID that is settled on any chain."""
-        waiting, opened = (it.reach for it in self.waiting.values()), (it.chain.reach for it in self.open.values())
+        waiting = (writer.reach for writer in self.waiting.values())
+        opened = (writer.chain.reach for writer in self.open.values())
         return max([self._active.reach(), self._retired.reach(), *waiting, *opened])
 
-    def stragglers(self, line: int, most: int) -> tuple[list[Straggler], int]:
-        """The lowest `most` active writers whose chains have not passed `line`, and how many there are."""
-        found, packed = self._active.stragglers(line, most)
-        found += [
-            Straggler.of(name, it) for name, it in self.open.items() if it.retired is None and it.chain.position <= line
+    def stragglers(self, linear: int, most: int) -> tuple[list[Straggler], int]:
+        """Active writers whose chains have not passed `linear`.
+
+        Returns:
+            Up to `most` of them, the lowest first, and their number.
+        """
+        stragglers, more = self._active.stragglers(linear, most)
+        stragglers += [
+            Straggler.of(name, writer)
+            for name, writer in self.open.items()
+            if writer.retired is None and writer.chain.position <= linear
         ]
-        found += [
-            Straggler(it.position, it.name, it.epoch, it.since, it.seen)
-            for it in self.waiting.values()
-            if it.position <= line
+        stragglers += [
+            Straggler(writer.position, writer.name, writer.epoch, writer.since, writer.seen)
+            for writer in self.waiting.values()
+            if writer.position <= linear
         ]
-        return sorted(found)[:most], len(found) + packed
+        return sorted(stragglers)[:most], len(stragglers) + more
 
     def beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
-        """All that have settled anything beyond `id`, and perhaps others."""
-        for rest in (self._active, self._retired):
-            for name in rest.beyond(id):
+        """All writers that have settled an ID beyond `id`, and perhaps others."""
+        for packed in (self._active, self._retired):
+            for name in packed.beyond(id):
                 self._open(name)
-        for name in [it.name for it in self.waiting.values() if it.reach > id]:
+        for name in [writer.name for writer in self.waiting.values() if writer.reach > id]:
             self._open(name)
         yield from self.open.items()
 
     def open_waiting(self) -> None:
-        """Open all that have anything pending."""
+        """Open all writers with many pending spans."""
         for name in [*self.waiting]:
             self._open(name)
 
     def mark_uncertain(self) -> None:
-        """Mark all as uncertain."""
+        """Mark all writers as uncertain."""
         self.open_waiting()
         for writer in self.open.values():
             writer.chain.refuse(UNBOUNDED)
         self._active.mark_uncertain()
         self._retired.mark_uncertain()
 
-    def outlived(self, line: int, kept: int, before: int, touched: Container[str]) -> list[str]:
-        """Retired writers that the line has passed and the batch has not touched, longest retired first: those past the
-        `kept` newest, and those that retired at `before` (ms) or earlier.
+    def expired(self, linear: int, most: int, before: int, touched: Container[str]) -> list[str]:
+        """Names of retired writers to drop, those that retired first.
+
+        Args:
+            linear: only writers at or below this position are dropped.
+            most: number of such writers to keep, the newest.
+            before: writers that retired at this time (ms) or earlier are dropped too.
+            touched: writers that the batch has touched, which are kept.
         """
         opened = sorted(
-            (it.retired, name)
-            for name, it in self.open.items()
-            if it.retired is not None and it.position <= line and name not in touched
+            (writer.retired, name)
+            for name, writer in self.open.items()
+            if writer.retired is not None and writer.position <= linear and name not in touched
         )
         if not opened and not len(self._retired):
             return []
-        packed, times = self._retired.passed(line)
-        expired = int(np.count_nonzero(times <= before)) + sum(since <= before for since, _ in opened)
-        many = max(expired, len(opened) + len(packed) - kept)
-        if many <= 0:
+        packed, times = self._retired.passed(linear)
+        too_old = int(np.count_nonzero(times <= before)) + sum(since <= before for since, _ in opened)
+        count = max(too_old, len(opened) + len(packed) - most)
+        if count <= 0:
             return []
-        longest = np.argsort(times, kind="stable")[:many]
-        found = ((int(times[at]), self._retired.name(int(packed[at]))) for at in longest)
-        return [name for _, name in islice(merge(found, opened), many)]
+        first = np.argsort(times, kind="stable")[:count]
+        retired = ((int(times[index]), self._retired.name(int(packed[index]))) for index in first)
+        return [name for _, name in islice(merge(retired, opened), count)]
 
     def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
-        """Those that stay open, the active and the retired, and who waits, as a new `Writers` takes them."""
-        stay, active, retired, waiting = {}, {}, {}, dict(self.waiting)
+        """The four groups as a new `Writers` takes them: decoded, active, retired and waiting."""
+        decoded, active, retired, waiting = {}, {}, {}, dict(self.waiting)
         for name, writer in sorted(self.open.items()):
-            if len(writer.chain.pending) >= MANY and writer.retired is None:
+            if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired is None:
                 waiting[name] = WaitingWriter.of(name, writer)
             elif writer.chain.pending or writer.chain.deferred:
-                stay[name] = writer
+                decoded[name] = writer
             elif writer.retired is None:
                 active[name] = writer
             else:
                 retired[name] = writer
-        if len(active) + len(self._active) <= FEW:
+        if len(active) + len(self._active) <= UNPACKED_MAX:
             if len(self._active):
                 active |= self._active.unpacked()
-            stay, table = dict(sorted((stay | active).items())), EMPTY
+            decoded, table = dict(sorted((decoded | active).items())), EMPTY
         else:
-            table = self._active.changed(active)
-        return stay, table, self._retired.changed(retired), sorted(waiting.values(), key=attrgetter("name"))
+            table = self._active.with_added(active)
+        return decoded, table, self._retired.with_added(retired), sorted(waiting.values(), key=attrgetter("name"))
 
     def _open(self, name: str) -> WriterState | None:
         waiting = self.waiting.pop(name, None)
@@ -189,100 +218,110 @@ class Writers(MutableMapping[str, WriterState]):
         return writer
 
 
-_NOBODY: Ids = np.empty(0, np.int64)
+_NO_ROWS: Ids = np.empty(0, np.int64)
 
 
-class _Rest:
-    """What of a table is still packed."""
+class _PackedWriters:
+    """The rows of a table that are not opened or dropped."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
-        self._gone: set[int] = set()
+        self._removed: set[int] = set()
         self._order: Ids | None = None
+        """Rows by position, ascending; None until `lowest` is asked for."""
         self._lowest = 0
 
     def __len__(self) -> int:
-        return len(self._table) - len(self._gone)
+        return len(self._table) - len(self._removed)
 
     def names(self) -> list[str]:
-        return [self.name(at) for at in self._places().tolist()]
+        return [self.name(row) for row in self._rows().tolist()]
 
-    def name(self, at: int) -> str:
-        return self._table.name(at)
+    def name(self, row: int) -> str:
+        return self._table.name(row)
 
     def take(self, name: str) -> WriterState | None:
-        at = self._find(name)
-        if at is None:
+        """Remove and return a writer."""
+        row = self._find(name)
+        if row is None:
             return None
-        self._gone.add(at)
-        return self._table.writer(at)
+        self._removed.add(row)
+        return self._table.writer(row)
 
     def drop(self, name: str) -> bool:
-        at = self._find(name)
-        if at is not None:
-            self._gone.add(at)
-        return at is not None
+        """Remove a writer. Returns False if there is none of this name."""
+        row = self._find(name)
+        if row is not None:
+            self._removed.add(row)
+        return row is not None
 
     def lowest(self) -> int | None:
-        """The lowest position of a chain."""
+        """The lowest position of a chain; None if there are no rows."""
         if not len(self):
             return None
         chains = self._table.columns["chain"]
         if self._order is None:
             self._order = np.argsort(chains)
-        while int(self._order[self._lowest]) in self._gone:
+        while int(self._order[self._lowest]) in self._removed:
             self._lowest += 1
         return int(chains[self._order[self._lowest]])
 
     def reach(self) -> int:
+        """The highest position of a chain."""
         return int(self._column("chain").max()) if len(self) else 0
 
-    def stragglers(self, line: int, most: int) -> tuple[list[Straggler], int]:
-        """The lowest `most` whose chains have not passed `line`, the first by name of equals, and how many more."""
+    def stragglers(self, linear: int, most: int) -> tuple[list[Straggler], int]:
+        """Writers whose chains have not passed `linear`.
+
+        Returns:
+            Up to `most` of them, by position and name, and how many more there are.
+        """
         if not len(self):
             return [], 0
         chains = self._column("chain")
-        places, low = self._places()[chains <= line], chains[chains <= line]
-        if more := max(0, len(places) - most):
-            highest = np.partition(low, most - 1)[most - 1]
-            below = places[low < highest]
-            places = np.concatenate((below, places[low == highest][: most - len(below)]))
-        return [Straggler.of(self.name(at), self._table.writer(at)) for at in places.tolist()], more
+        rows, positions = self._rows()[chains <= linear], chains[chains <= linear]
+        if more := max(0, len(rows) - most):
+            highest = np.partition(positions, most - 1)[most - 1]
+            below = rows[positions < highest]
+            rows = np.concatenate((below, rows[positions == highest][: most - len(below)]))
+        return [Straggler.of(self.name(row), self._table.writer(row)) for row in rows.tolist()], more
 
     def beyond(self, id: int) -> list[str]:
+        """Names of writers whose chains are beyond `id`."""
         if not len(self):
             return []
-        return [self.name(at) for at in self._places()[self._column("chain") > id].tolist()]
+        return [self.name(row) for row in self._rows()[self._column("chain") > id].tolist()]
 
-    def passed(self, line: int) -> tuple[Ids, Ids]:
-        """The places of those whose position is `line` or lower, and when they retired."""
+    def passed(self, linear: int) -> tuple[Ids, Ids]:
+        """Rows of writers at or below `linear`, and the times (ms) at which they retired."""
         if not len(self):
-            return _NOBODY, _NOBODY
-        passed = self._column("position") <= line
-        return self._places()[passed], self._column("retired")[passed]
+            return _NO_ROWS, _NO_ROWS
+        passed = self._column("position") <= linear
+        return self._rows()[passed], self._column("retired")[passed]
 
     def mark_uncertain(self) -> None:
         if len(self):
-            self._table = self._table.doubted()
+            self._table = self._table.with_all_uncertain()
 
-    def changed(self, come: Mapping[str, WriterState]) -> PackedTable:
-        return self._table.changed(self._gone, come)
+    def with_added(self, added: Mapping[str, WriterState]) -> PackedTable:
+        """A table of the remaining rows and `added` writers."""
+        return self._table.changed(self._removed, added)
 
     def unpacked(self) -> dict[str, WriterState]:
-        return {self.name(at): self._table.writer(at) for at in self._places().tolist()}
+        return {self.name(row): self._table.writer(row) for row in self._rows().tolist()}
 
     def _find(self, name: str) -> int | None:
-        at = self._table.find(name)
-        return None if at is None or at in self._gone else at
+        row = self._table.find(name)
+        return None if row is None or row in self._removed else row
 
-    def _places(self) -> Ids:
-        return np.flatnonzero(self._live()) if self._gone else np.arange(len(self._table))
+    def _rows(self) -> Ids:
+        return np.flatnonzero(self._remaining()) if self._removed else np.arange(len(self._table))
 
     def _column(self, name: str) -> Ids:
         column: Ids = self._table.columns[name]
-        return column[self._live()] if self._gone else column
+        return column[self._remaining()] if self._removed else column
 
-    def _live(self) -> npt.NDArray[np.bool_]:
-        live = np.ones(len(self._table), np.bool_)
-        live[list(self._gone)] = False
-        return live
+    def _remaining(self) -> Mask:
+        remaining = np.ones(len(self._table), np.bool_)
+        remaining[list(self._removed)] = False
+        return remaining

@@ -1,14 +1,18 @@
-"""The writers of a stream, joined or held, and how an epoch begins. Pure; `streaming.core.stream` decides when.
+"""The state of one writer of a stream, joined or not; what a JOIN shows, and how it begins an epoch. Pure.
 
-The functions change the writers and the `BatchOutcome` that they are given. What a JOIN or RETIRE settles has no
-record of its own: its evidence is the marker's (docs/design.md 3).
+`streaming.core.stream` decides when a function of this module is called. The functions change the writers and the
+`BatchOutcome` that they are given. IDs that a JOIN or RETIRE settles have no record of their own: the marker is their
+evidence (docs/design.md 3). IDs are magnitudes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+import msgspec
 
 from tidemark.streaming.core.chain import NO_POSITION, Chain, How, Moves, Span
-from tidemark.streaming.core.outcome import BatchOutcome, LateRange
+from tidemark.streaming.core.outcome import BatchOutcome, LateRange, RollbackSignal
 from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.values.limits import NOTHING, Bounds, Evidence
 from tidemark.streaming.wire.records import ANY_WRITER
@@ -18,19 +22,27 @@ Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
-"""All that never joined and were turned away at the bound, as one: held until an operator retires `*`."""
+"""Stands for all incarnations without a JOIN that found no room. Kept until an operator retires `*`."""
 
 
 @dataclass(slots=True)
 class WriterState:
-    """A writer that has joined; `retired` is the batch time (ms) at which it retired.
+    """A writer that has joined.
 
-    `chain` is that of the stream's timeline: where the database went back, it begins anew below what was `published`,
-    and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
-    to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
-    what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and
-    `start` the token of that start. `joined` is the evidence of its epoch's JOIN (`timelines.evidence_of`), 0 if it is
-    not known. `seen` is the time (ms) of the batch that read its newest record, 0 if none was noted.
+    A range that is settled and also in `late` was settled by an operator alone.
+
+    Attributes:
+        epoch: the current epoch.
+        chain: the chain of the stream's current timeline. After a database was restored it may begin below
+            `published`. The linear position follows the chain.
+        retired: time (ms) of the batch that retired the writer; None if it is active.
+        late: ranges in which the next completion of an ID is late: up to `published` because the position had passed
+            the ID before the database was restored, beyond because an operator settled it.
+        published: position that was published before the chain was set back.
+        timeline: number of the timeline in which the writer joined last.
+        start: token of the writer's last start; None if the JOIN named none.
+        seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
+        joined: checksum of the JOIN that began the epoch (`join_checksum`); 0 if unknown.
     """
 
     epoch: int
@@ -42,59 +54,76 @@ class WriterState:
     start: str | None = None
     seen: int = 0
     joined: int = 0
-    _told: int = field(default=0, init=False)
+    _taken: int = field(default=0, init=False)
+    """Position at the last `take`."""
 
     def __post_init__(self) -> None:
-        self._told = self.position
+        self._taken = self.position
 
     @property
     def position(self) -> int:
+        """The writer's position. It never goes back, also when the chain does."""
         return max(self.chain.position, self.published)
 
     def take(self) -> Moves:
-        """What happened to the chain since the last `take`, with the move of the position."""
+        """Return what happened to the chain since the last `take`, with the move of the writer's position."""
         moves = self.chain.take()
-        # Counts of a span that was published in part are upper bounds, and none is above the width of what moved.
-        evidence = moves.evidence.at_most(self.position - self._told)
-        moves = replace(moves, prev=self._told, id=self.position, evidence=evidence)
-        self._told = self.position
+        # The counts of a span that was published in part are upper bounds: none may exceed the width of the move.
+        evidence = moves.evidence.at_most(self.position - self._taken)
+        moves = replace(moves, prev=self._taken, id=self.position, evidence=evidence)
+        self._taken = self.position
         return moves
 
-    def go_back(self, limit: int, name: str, changes: BatchOutcome) -> None:
-        """IDs beyond `limit` may be given out again. What was completed beyond it and not published is late."""
-        record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late, name, changes)
+    def go_back(self, limit: int, name: str, batch: BatchOutcome) -> None:
+        """Set the chain back to `limit`: the database was restored, and IDs beyond may be given out again.
+
+        Completions beyond `limit` that were not published are late.
+        """
+        record_rolled_back(self.epoch, self.chain.cut_above(limit), self.late, name, batch)
         if self.chain.position > limit:
             self.published = max(self.published, self.chain.position)
-            self.chain.begin_again(limit)
+            self.chain.restart_at(limit)
         self.late = self.late.upto(limit)
         if self.published > limit:
             self.late = self.late.union(Intervals.of([(limit, self.published)]))
 
     @property
     def reach(self) -> int:
-        """The highest ID that is settled by more than an operator's word."""
+        """The highest ID that anything but an operator's override settled."""
         if not len(self.late):
             return self.chain.reach
         own = self.chain.settled().difference(self.late)
         return int(own.highs[-1]) if len(own) else 0
 
     def reopen(self, id: int, now: int) -> bool:
-        """Open again, at `now` (ms), what beyond `id` an operator alone has settled; gives whether there was any. What
-        the position has passed stays published, and is late when it comes.
+        """Open again what an operator alone settled beyond `id`.
+
+        IDs that the position has passed stay published. Their completions are late.
+
+        Args:
+            now: time (ms) of the batch, from which the age of the new gaps counts.
+
+        Returns:
+            False if there was nothing to open.
         """
-        forced = self.chain.settled().common(self.late.above(id))
-        if not len(forced):
+        overridden = self.chain.settled().common(self.late.above(id))
+        if not len(overridden):
             return False
         self.published = self.position
-        self.chain.reopen(forced, now)
+        self.chain.reopen(overridden, now)
         self.late = self.late.upto(max(id, self.published))
         return True
 
 
 @dataclass(slots=True)
 class UnjoinedWriter:
-    """An incarnation that has not joined, since when (ms), the ID of its RETIRE, if it sent one, and the time (ms)
-    of the batch that read its newest record.
+    """An incarnation that has sent records without a JOIN.
+
+    Attributes:
+        chain: what its edges settled; the chain has no position.
+        since: time (ms) of the batch that read its first record.
+        retire: ID of its RETIRE, which is buffered until its JOIN; None if it sent none.
+        seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
 
     chain: Chain
@@ -104,23 +133,23 @@ class UnjoinedWriter:
 
 
 class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
-    """Those that have not joined, of whatever writer and of one."""
+    """Incarnations that have not joined, by name and epoch, with an index by name."""
 
-    def __init__(self, held: Mapping[Incarnation, UnjoinedWriter] | None = None) -> None:
+    def __init__(self, unjoined: Mapping[Incarnation, UnjoinedWriter] | None = None) -> None:
         self._all: dict[Incarnation, UnjoinedWriter] = {}
         self._epochs: dict[str, set[int]] = {}
-        self.update(held or {})
+        self.update(unjoined or {})
 
     def of(self, name: str) -> list[Incarnation]:
-        """By epoch, ascending."""
+        """Incarnations of one writer, by epoch."""
         return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
 
     def __getitem__(self, incarnation: Incarnation) -> UnjoinedWriter:
         return self._all[incarnation]
 
-    def __setitem__(self, incarnation: Incarnation, held: UnjoinedWriter) -> None:
+    def __setitem__(self, incarnation: Incarnation, unjoined: UnjoinedWriter) -> None:
         name, epoch = incarnation
-        self._all[incarnation] = held
+        self._all[incarnation] = unjoined
         self._epochs.setdefault(name, set()).add(epoch)
 
     def __delitem__(self, incarnation: Incarnation) -> None:
@@ -137,28 +166,32 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
         return len(self._all)
 
 
-def place(
-    held: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, changes: BatchOutcome
+def find_or_add(
+    unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """Where the records of an incarnation wait that has not joined; None where the bound leaves no place."""
-    if incarnation not in held and len(held) - (OVERFLOW_SLOT in held) >= bounds.unjoined:
+    """Return the buffer of an incarnation that has not joined, or None if there is no room for one more."""
+    if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
-    return held.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), changes.now))
+    return unjoined.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), batch.now))
 
 
-def discard_unjoined(held: UnjoinedWriters, incarnation: Incarnation, changes: BatchOutcome) -> int:
-    """Hold it no more: what it completed is late. Gives how far what was refused of it reaches."""
-    chain = held.pop(incarnation).chain
+def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch: BatchOutcome) -> int:
+    """Remove an incarnation that has not joined. IDs that it completed are late.
+
+    Returns:
+        The highest ID up to which its rejected records may be facts (`Chain.refused`).
+    """
+    chain = unjoined.pop(incarnation).chain
     for span in chain.pending:
-        changes.late.append(LateRange(*incarnation, span.prev, span.id, span.evidence.facts, "skipped"))
+        batch.late.append(LateRange(*incarnation, span.prev, span.id, span.evidence.facts, "skipped"))
     return chain.refused
 
 
 @dataclass(frozen=True, slots=True)
 class PartialRows:
-    """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives.
+    """Rows of facts without an ID: the last row of each fact carries the ID. They move no position.
 
-    Of one that has not joined they are like facts that were refused: their number may never come.
+    If the writer has not joined, the rows count like refused facts, because the ID may never come.
     """
 
     writer: str
@@ -168,61 +201,172 @@ class PartialRows:
 
     @property
     def reach(self) -> int:
+        """The highest ID that the facts may have: not known."""
         return UNBOUNDED
 
 
-def begin(
+def join_checksum(marker: Marker) -> int:
+    """Checksum of a JOIN's content: 32 bits, never 0. A JOIN that is repeated has the same checksum.
+
+    `told` is not part of it: a relay reads that value anew when it repeats the JOIN.
+    """
+    return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
+
+
+def rollback_signal(
+    writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
+) -> RollbackSignal | None:
+    """What in a JOIN shows that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
+    again.
+
+    A JOIN below the linear position, or below the position of another writer, shows nothing: it read the allocated
+    position before the others went on. The JOIN of a writer that had not joined in this timeline shows nothing either:
+    its database was restored together with the others.
+
+    Args:
+        writer: the writer that joins, in its state before the JOIN; None if it never joined.
+        unjoined: incarnations that have not joined.
+        marker: the JOIN.
+        timeline: number of the stream's current timeline.
+        database: the database history that the stream's newest JOIN named; None if it is not known.
+
+    Returns:
+        None if nothing shows a restore.
+    """
+    if _has_another_database(marker, database):
+        return "database"
+    incarnations = unjoined.of(marker.writer)
+    earlier = (unjoined[incarnation].chain for incarnation in incarnations if incarnation[1] < marker.epoch)
+    if any(chain.pending_beyond(marker.no_reuse_below) for chain in earlier):
+        return "position"
+    if writer is None or writer.timeline < timeline:
+        return None
+    if marker.no_reuse_below < writer.reach:
+        return "position"
+    return "start" if _has_another_start(writer, marker) else None
+
+
+def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
+    """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
+
+    Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
+    the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only another
+    database or another start contradicts it.
+    """
+    if marker.epoch != writer.epoch:
+        return False
+    if marker.is_override or writer.joined == join_checksum(marker):
+        return True
+    if writer.joined:
+        return writer.timeline == timeline and rollback_signal(writer, _NO_UNJOINED, marker, timeline, database) is None
+    if marker.timeline is None or marker.timeline.start == writer.start:
+        return True
+    return not (_has_another_database(marker, database) or _has_another_start(writer, marker))
+
+
+def _has_another_database(marker: Marker, database: str | None) -> bool:
+    return (
+        marker.timeline is not None
+        and None not in (database, marker.timeline.database)
+        and database != (marker.timeline.database)
+    )
+
+
+def _has_another_start(writer: WriterState, marker: Marker) -> bool:
+    """True if the start is neither the writer's last one nor its successor in an epoch of its own."""
+    if marker.timeline is None or writer.start in (None, marker.timeline.start):
+        return False
+    is_next = writer.start == marker.timeline.after
+    return not is_next or (marker.epoch == writer.epoch and writer.joined != 0)
+
+
+_NO_UNJOINED = UnjoinedWriters()
+
+
+def begin_epoch(
     writers: MutableMapping[str, WriterState],
-    held: UnjoinedWriters,
+    unjoined: UnjoinedWriters,
     marker: Marker,
     refused: int,
-    changes: BatchOutcome,
+    batch: BatchOutcome,
 ) -> tuple[WriterState, int | None]:
-    """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
+    """Begin the epoch of a JOIN.
 
-    `refused` is how far records reach that were turned away and may be of a writer that nobody knew. The JOIN answers
-    for all that was turned away of earlier epochs, but not for what came of its own epoch before it, and not for what
-    has no order against it or cannot be told from others.
+    What earlier epochs completed up to `marker.no_reuse_below` keeps its evidence. What they left open up to the JOIN
+    is settled by the JOIN. What they completed beyond was rolled back with the writer's database (docs/design.md 3),
+    and is late.
 
-    What earlier epochs completed up to `marker.no_reuse_below` stays as evidence; what they left open up to the JOIN is
-    settled by it. What they completed beyond was taken back with the writer's database (docs/design.md 3): it is late.
+    The JOIN settles what rejected records of earlier epochs may have held. It does not settle records of its own epoch
+    that came before it, nor records that have no order against the JOIN or cannot be told apart from those of others.
+
+    Args:
+        refused: highest ID up to which rejected records may be facts of a writer that was not known.
+
+    Returns:
+        The writer, and the ID of a RETIRE that was buffered for this JOIN.
     """
     writer = writers.setdefault(marker.writer, WriterState(marker.epoch, Chain(refused=refused)))
-    writer.go_back(marker.no_reuse_below, marker.writer, changes)
+    writer.go_back(marker.no_reuse_below, marker.writer, batch)
     writer.chain.deferred.clear()
     retire, refused = None, 0
-    for incarnation in [it for it in held.of(marker.writer) if it[1] <= marker.epoch]:
-        before = held.pop(incarnation)
+    for incarnation in [it for it in unjoined.of(marker.writer) if it[1] <= marker.epoch]:
+        before = unjoined.pop(incarnation)
         if incarnation[1] < marker.epoch:
-            record_rolled_back(
-                incarnation[1], before.chain.cut_above(marker.no_reuse_below), EMPTY, marker.writer, changes
-            )
+            spans = before.chain.cut_above(marker.no_reuse_below)
+            record_rolled_back(incarnation[1], spans, EMPTY, marker.writer, batch)
         else:
             retire, refused, writer.chain.deferred = before.retire, before.chain.refused, before.chain.deferred
             for low, high in writer.late.above(marker.id):
-                record_rolled_back(marker.epoch, before.chain.within(low, high), EMPTY, marker.writer, changes)
+                record_rolled_back(marker.epoch, before.chain.within(low, high), EMPTY, marker.writer, batch)
         writer.chain.adopt(before.chain, writer.published)
-    # What was skipped there may come of the epoch that ends here only.
+    # IDs that an operator settled up to the JOIN can only be completed by the epoch that ends here.
     writer.chain.declare_empty(writer.late.upto(marker.id))
     writer.epoch, writer.retired = marker.epoch, None
     writer.late = writer.late.above(marker.id)
-    settle(writer, 0, marker, "joined", changes)
-    if not changes.elsewhere and OVERFLOW_SLOT not in held:
+    settle(writer, 0, marker, "joined", batch)
+    if not batch.elsewhere and OVERFLOW_SLOT not in unjoined:
         writer.chain.refused = refused
     return writer, retire
 
 
 def record_rolled_back(
-    epoch: int, spans: Iterable[Span], forced: Intervals, writer: str, changes: BatchOutcome
+    epoch: int, spans: Iterable[Span], overridden: Intervals, writer: str, batch: BatchOutcome
 ) -> None:
-    """What an earlier timeline completed, and nobody was told of, is late; nobody completed what was `forced`. There is
-    nothing to tell of what holds no fact for certain.
+    """Record completions of an earlier timeline that were not published as late.
+
+    Ranges that certainly hold no fact are left out.
+
+    Args:
+        overridden: ranges that an operator settled, in which nobody completed an ID.
     """
     for span in spans:
-        for low, high in forced.missing(span.prev, span.id):
+        for low, high in overridden.missing(span.prev, span.id):
             evidence = span.evidence.at_most(high - low)
             if evidence.facts or evidence.unseen:
-                changes.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
+                batch.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
+
+
+def settle(writer: WriterState, prev: int, marker: Marker, how: How, batch: BatchOutcome) -> Intervals:
+    """Settle the open IDs in `(prev, marker.id]`.
+
+    Completions of IDs that an operator settles are late from now on. IDs up to the published position get no evidence:
+    it was published before.
+
+    Returns:
+        The ranges that were open.
+    """
+    open_ranges = Intervals.of(writer.chain.missing(prev, marker.id))
+    for low, high in open_ranges.upto(writer.published):
+        writer.chain.settle(low, high, NOTHING, 0, how, batch.now)
+    for low, high in open_ranges.above(writer.published):
+        evidence = _evidence(marker, low, high, writer.chain.refused)
+        writer.chain.settle(low, high, evidence, 0, how, batch.now)
+        if evidence.empty:
+            writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
+    if marker.is_override:
+        writer.late = writer.late.union(open_ranges)
+    batch.touch(marker.writer, marker.time)
+    return open_ranges
 
 
 def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
@@ -235,22 +379,3 @@ def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
         return Evidence(skipped=width)
     unseen = width if marker.unseen else min(max(refused - low, 0), width)
     return Evidence(unseen=unseen, empty=width - unseen)
-
-
-def settle(writer: WriterState, prev: int, marker: Marker, how: How, changes: BatchOutcome) -> Intervals:
-    """Settle what is open in `(prev, marker.id]`; gives it. What an operator settles is late from then on.
-
-    What was published before needs no evidence: it was told then.
-    """
-    open_ = Intervals.of(writer.chain.missing(prev, marker.id))
-    for low, high in open_.upto(writer.published):
-        writer.chain.settle(low, high, NOTHING, 0, how, changes.now)
-    for low, high in open_.above(writer.published):
-        evidence = _evidence(marker, low, high, writer.chain.refused)
-        writer.chain.settle(low, high, evidence, 0, how, changes.now)
-        if evidence.empty:
-            writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
-    if marker.is_override:
-        writer.late = writer.late.union(open_)
-    changes.touch(marker.writer, marker.time)
-    return open_

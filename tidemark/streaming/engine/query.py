@@ -65,11 +65,11 @@ def advance_shard(
     freeze()
     shard = int(key[0]) % shards  # `streaming.engine.query`
     seed = _seeds_of(line, seeds).get(shard)
-    states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
+    states = States.unpack(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
     with no_collection():
         packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
         done = effects.encode(advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds))
-    state.update((states.keep(),))
+    state.update((states.pack(),))
     yield pd.DataFrame({"shard": [shard], "effects": [done]})
 
 
