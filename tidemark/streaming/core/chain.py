@@ -242,7 +242,9 @@ class Chain:
             None if no range may be read again now.
         """
         has_room = len(self.pending) <= spans // 2
-        index = next((index for index, it in enumerate(self.deferred) if has_room or it.prev <= self.position), None)
+        index = next(
+            (index for index, deferred in enumerate(self.deferred) if has_room or deferred.prev <= self.position), None
+        )
         return None if index is None else self.deferred.pop(index)
 
     def declare_empty(self, ranges: Intervals) -> None:

@@ -1,7 +1,7 @@
 """The encoding of a stream's state, as Spark's state store and Postgres keep it. Pure.
 
 Nested msgpack arrays. The first element is the number of the format; an unknown format stops the pipeline. IDs are
-stored as intervals only, so a million pending IDs behind one gap take a few bytes.
+stored as intervals only, so a million pending IDs above one gap take a few bytes.
 
 The table of retired writers is the last element. It may have ten thousand rows, and few batches change it. So it can be
 cut off and stored separately (`Encoded`).

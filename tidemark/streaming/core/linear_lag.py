@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BlockReason = Literal["transaction", "gap", "silent", "unknown"]
 
 BLOCKERS_MAX = 10
-"""Blockers of a stream that are named, those that are furthest behind."""
+"""Blockers of a stream that are named, the lowest ones."""
 
 BRIEF_WAIT = 10.0
 """Seconds for which a wait is not reported: a transaction may take that long."""
@@ -50,7 +50,7 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
         since: time (ms) of the batch that first saw allocated IDs beyond the linear position, or earlier; None if
             unknown.
         blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then those that
-            are furthest behind.
+            have the lowest positions.
         count: number of all such writers.
     """
 

@@ -72,7 +72,7 @@ class StreamState:
         database: history of the database that the newest JOIN named.
         ended: the highest position that a writer of this timeline had when it retired.
         refused: highest ID up to which rejected records may be facts of writers that were not known yet;
-            `runs.UNBOUNDED` if that cannot be told.
+            `runs.UNBOUNDED` if the ID is not known.
         began: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.

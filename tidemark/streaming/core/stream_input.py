@@ -91,8 +91,10 @@ def group_by_stream(
     refused = [(packet, record) for packet in packets for record in packet.refused]
     if not refused:
         return inputs
-    admitted = inputs.keys() | {it.stream for _, it in refused if it.writer is not None or it.stream in states}
-    unreadable = {it.stream for _, it in refused if not it.only_known} - admitted
+    admitted = inputs.keys() | {
+        record.stream for _, record in refused if record.writer is not None or record.stream in states
+    }
+    unreadable = {record.stream for _, record in refused if not record.only_known} - admitted
     if unreadable:
         admitted |= {*sorted(unreadable)[: max(bounds.unread - states.unreadable_count(), 0)]}
     for packet, record in refused:
@@ -108,7 +110,7 @@ def group_by_stream(
 def segments(
     items: list[Fact | TurnedAway],
 ) -> Iterator[tuple[list[PackedRun | BatchRows | TurnedAway], Marker | None]]:
-    """Sort records by offset and cut them behind each marker.
+    """Sort records by offset and cut them after each marker.
 
     A run never spans a marker of its stream: compaction cuts it there.
 

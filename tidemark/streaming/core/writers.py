@@ -297,7 +297,7 @@ def begin_epoch(
     and is late.
 
     The JOIN settles what rejected records of earlier epochs may have held. It does not settle records of its own epoch
-    that came before it, nor records that have no order against the JOIN or cannot be told apart from those of others.
+    that came before it, nor records that have no order against the JOIN or cannot be separated from those of others.
 
     Args:
         refused: highest ID up to which rejected records may be facts of a writer that was not known.
@@ -309,11 +309,14 @@ def begin_epoch(
     writer.go_back(marker.no_reuse_below, marker.writer, batch)
     writer.chain.deferred.clear()
     retire, refused = None, 0
-    for incarnation in [it for it in unjoined.of(marker.writer) if it[1] <= marker.epoch]:
+    for incarnation in unjoined.of(marker.writer):
+        _, epoch = incarnation
+        if epoch > marker.epoch:
+            continue
         before = unjoined.pop(incarnation)
-        if incarnation[1] < marker.epoch:
+        if epoch < marker.epoch:
             spans = before.chain.cut_above(marker.no_reuse_below)
-            record_rolled_back(incarnation[1], spans, EMPTY, marker.writer, batch)
+            record_rolled_back(epoch, spans, EMPTY, marker.writer, batch)
         else:
             retire, refused, writer.chain.deferred = before.retire, before.chain.refused, before.chain.deferred
             for low, high in writer.late.above(marker.id):
