@@ -11,7 +11,7 @@ from tidemark.app.batches import LET_GO_AFTER, Batches, untraced
 from tidemark.app.preflight import Seed
 from tidemark.app.stream_metrics import StreamCollector
 from tidemark.common.errors import BatchTooLarge, LeaseLost, QueryFailed, Stopping, TidemarkError
-from tidemark.common.gc_tuning import no_collection
+from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.sources.topic_checks import RememberedTopic
@@ -81,7 +81,7 @@ class _Cycle(_Empty):
 
 def test_what_spark_made_of_a_batch_is_let_go() -> None:
     """However seldom Python looks for cycles: each of them keeps a plan in the JVM, which would fill up."""
-    with no_collection():
+    with gc_disabled():
         quick = batches()
         made = []
         for number in range(3 * LET_GO_AFTER):

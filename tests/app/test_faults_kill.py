@@ -57,7 +57,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     site.shows(play)
     jvm.kill()
     assert running.ends() == 1
-    assert running.log().splitlines()[-1].startswith("Error: Spark is gone: it ended with code -9")
+    assert running.log().splitlines()[-1].startswith("Error: Spark is not running: it ended with code -9")
     play.end()
     site.start()
     site.shows(play)
@@ -124,7 +124,7 @@ def test_a_query_that_begins_anew_while_batches_wait_leaves_no_trace(site: Site)
         site.sql("insert into tidemark.policies values ('elsewhere', 'pending_bound', 7)")
         running.says("a batch of it still waits for a server")
         time.sleep(4.0)  # longer than Spark waits for its thread
-    running.says("the query begins anew: bounds of streams changed while it ran")
+    running.says("the query starts again: bounds of streams changed")
     play.end()
     site.shows(play)
     as_undisturbed(site)

@@ -24,7 +24,7 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
         play.until(10.0)
         site.shows(play)
         first.process.resume()
-        first.says("the lease was taken over: ours has token")
+        first.says("the lease was taken over: this process has token")
         first.says("Waiting for the lease: second has it since")
         eventually(lambda: first.metric("tidemark_lease_token") == 0)
 

@@ -37,5 +37,5 @@ def test_settings_that_spark_refuses_are_told_in_one_line(site: Site, tmp_path: 
     ended = site.refused(spark_conf_file=file)
     assert ended.code == 1
     [line] = ended.lines
-    assert line.startswith("Error: Spark is gone: it did not start: java.io.FileNotFoundException: ")
+    assert line.startswith("Error: Spark is not running: it did not start: java.io.FileNotFoundException: ")
     assert "/none/events" in line

@@ -378,7 +378,7 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
     shared.send(fact("own", 1))
     shared.reaches("own", first=1)
     assert act(shared, "policy", "set", "own", "gap_seconds=5", "pending_bound=2", "--yes")[0] == 0
-    shared.first.says("the query begins anew: bounds of streams changed")
+    shared.first.says("the query starts again: bounds of streams changed")
     shared.send(*(fact("own", id) for id in (3, 5, 7, 9)))
 
     def deferred() -> bool:

@@ -163,7 +163,7 @@ def test_a_pipeline_takes_up_a_new_password_by_itself(
     try:
         guarded_kafka.set_password("another")
         (tmp_path / "password").write_text("another")
-        running.says("a secret for Kafka changed while it ran")
+        running.says("the query starts again: a secret for Kafka changed")
         running.says("The query runs", times=2)
         send(2)
         guarded_site.reaches("orders", shop=2)

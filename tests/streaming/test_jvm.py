@@ -44,7 +44,7 @@ def test_a_jvm_that_does_not_begin_says_why(tmp_path: Path, memory: str, options
     environment = {name: value for name, value in os.environ.items() if "SPARK" not in name}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     [line] = done.stdout.splitlines()
-    assert line.startswith(f"Spark is gone: it did not start: {cause}")
+    assert line.startswith(f"Spark is not running: it did not start: {cause}")
 
 
 def test_what_is_meant_for_another_spark_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tidemark.app.lag_json import last_seen, moment
 from tidemark.app.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.linear_lag import linear_lag, is_brief
+from tidemark.streaming.core.linear_lag import is_brief, linear_lag
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
 from tidemark.streaming.values.policies import Policies

@@ -411,7 +411,9 @@ class StreamCollector(Collector):
         blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
             if entry.summary.linear_lag is not None:
-                rows = [(self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers]
+                rows = [
+                    (self._age(blocker.since, now), stream, blocker) for blocker in entry.summary.linear_lag.blockers
+                ]
                 blockers += [row for row in rows if row[0] >= BRIEF_WAIT]
                 unnamed += entry.summary.linear_lag.count - len(entry.summary.linear_lag.blockers)
         blockers.sort(key=lambda row: (-row[0], row[1], row[2].writer))

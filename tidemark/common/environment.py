@@ -1,7 +1,7 @@
-"""Environment variables of child processes, and variables of the user that would lead Tidemark's own servers astray.
+"""Environment variables of child processes, and variables of the user that would misconfigure Tidemark's servers.
 
-A server of the local stack gets an environment that is composed of what it needs. Nothing else is inherited: a
-`PGHOST`, a proxy or a garbage collector in somebody's shell is meant for other programs.
+A server of the local stack gets only the variables that it needs. Nothing else is inherited: a `PGHOST`, a proxy or JVM
+options in the user's shell are meant for other programs.
 """
 
 import os
@@ -18,11 +18,11 @@ LOCALE = "C.UTF-8" if sys.platform.startswith("linux") else "en_US.UTF-8"
 
 _BASE = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ")
 _PYTHON = ("JAVA_HOME", "NO_COLOR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
-_OF_TIDEMARK = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
+_SETTINGS = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
 
 
 class Foreign(StrEnum):
-    """What a group of variables leads astray."""
+    """Groups of variables, by the program that reads them."""
 
     POSTGRES = "PostgreSQL's client library"
     PROXY = "requests over HTTP"
@@ -43,22 +43,30 @@ _PATTERNS: Mapping[Foreign, re.Pattern[str]] = {
 def foreign_variables(
     groups: Iterable[Foreign] = tuple(Foreign), environment: Mapping[str, str] | None = None
 ) -> dict[Foreign, list[str]]:
-    """Variables of `environment` (without it, of this process) that would mislead a server of ours, sorted by name.
+    """Find variables that would misconfigure one of Tidemark's servers.
 
-    Groups without such a variable are left out.
+    Args:
+        environment: variables to search; None: those of this process.
+
+    Returns:
+        For each group its variables, sorted by name. Groups without variables are left out.
     """
     names = sorted(os.environ if environment is None else environment)
     matching = {group: [name for name in names if _PATTERNS[group].fullmatch(name)] for group in groups}
-    return {group: found for group, found in matching.items() if found}
+    return {group: variables for group, variables in matching.items() if variables}
 
 
 def forget(groups: Iterable[Foreign], environment: MutableMapping[str, str] | None = None) -> list[str]:
-    """Remove the foreign variables of `groups` from `environment` (without it, from this process and its C libraries).
+    """Remove the foreign variables of `groups`.
 
-    Returns the names of the removed variables, sorted.
+    Args:
+        environment: variables to change; None: those of this process and its C libraries.
+
+    Returns:
+        The names of the removed variables, sorted.
     """
     changed = os.environ if environment is None else environment
-    names = sorted(name for found in foreign_variables(groups, changed).values() for name in found)
+    names = sorted(name for variables in foreign_variables(groups, changed).values() for name in variables)
     for name in names:
         del changed[name]
     return names
@@ -77,24 +85,26 @@ def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = N
 
 
 def server_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The whole environment of a program that is not Tidemark's (Kafka, Postgres, Redis), with `variables` added."""
+    """The complete environment of a third-party server (Kafka, Postgres, Redis), with `variables` added."""
     kept = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
     return {"PATH": os.defpath, **kept, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a process of Tidemark: that of a server, what finds this Python and its modules, and all
-    settings of Tidemark. `variables` replace settings, also those that come from a file (`..._FILE`).
+    """The complete environment of a Tidemark process.
+
+    Contains the environment of a server, the variables that locate this Python and its modules, and all settings of
+    Tidemark. `variables` replace settings, also those that come from a file (`..._FILE`).
     """
     replaced = {*variables, *(f"{name}_FILE" for name in variables)}
-    ours = {name: text for name, text in os.environ.items() if name in _PYTHON or _OF_TIDEMARK.fullmatch(name)}
+    ours = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
     if _is_found_by_path():
         ours["PYTHONPATH"] = os.environ["PYTHONPATH"]
     return server_environment({name: text for name, text in ours.items() if name not in replaced} | dict(variables))
 
 
 def _is_found_by_path() -> bool:
-    """Whether Python found this package by PYTHONPATH: a child process needs PYTHONPATH then, too."""
+    """True if Python found this package by PYTHONPATH: then a child process needs PYTHONPATH too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)

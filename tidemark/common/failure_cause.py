@@ -1,10 +1,10 @@
-"""The sentence in which a program said why it ended, among all that it wrote. Pure."""
+"""Finds the line that says why a program ended in the output of the program. Pure."""
 
 import re
 from collections.abc import Iterable
 
-LONGEST = 400
-"""Characters of a cause."""
+CAUSE_MAX = 400
+"""Maximum length of a cause in characters."""
 
 _FRAME = re.compile(
     r"\s*at [\w.$/<>@]+\(.*\)|\s*\.\.\. \d+ (more|common frames)|Traceback \(most recent call last\):"
@@ -24,14 +24,14 @@ _SENTENCE = re.compile(
 
 
 def is_noise(line: str) -> bool:
-    """Whether the line is a stack frame, blank, or advice that does not name a cause."""
+    """True if a line is blank, a stack frame, or advice that does not name a cause."""
     return _FRAME.fullmatch(line) is not None
 
 
 def failure_cause(lines: Iterable[str]) -> str:
-    """The cause in one line of at most `LONGEST` characters; empty if the program wrote nothing.
+    """Return the cause as one line of at most `CAUSE_MAX` characters; empty if the program wrote nothing.
 
-    Preferred are the innermost cause of a Java exception, then the last line that reads like an error, then the last.
+    Uses the innermost cause of a Java exception, else the last line that reads like an error, else the last line.
     """
     sentences = [line.strip() for line in lines if not is_noise(line)]
     if not sentences:
@@ -43,4 +43,4 @@ def failure_cause(lines: Iterable[str]) -> str:
         chosen = " ".join(sentences[sentences.index(_INITIALIZATION) :][1:2]) or _INITIALIZATION
     text = _STAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
     text = re.sub(r'^Exception in thread "[^"]*" ', "", text)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= CAUSE_MAX else f"{text[: CAUSE_MAX - 3]}..."

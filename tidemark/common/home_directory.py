@@ -1,4 +1,4 @@
-"""The directory of Tidemark's files, wherever this user may write."""
+"""The directory of Tidemark's files: a directory that this user may write to."""
 
 import os
 import tempfile
@@ -14,8 +14,8 @@ def default_home() -> Path:
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
-        if home and (place := Path(home, ".cache", "tidemark").absolute()) and _may_be_written(place):
-            return place
+        if home and (path := Path(home, ".cache", "tidemark").absolute()) and _is_writable(path):
+            return path
     return temporary_home()
 
 
@@ -25,13 +25,13 @@ def temporary_home() -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Whether this user may trust `path`: an entry among the temporary files has to be the user's own."""
+    """True if this user may trust `path`: an entry among the temporary files must belong to the user."""
     try:
         return not path.is_relative_to(temporary_home()) or path.lstat().st_uid == os.geteuid()
     except FileNotFoundError:
         return True
 
 
-def _may_be_written(path: Path) -> bool:
-    present = next(place for place in (path, *path.parents) if place.exists())
-    return present.is_dir() and os.access(present, os.W_OK | os.X_OK)
+def _is_writable(path: Path) -> bool:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)

@@ -1,6 +1,6 @@
-"""A Kafka consumer that reads any partition from any offset on: for what was read before, and is looked at again.
+"""A Kafka consumer that reads one partition from any offset: for records that were read before and are needed again.
 
-One thread at a time. All of it raises `KafkaException` or `Unavailable`; after an error the owner closes it.
+Not thread-safe. All methods raise `KafkaException` or `Unavailable`; after an error the owner closes the reader.
 """
 
 import time
@@ -13,7 +13,14 @@ from tidemark.common.kafka_errors import ErrorListener, concerns_group
 
 
 class PartitionReader:
-    """A consumer that reads any partition from any offset on; `patience` (s) without progress is `Unavailable`."""
+    """Reads any partition from any offset.
+
+    Args:
+        client: settings of librdkafka.
+        errors: remembers why the brokers are unreachable.
+        patience: seconds without progress after which a method raises `Unavailable`.
+        isolation: `read_committed` or `read_uncommitted`.
+    """
 
     def __init__(self, client: Mapping[str, str], errors: ErrorListener, patience: float, isolation: str) -> None:
         self._where = client["bootstrap.servers"]
@@ -21,7 +28,7 @@ class PartitionReader:
         self._consumer = Consumer(
             {
                 **client,
-                "group.id": "tidemark-dead-letters",  # wanted by librdkafka; nothing is ever committed to it
+                "group.id": "tidemark-dead-letters",  # librdkafka needs a group; offsets are never committed
                 "enable.auto.commit": "false",
                 "enable.auto.offset.store": "false",
                 "enable.partition.eof": "true",
@@ -35,20 +42,26 @@ class PartitionReader:
         self._consumer.close()
 
     def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
-        """The oldest offset, and that of the next record that will be written.
+        """The oldest offset, and the offset of the next record.
 
-        Waits within the patience until that lies behind `known`, where a record was: a broker that has just begun does
-        not show its newest records at once.
+        Args:
+            known: offset of a record that was seen before. The method waits, at most for the patience, until the next
+                offset is beyond it: a broker that has just started may not show its newest records.
         """
-        place, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
+        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
         while True:
-            found: tuple[int, int] = self._consumer.get_watermark_offsets(place, timeout=self._patience, cached=False)
-            if found[1] > known or time.monotonic() > deadline:
-                return found
+            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(
+                target, timeout=self._patience, cached=False
+            )
+            if offsets[1] > known or time.monotonic() > deadline:
+                return offsets
             time.sleep(0.1)
 
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
-        """Records from `start` on; None at the end of the partition; stops where retention overtakes the reading."""
+        """Yield records from the offset `start`, then None at the end of the partition.
+
+        Ends without None if retention removes records that are not read yet.
+        """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:
             yield from self._records(start)

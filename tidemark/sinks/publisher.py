@@ -150,7 +150,7 @@ class Publisher:
             try:
                 return step()
             except LeaseLost as error:
-                self._lease.lose(error.now)
+                self._lease.lose(error.newest)
                 raise
 
         began = time.monotonic()

@@ -118,7 +118,7 @@ def test_frozen_owner_is_replaced_and_refused(
         assert lease.token > token
         with pytest.raises(LeaseLost) as caught:
             store.apply(batch(1, token=token))
-        assert (caught.value.held, caught.value.now) == (token, lease.token)
+        assert (caught.value.own, caught.value.newest) == (token, lease.token)
 
 
 def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:

@@ -92,7 +92,7 @@ def test_other_token_is_refused(store: Postgres, sql: psycopg.Connection, token:
     for other in (token - 1, token + 1):
         with pytest.raises(LeaseLost) as caught:
             store.apply(batch(1, stream("s", advance("w", 0, 1)), token=other))
-        assert (caught.value.held, caught.value.now) == (other, token)
+        assert (caught.value.own, caught.value.newest) == (other, token)
     assert positions(sql) == {}
     assert store.last_batch() is None
 

@@ -150,7 +150,7 @@ def test_lower_lease_is_refused(shown: Redis, keys: Any) -> None:
     before = state(keys)
     with pytest.raises(LeaseLost) as caught:
         publish(shown, Change("s", "2", [entry("w", 1, 2)]), token=9)
-    assert (caught.value.held, caught.value.now) == (9, 10)
+    assert (caught.value.own, caught.value.newest) == (9, 10)
     assert state(keys) == before
 
 

@@ -36,7 +36,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
         try:
             stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
-            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.stands is None):
+            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
                 raise CommandStopped(no_stream(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from tidemark.common.errors import Reject, says
+from tidemark.common.errors import Reject, message
 from tidemark.streaming.wire.records import is_name, why_no_name
 
 MOST_PREVS = 10
@@ -23,7 +23,7 @@ _OUT_OF_BAND = ("invite", "leave", "knock")
 Timeline = Literal["events", "backfill"]
 
 
-@says("event {event!r} is refused: {problem}")
+@message("event {event!r} is refused: {problem}")
 class BadEvent(Reject):
     event: str
     problem: str

@@ -16,7 +16,7 @@ from pyspark.core.broadcast import Broadcast
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
-from tidemark.common.gc_tuning import freeze, no_collection
+from tidemark.common.gc_tuning import freeze, gc_disabled
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import NONE, PackedStates, States
@@ -66,7 +66,7 @@ def advance_shard(
     shard = int(key[0]) % shards  # `streaming.engine.query`
     seed = _seeds_of(line, seeds).get(shard)
     states = States.unpack(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
-    with no_collection():
+    with gc_disabled():
         packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
         done = effects.encode(advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds))
     state.update((states.pack(),))

@@ -17,7 +17,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
-from tidemark.common.gc_tuning import freeze, no_collection
+from tidemark.common.gc_tuning import freeze, gc_disabled
 from tidemark.streaming.ingest.compact import compact
 from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange
@@ -137,7 +137,7 @@ class PacketReader(DataSourceStreamReader):
         assert isinstance(partition, _Task)
         config = self._config
         freeze()
-        with no_collection(), _reader(config) as reader:
+        with gc_disabled(), _reader(config) as reader:
             read = ((ranges, reader.read(ranges)) for ranges in together(partition.ranges))
             yield from compact(
                 read, keys=config.keys, names=config.names, max_facts=config.most, refused=config.refused
