@@ -142,7 +142,8 @@ class RetireOrder:
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
     """End the writer's epochs, which the relay publishes when everything below is published.
 
-    Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished facts.
+    Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished
+    facts.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
