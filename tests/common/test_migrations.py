@@ -110,7 +110,9 @@ def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: 
     migrate(relay.SCHEMA, database)
     with (
         locked(database, relay.SCHEMA.table, "access exclusive") as holder,
-        pytest.raises(PrerequisitePending, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"),
+        pytest.raises(
+            PrerequisitePending, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"
+        ),
     ):
         migrate(relay.SCHEMA, database)
 

@@ -32,9 +32,9 @@ from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
     BatchTooLarge,
     ChainBroken,
+    ConfigurationChanged,
     ContentRefused,
     LeaseLost,
-    ConfigurationChanged,
     QueryFailed,
     RecordsRefused,
     Refused,
@@ -118,12 +118,12 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if isinstance(error, Unavailable):
                     metrics.RETRIES.labels(error.what).inc()
                 if isinstance(error, LeaseLost):
-                    highest_token = max(highest_token, error.held, error.now)
+                    highest_token = max(highest_token, error.own, error.newest)
                     board.forget()
                 if isinstance(error, BatchTooLarge | ContentRefused):
                     most = error.fewer
                 if isinstance(error, RecordsRefused):
-                    _add(error.places, refused)
+                    _add(error.offsets, refused)
                 if isinstance(error, QueryFailed | ChainBroken) and failures >= FAILURES:
                     raise
                 pause = backoff.next()

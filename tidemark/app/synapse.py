@@ -140,7 +140,8 @@ class WorkerGone:
 def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
     """Have the bridge that speaks end the writer, once everything of it is told.
 
-    Raises `BadSetting` where it turns out to live, `PrerequisitePending` where it did not end in time: it will all the same.
+    Raises `BadSetting` where it turns out to live, `PrerequisitePending` where it did not end in time: it will all the
+    same.
     """
     with state_session(settings.postgres) as session:
         with session.use() as connection:

@@ -13,7 +13,7 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
-from tidemark.common.errors import TransactionEnded, Refused, RowUnreadable
+from tidemark.common.errors import Refused, RowUnreadable, TransactionEnded
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.checkpoint import CheckpointStore

@@ -26,7 +26,7 @@ from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, Summary, summarize
-from tidemark.streaming.core.linear_lag import LinearLag, LinearBlocker, is_brief
+from tidemark.streaming.core.linear_lag import LinearBlocker, LinearLag, is_brief
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
@@ -207,9 +207,9 @@ def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
         return
     age = "" if lag.since is None else f" for {duration(now - lag.since / 1000)}"
     yield f"blocked{age}, lag {count(lag.ids, 'ID')}"
-    for cause in lag.holders:
+    for cause in lag.blockers:
         yield waiting_for(cause, now)
-    if (more := lag.count - len(lag.holders)) > 0:
+    if (more := lag.count - len(lag.blockers)) > 0:
         yield f"and for {count(more, 'more writer')}"
 
 

@@ -8,7 +8,7 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.common.errors import TransactionEnded, ReaderModeChanged, Refused
+from tidemark.common.errors import ReaderModeChanged, Refused, TransactionEnded
 from tidemark.common.session_settings import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode

@@ -245,7 +245,9 @@ def advance_stream(
                 [each.id, epochs[each.writer], known.name, each.writer, each.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
-                raise PrerequisitePending(f"publishing stream {known.name}", "", "another bridge has published it meanwhile")
+                raise PrerequisitePending(
+                    f"publishing stream {known.name}", "", "another bridge has published it meanwhile"
+                )
             append_outbox(connection, known.name, values)
             sent_upto[each.writer] = each.id
         evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])
