@@ -32,7 +32,7 @@ def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(wait: Call
     """So does a token that is none, or is ahead of all that was told of the stream."""
     late = wait("s", "m4", "--timeout=0")
     assert late.exit_code == 1
-    assert "it stands at m3; `tidemark gaps s` shows what blocks it" in late.output
+    assert "it is at m3; `tidemark gaps s` shows what blocks it" in late.output
     for timeout in ("0", "inf"):
         none = wait("none", "m4", "--timeout", timeout)
         assert none.exit_code == 2
