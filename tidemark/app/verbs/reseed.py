@@ -43,7 +43,8 @@ class Reseed:
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
     """Under the lease; noted before it is done.
 
-    Raises `PrerequisitePending` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed.
+    Raises `PrerequisitePending` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`. Then nothing is
+    changed.
     """
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
