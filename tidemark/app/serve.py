@@ -231,8 +231,8 @@ def run(settings: Settings) -> None:
     # What uvicorn logs reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
-        _listening("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
-        _listening("TIDEMARK_LINES_LISTEN", *host_port(settings.lines_listen)) as lines_listening,
+        listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
+        listening_socket("TIDEMARK_LINES_LISTEN", *host_port(settings.lines_listen)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
@@ -267,9 +267,10 @@ async def _require_access(servers: ReadSideConfig) -> None:
                 await ask()
 
 
-def _listening(variable: str, host: str, port: int) -> socket.socket:
+def listening_socket(variable: str, host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        dual_stack = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise BadSetting(variable, f"cannot listen on {host}:{port}: {error.strerror}") from None

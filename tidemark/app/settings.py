@@ -165,7 +165,8 @@ class Settings(SidecarSettings, Connections):
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self.metrics_host}:{self.metrics_port}/metrics"
+        host = {"::": "[::1]"}.get(self.metrics_host, self.metrics_host)
+        return f"http://{host}:{self.metrics_port}/metrics"
 
     @model_validator(mode="before")
     @classmethod

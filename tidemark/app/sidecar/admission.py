@@ -131,6 +131,8 @@ class AdmittedConnection(HttpToolsProtocol):
         if len(self.connections) >= self._bounds.places:
             self._by_network.make_room(self._bounds.places)
         super().connection_made(transport)
+        if self.client:  # a dual-stack socket maps IPv4 addresses, and trusted proxies are IPv4 networks
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         self._by_network.add(self)
         transport.set_write_buffer_limits(_UNSENT)
         self._wait()
