@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer's position moved from `prev` to `id`. At most one per writer, stream and batch.
 
-    Attributes:
-        facts: this and the next three counts say how the IDs in `(prev, id]` were settled (`evidence`).
-        oldest: Kafka time (ms) of the writer's oldest record in the batch.
+    The counts `facts`, `empty`, `unseen` and `skipped` say how the IDs in `(prev, id]` were settled. `oldest` is the
+    Kafka time (ms) of the writer's oldest record in the batch.
     """
 
     writer: str
