@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
-from tidemark.app.output import count, printable, timestamp
+from tidemark.app.output import count, printable, progress, timestamp
 from tidemark.app.settings import Settings
 from tidemark.common.errors import BadRecord
 from tidemark.sources.kafka import KafkaConnection
@@ -218,5 +218,8 @@ def read_topics(settings: Settings, facts: str, most: int) -> Iterator[RecordedM
             raise CommandFailed(
                 f"Kafka has about {number} records, and --records={most}: raise it if they fit in memory"
             )
-        for place, bounds in places.items():
-            yield from kafka.between(*place, *bounds)
+        with progress("reading Kafka", number, "record") as advance:
+            for place, bounds in places.items():
+                for record in kafka.between(*place, *bounds):
+                    yield record
+                    advance(1)

@@ -15,7 +15,7 @@ import click
 
 from tidemark.app.commands import MOST_ID, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.lag_json import moment
-from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, sanitize, timestamp
+from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize, timestamp
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
 from tidemark.app.verbs.dead_letters import LOOKED
@@ -158,7 +158,7 @@ def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, p
     wanted = first or 0
     begin = max(wanted, kept, end - most)
     key = it.stream.encode()
-    for message in kafka.between(topic, partition, begin, end):
+    for message in _shown(kafka.between(topic, partition, begin, end), end - begin):
         if message.key == key and (found := told(message, it.id)) is not None and len(it.records) < KEPT:
             it.records.append(found)
     it.looked = Looked(topic, partition, begin, max(begin, end), wanted, kept)
@@ -170,6 +170,14 @@ def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, p
     it.gaps = _gaps(it, past, min((found.time for found in completing), default=None))
     if it.settled:
         it.offsets = past.offsets(it.settled[0].batch, it.settled[0].time)
+
+
+def _shown(messages: Iterable[RecordedMessage], number: int) -> Iterator[RecordedMessage]:
+    """The messages, of which a terminal sees the progress."""
+    with progress("reading Kafka", number, "record") as advance:
+        for message in messages:
+            yield message
+            advance(1)
 
 
 def _range(it: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ import click
 
 from tidemark.app import class_archive, relay
 from tidemark.app.commands import OurCommand, loaded
+from tidemark.app.output import progress
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
@@ -105,15 +106,19 @@ def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProc
     """Everything started, in the order in which it was; ended in the reverse order whatever happens."""
     running: list[ServerProcess] = [*members.servers]
     try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(_start, members.servers))
+        with ThreadPoolExecutor() as pool, progress("starting servers", len(members.servers), "server") as advance:
+            for _ in pool.map(_start, members.servers):
+                advance(1)
         dsn, streams = members.postgres.dsn(), ["payments"] if demo else []
         wait_out(lambda: migrate(dsn), Event(), BUSY_SECONDS)
         wait_out(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), Event(), BUSY_SECONDS)
         ours = [members.pipeline(), members.relay(), members.sidecar(STORY if demo else "")]
-        for later in [*ours, *members.demo()] if demo else ours:
-            running.append(later)
-            _start(later)
+        processes = [*ours, *members.demo()] if demo else ours
+        with progress("starting Tidemark", len(processes), "process") as advance:
+            for process in processes:
+                running.append(process)
+                _start(process)
+                advance(1)
         members.write_stack_env()
         yield running
     finally:
@@ -197,7 +202,7 @@ def _show_fetching(what: str) -> None:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone; the stack goes on
-        click.echo(f"\x1b[K{text}" if sys.stdout.isatty() else text)
+        click.echo(f"\r\x1b[K{text}" if sys.stdout.isatty() else text)
 
 
 @click.command("up", cls=OurCommand)

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded
-from tidemark.app.output import as_object, count, echo, one_line
+from tidemark.app.output import as_object, count, echo, one_line, progress
 from tidemark.app.tls_listener import trusting
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
@@ -204,17 +204,19 @@ def compared(
     names = audit.names()
     report.streams = len(names)
     answering = [*copies]
-    for start in range(0, len(names), AT_ONCE):
-        part = names[start : start + AT_ONCE]
-        before = audit.streams(part)
-        for stream, rows in before.items():
-            report.differences += state_differences(audit, stream, rows)
-        for copy in [*answering]:
-            try:
-                report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
-            except TidemarkError as problem:
-                answering.remove(copy)
-                report.differences.append(_away(copy, problem))
+    with progress("comparing", len(names), "stream") as advance:
+        for start in range(0, len(names), AT_ONCE):
+            part = names[start : start + AT_ONCE]
+            before = audit.streams(part)
+            for stream, rows in before.items():
+                report.differences += state_differences(audit, stream, rows)
+            for copy in [*answering]:
+                try:
+                    report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
+                except TidemarkError as problem:
+                    answering.remove(copy)
+                    report.differences.append(_away(copy, problem))
+            advance(len(part))
     for copy in answering:
         try:
             shown = copy.names()
