@@ -147,14 +147,16 @@ chart-docs: setup ## Write the chart's README and schema from its values
 chart-test: setup ## Check chart and Dockerfile with every tool there is; builds the tools first (Go, some minutes, once)
 	helm/tools/install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
-	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_image.py tests/helm/test_described.py tests/helm/test_alerts_fire.py
-
-HELM := $${TIDEMARK_HOME:-$$HOME/.cache/tidemark}/tools/bin/helm
+	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_package.py tests/helm/check_image.py tests/helm/test_described.py tests/helm/test_alerts_fire.py
 
 .PHONY: chart-package
-chart-package: ## Package the chart into dist/
+chart-package: ## Package the chart into dist/, signed if CHART_KEY names a key; docs/how-to/release.md
 	helm/tools/install helm
-	$(HELM) package helm/tidemark --destination dist
+	helm/tools/package-chart dist
+
+.PHONY: chart-push
+chart-push: chart-package ## Push the packaged chart (CHART_REGISTRY=oci://...)
+	helm/tools/push-chart dist "$(CHART_REGISTRY)"
 
 .PHONY: images-push
 images-push: image services-image ## Build both images and push them (IMAGE=... SERVICES_IMAGE=... with the registry in their names)
