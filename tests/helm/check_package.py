@@ -31,7 +31,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_package_renders_as_the_folder_does(package: Path, example: str) -> None:
     """Files that .helmignore leaves out are not needed."""
-    options = ["-f", CHART / f"examples/{example}.yaml", "--kube-version", KUBERNETES[-1]]
+    options = ["-f", str(CHART / f"examples/{example}.yaml"), "--kube-version", KUBERNETES[-1]]
     options += ["--set", "monitoring.prometheusRule.enabled=true,monitoring.dashboard.enabled=true"]
     texts = [run(tool("helm"), "template", "t", chart, *options) for chart in (package, CHART)]
     documents = [[one for one in yaml.safe_load_all(text) if one and one["kind"] != "Secret"] for text in texts]
