@@ -111,7 +111,7 @@ def test_event_streams_of_one_address_leave_places_for_others(process: Sidecar, 
 
 def held(process: Sidecar) -> int:
     """How many streams of events it holds open."""
-    found = re.search(r'open{operation="events"} (\d+)', httpx.get(f"{process.url}/metrics").text)
+    found = re.search(r'in_flight{operation="events"} (\d+)', httpx.get(f"{process.url}/metrics").text)
     return int(found[1]) if found else 0
 
 
