@@ -34,7 +34,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
         "gaps": [],
         "closed": [],
         "late": [],
-        "forced": [],
+        "overrides": [],
         "timelines": [],
         "dropped": [],
         "counts": {},

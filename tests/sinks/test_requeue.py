@@ -143,7 +143,7 @@ def test_records_that_are_not_there_yet_are_waited_for(
 
 def waiting(store: Postgres, token: int, *recalls: RequeuedRange, number: int = 1) -> None:
     """A batch that recalls."""
-    store.apply(batch(number, stream("s", advance("a", 0, 3), recalls=[*recalls]), token=token))
+    store.apply(batch(number, stream("s", advance("a", 0, 3), requeues=[*recalls]), token=token))
 
 
 def test_the_thread_brings_back_all_that_batches_have_recalled(
