@@ -504,8 +504,8 @@ def test_texts_say_which_copy_stands_where(rules: Path) -> None:
     found = [it for group in json.loads(rules.read_text()) for it in group["rules"]]
     [rule] = [it for it in found if it["alert"] == "TidemarkCopiesDiffer"]
     where = {"namespace": "streams", "stream": "orders", "copy": "sidecar", "pod": "tidemark-sidecar-0"}
-    place = "Stream orders stands at 1234567 in sidecar of tidemark-sidecar-0"
-    summary = f"{place}, where the pipeline has been past that for five minutes"
+    place = "Stream orders is at 1234567 in sidecar of tidemark-sidecar-0"
+    summary = f"{place}; the pipeline was past this position five minutes ago"
     told = {"exp_labels": where | rule["labels"], "exp_annotations": rule["annotations"] | {"summary": summary}}
     test = {"eval_time": "40m", "alertname": "TidemarkCopiesDiffer", "exp_alerts": [told]}
     far = {one("tidemark_linear_position"): always(-1234600), IN_SIDECAR: always(-1234567)}
