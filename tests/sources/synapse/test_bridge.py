@@ -68,7 +68,7 @@ FAULTS = """
 @contextmanager
 def lagging(site: SynapseSite, when: str) -> Iterator[None]:
     with psycopg.connect(site.server.dsn, autocommit=True) as holder:
-        holder.execute(FAULTS.format(reported="HOLD", number=77, when=when).encode())
+        holder.execute(FAULTS.format(word="HOLD", number=77, when=when).encode())
         holder.execute("select pg_advisory_lock(77)")
         yield
         holder.execute("select pg_advisory_unlock(77)")
