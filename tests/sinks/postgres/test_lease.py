@@ -164,7 +164,7 @@ def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
         lease.check()
         sql.execute("update tidemark.query_lease set token = token + 5")
         eventually(lease.lost.is_set)
-        with pytest.raises(LeaseLost, match=f"the newest is {lease.token + 5}"):
+        with pytest.raises(LeaseLost, match=f"the newest token is {lease.token + 5}"):
             lease.check()
 
 

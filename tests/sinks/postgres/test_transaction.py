@@ -188,7 +188,7 @@ def test_advance_without_its_writer_is_kept(store: Postgres, sql: psycopg.Connec
 def test_batch_that_leaves_a_hole_is_refused(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 3: an advance that begins beyond what Postgres holds stops the pipeline, and nothing is kept."""
     store.apply(batch(1, stream("s", advance("w", 0, 5)), token=token))
-    with pytest.raises(ChainBroken, match="holds w at 5"):
+    with pytest.raises(ChainBroken, match="has w at 5"):
         store.apply(batch(2, stream("s", advance("w", 6, 9)), token=token))
     assert store.last_batch() == ("query", 1)
     assert positions(sql) == {("s", "w"): 5}
@@ -212,7 +212,7 @@ def test_a_batch_does_not_go_on_over_commits_that_were_lost(
     assert follow(store, token, 3, ("q", 2))
     sql.execute("delete from tidemark.applied_batches where batch >= %s", (lost,))
     sql.execute("update tidemark.stream_positions set position = %s", (lost - 1,))
-    with pytest.raises(ChainBroken, match=f"holds {left} and this batch follows batch q/3"):
+    with pytest.raises(ChainBroken, match=f"has {left} and this batch follows batch q/3"):
         follow(store, token, 4, ("q", 3))
     assert positions(sql) == {("s", "w"): lost - 1}
     for number in range(1, lost):
