@@ -296,7 +296,7 @@ class SchemaMismatch(Stop):
         )
 
 
-@message("""this is Tidemark {ours}, and the pipeline of this database has or had version {pipeline}: the versions may
+@message("""this is Tidemark {ours} and the pipeline of this database has or had version {pipeline}: the versions may
     differ by one minor version; upgrade the older one, or downgrade the newer one, by one minor version at a time""")
 class VersionSkew(Stop):
     ours: str
