@@ -241,11 +241,11 @@ def test_incarnations_that_share_a_hash_are_told_apart() -> None:
     """Those that are like the wanted one but for a name or the epoch stand where a scan looks first, with its hash."""
     known, records = Incarnations(), fetched([(b"events", raw(VOID))])
     full = known.table._replace(names=np.empty(0, np.uint8))
-    met = field_scan.scan(records, 0, full, Edges.room(100), 0, np.empty(1, np.int64), 0).missing
+    met = field_scan.scan(records, 0, full, Edges.allocate(100), 0, np.empty(1, np.int64), 0).missing
     for stream, writer, epoch in [("caches", "w1", 0), ("events", "w2", 0), ("events", "w1", 1), ("event", "sw1", 0)]:
         names = np.frombuffer((stream + writer).encode(), np.uint8)
         known.add(MissingIncarnation(0, len(stream), len(stream), len(names), epoch, met.hash), names)
-    edges = Edges.room(100)
+    edges = Edges.allocate(100)
     assert field_scan.scan(records, 0, known.table, edges, 0, np.empty(1, np.int64), 0).edges == 1
     assert known.table.all()[edges.incarnations[0]] == ("events", "w1", 0) == known.table.all()[-1]
 
@@ -256,7 +256,7 @@ def test_every_bit_of_the_seed_counts_for_the_low_bits_of_a_hash() -> None:
 
     def hashed(seed: int) -> int:
         table = known.table._replace(names=np.empty(0, np.uint8), seed=seed)
-        return field_scan.scan(records, 0, table, Edges.room(100), 0, np.empty(1, np.int64), 0).missing.hash
+        return field_scan.scan(records, 0, table, Edges.allocate(100), 0, np.empty(1, np.int64), 0).missing.hash
 
     seed = known.table.seed
     low = [(hashed(seed) ^ hashed(seed ^ 1 << bit)) & 0xFFFFFFFF for bit in range(62)]
@@ -270,7 +270,7 @@ def test_names_that_differ_in_high_bits_share_no_hash_whatever_the_seed() -> Non
     def hashed(stream: str, seed: int) -> int:
         records = fetched([(stream.encode(), raw({**VOID, "stream": stream}))])
         table = known.table._replace(names=np.empty(0, np.uint8), seed=seed)
-        return field_scan.scan(records, 0, table, Edges.room(100), 0, np.empty(1, np.int64), 0).missing.hash
+        return field_scan.scan(records, 0, table, Edges.allocate(100), 0, np.empty(1, np.int64), 0).missing.hash
 
     pairs = [(8 * "a" + 8 * "a", "aaaaaaa!aaa!aaa!"), (8 * "a", "aaaaaaa!"), (16 * "a", 15 * "a" + "!")]
     for seed in range(0, 1 << 62, 1 << 56):

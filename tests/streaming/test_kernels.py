@@ -23,8 +23,8 @@ def made(groups: list[int], prevs: list[int]) -> Edges:
 
 
 def arranged(edges: Edges, groups: int) -> Edges | None:
-    found = Edges.room(edges.size)
-    return found if arrange(edges, found, np.zeros(groups + 2, np.int64), Edges.room(1)) else None
+    found = Edges.allocate(edges.size)
+    return found if arrange(edges, found, np.zeros(groups + 2, np.int64), Edges.allocate(1)) else None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9) | st.just(2**63 - 2)), max_size=30))
@@ -33,7 +33,7 @@ def test_edges_stand_by_group_and_prev_and_else_as_they_came(pairs: list[tuple[i
     edges = made([group for group, _ in pairs], [prev for _, prev in pairs])
     found = arranged(edges, 4)
     assert found is not None
-    wanted = edges.at(np.lexsort((edges.prevs, edges.incarnations)))
+    wanted = edges.take(np.lexsort((edges.prevs, edges.incarnations)))
     assert [column.tolist() for column in found] == [column.tolist() for column in wanted]
 
 

@@ -19,10 +19,10 @@ from tidemark.streaming.ingest.source import (
     Pace,
     PacketReader,
     PacketSource,
-    bounded,
+    bounded_ends,
+    fetch_groups,
     packets,
-    tasks,
-    together,
+    split_ranges,
 )
 from tidemark.streaming.wire.records import Topic
 
@@ -44,7 +44,9 @@ sizes = st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1)
 @given(sizes, st.integers(1, 3000))
 def test_a_batch_is_bounded_and_no_partition_starves(behind: dict[int, int], most: int) -> None:
     """Together at most as many offsets as allowed, but for one a partition, and of each that has any at least one."""
-    ends = bounded({"f": dict.fromkeys(behind, 5)}, {"f": {number: 5 + size for number, size in behind.items()}}, most)
+    ends = bounded_ends(
+        {"f": dict.fromkeys(behind, 5)}, {"f": {number: 5 + size for number, size in behind.items()}}, most
+    )
     read = {number: end - 5 for number, end in ends["f"].items()}
     assert sum(read.values()) <= most + len(behind)
     assert all(min(1, size) <= read[number] <= size for number, size in behind.items())
@@ -178,7 +180,7 @@ def test_few_records_are_left_to_the_next_question() -> None:
 def test_every_range_has_one_task(behind: dict[int, int]) -> None:
     """And no task is without one."""
     ranges = [PlannedRange(Topic.FACTS, number, 0, 100 * size) for number, size in behind.items() if size]
-    found = tasks(ranges)
+    found = split_ranges(ranges)
     assert sorted((it for task in found for it in task), key=lambda it: it.partition) == sorted(
         ranges, key=lambda it: it.partition
     )
@@ -188,18 +190,18 @@ def test_every_range_has_one_task(behind: dict[int, int]) -> None:
 def test_few_records_are_one_task_and_many_are_spread() -> None:
     """A task costs Spark milliseconds: sixteen partitions with a record each are not worth sixteen."""
     few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
-    assert [len(task) for task in tasks(few)] == [16]
+    assert [len(task) for task in split_ranges(few)] == [16]
     many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(16)]
-    assert [len(task) for task in tasks(many)] == [1] * 16
+    assert [len(task) for task in split_ranges(many)] == [1] * 16
 
 
 def test_few_records_are_fetched_together_and_many_range_by_range() -> None:
     """Each range is a question to the brokers; and where there is more, what lies behind a range comes in vain."""
     few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
-    assert together(few) == [few]
+    assert fetch_groups(few) == [few]
     many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(3)]
-    assert together(many) == [[it] for it in many]
-    assert together([]) == [[]]
+    assert fetch_groups(many) == [[it] for it in many]
+    assert fetch_groups([]) == [[]]
 
 
 def test_what_spark_keeps_of_offsets_is_the_same_text_every_time() -> None:

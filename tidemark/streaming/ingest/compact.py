@@ -1,15 +1,16 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A task reads offset ranges of Kafka's partitions, some together and some one after another. The records are decoded a
-thousand or so at a time (`ingest.decode`), then linked and packed when a range is at its end: about 13 bytes leave
-for a record of 140 (docs/design.md 5). Loops here are over runs, markers and incarnations; over records go only the
-decoder and numpy. The same records give the same packets, byte for byte, so a task may be run again.
+A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. When
+a range is at its end, its edges are linked and packed: a record of 140 bytes becomes about 13 bytes (docs/design.md 5).
+Loops of Python are over runs, markers and incarnations; only the decoder and numpy loop over records. The same records
+give the same packets, byte for byte, so Spark may run a task again.
 
 JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
 (docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
 
-Kafka's records bound a batch and RUN records hold any number of facts, so a task stops where it holds too many more: it
-says so in its packets, and how far it came. What it left is read again by a query that begins anew (`app.batches`).
+A batch is bounded by its number of records, but a RUN record holds any number of facts. So a task stops early when it
+has too many facts. Its packets say so (`Packet.cut`) and give the next offset. A new query reads the rest
+(`app.batches`).
 """
 
 from bisect import bisect
@@ -31,23 +32,23 @@ from tidemark.streaming.wire.records import ROW, Topic
 from tidemark.streaming.wire.runs import NUMBERS, BatchRows, Marker, PackedRuns, Packet, RunColumns, TurnedAway
 
 MOST_FACTS = 2_000_000
-"""That a task holds beside one for each record: about 250 bytes each, all in all."""
+"""Facts of a task beyond one for each record. A fact takes about 250 bytes."""
 
 MOST_EDGES = 16_384
-"""Of a packet, about: 200 KiB. The JVM copies each half a dozen times, and takes new memory for what is larger."""
+"""Edges of a packet: about 200 KiB. The JVM copies each packet six times, and allocates anew for larger ones."""
 
 PACKETS = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
-_BYTES = 1 << 20  # that are handed to the JVM together
+_BYTES = 1 << 20  # packets that are handed to the JVM together
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 RefusedOffsets = Mapping[str, Mapping[int, Sequence[int]]]
-"""Offsets by topic and partition: of records from which something follows that the database refuses."""
+"""Offsets by topic and partition of records whose effects the database cannot store."""
 
 RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, RecordBatch]]]
-"""Ranges that are read together, and their records as they come."""
+"""Ranges that are fetched together, and an iterable of their records."""
 
 
 def compact(
@@ -58,12 +59,21 @@ def compact(
     max_facts: int,
     refused: RefusedOffsets | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
-    how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
-    `keys` are those of the shards (`values.shards`). Records at `refused` places are rejected as not storable.
+    """Compact the ranges of a task.
+
+    Args:
+        read: the ranges and their records.
+        keys: Spark's group-by key of each shard (`engine.query.keys_of`).
+        names: the names of the topics.
+        max_facts: stop when the task has as many facts beyond one for each record.
+        refused: records that are rejected as not storable.
+
+    Yields:
+        Rows of `PACKETS`: one packet for each range and shard with content, and at least one for each range, which
+        gives its next offset.
     """
     rejected_offsets = refused or {}
-    extra = 0  # facts beside one for each record
+    extra = 0  # facts beyond one for each record
     for ranges, records in read:
         decoders = {
             planned: Decoder(planned.topic, rejected_offsets.get(names[planned.topic], {}).get(planned.partition, ()))
@@ -106,7 +116,12 @@ OFFSET_BITS = 32
 
 
 def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
-    """Packets with their shards: at least one, so that the offsets read are known. Same records, same packets."""
+    """Pack what was decoded of one range.
+
+    Returns:
+        Packets with their shards, at least one, so that the next offset is known. The same records give the same
+        packets.
+    """
     packets: list[tuple[int, Packet]] = []
     first: dict[int, Packet] = {}
 
@@ -128,10 +143,10 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
         edges = edges._replace(incarnations=np.argsort(order)[ranks][edges.incarnations])
         segments = _segments(edges, incarnations, markers)
         is_row = edges.kinds == ROW
-        runs = _runs(edges.where(~is_row), segments[~is_row], incarnations)
+        runs = _runs(edges.select(~is_row), segments[~is_row], incarnations)
         for number, part in runs.divided(np.array([shard[stream] for stream in runs.streams]), MOST_EDGES):
             put(number, part)
-        for rows in _rows(edges.where(is_row), segments[is_row], incarnations):
+        for rows in _rows(edges.select(is_row), segments[is_row], incarnations):
             packet_of(shard[rows.stream]).rows.append(rows)
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
@@ -147,7 +162,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
 
 
 def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
-    """One of each incarnation between two markers of its stream."""
+    """Merge the facts of an incarnation that have no marker of its stream between them."""
     marks: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marks[marker.stream].append(marker.offset)
@@ -161,13 +176,13 @@ def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAwa
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
+    """For each edge the number of cuts before it: JOIN and RETIRE of its stream, and blocks of 2**32 offsets."""
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(incarnations)}
-    cutting = [marker for marker in markers if marker.stream in numbers]  # no SKIP: those come without facts
+    cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP has no facts beside it
     if not cutting:
         return blocks
-    # Streams side by side on one line, each with room for every edge: one search finds the cuts of all.
+    # Each stream gets a range of numbers with room for every edge, so one search finds the cuts of all streams.
     room = len(edges.ids) + 1
     before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
     cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + before)
@@ -190,7 +205,7 @@ def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterat
 
 
 def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
-    """In the order of their incarnations."""
+    """Link edges into runs, in the order of their incarnations."""
     if not len(edges.ids):
         return RunColumns.of([])
     parts = int(segments.max()) + 1  # of an incarnation and a direction

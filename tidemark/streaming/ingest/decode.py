@@ -1,7 +1,7 @@
-"""Kafka's records as columns of numbers: decoded some thousand at a time, each bad record set aside.
+"""Decodes Kafka's records into columns of edges, about a thousand records at a time, and sets bad records aside.
 
-Where there are many, compiled code takes the facts from them (`ingest.scan`). What it leaves, and what are few,
-goes one by one to `records.read`, which alone gives reasons. Both say the same of each record.
+If there are many records, compiled code takes the facts from them (`ingest.field_scan`). `records.read` decodes the
+others one by one, and alone gives the reason for a rejection. Both give the same result for each record.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ _NOTHING: Final = Raw(b"null")
 
 
 class _AnyRecord(msgspec.Struct):
-    """The fields of any record, each as it stands."""
+    """The fields of any record, each as undecoded JSON."""
 
     kind: Raw = _NOTHING
     stream: Raw = _NOTHING
@@ -47,10 +47,10 @@ _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
 def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
-    """Whose fact a refused record may be: that of the stream that it names, and of the one that its key names.
+    """The facts that a rejected record may contain: one of the stream in its value, one of the stream in its key.
 
-    None where it is certain to be no fact: a SKIP, a RETIRE, an OPEN, or a JOIN that an operator signed. A writer's own
-    JOIN is none either, but that writer may have reserved IDs since.
+    SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
+    none either, but the writer may have reserved IDs since.
     """
     try:
         fields = _object.decode(value)
@@ -72,7 +72,7 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Turn
 
 
 def _reach(kind: str, fields: _AnyRecord) -> int:
-    """Up to where the fact may be."""
+    """The highest ID that the fact may have."""
     if kind == Kind.JOIN.name:
         return 0
     number = 0
@@ -85,7 +85,7 @@ def _reach(kind: str, fields: _AnyRecord) -> int:
 
 
 def _string(raw: Raw) -> str:
-    """Empty, which is no name, where it is no string."""
+    """The string, or the empty string, which is not a name."""
     try:
         return _text.decode(raw)
     except ValueError:
@@ -107,16 +107,21 @@ def _utf8(key: bytes) -> str:
 
 
 class Decoder:
-    """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
+    """Decodes the records of one range, batch by batch. For one thread.
 
-    `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `refused` those whose
-    facts they may be. Records at the offsets that it is given as `refused` are rejected as not storable, whatever they
-    say.
+    Args:
+        topic: which of the two topics the records come from.
+        refused: offsets of records that are rejected as not storable, whatever they contain.
+
+    Attributes:
+        markers: each marker with its offset and time.
+        rejected: the offsets of rejected records for each reason.
+        refused: the facts that rejected records may contain.
+        next_offset: one more than the highest offset that was added.
     """
 
     FEW: ClassVar[int] = 64 << 10
-    """Bytes of records: fewer are read one by one in a millisecond and a half, and a process that never has more never
-    loads what is compiled, which takes a second."""
+    """Bytes of records. Fewer are decoded one by one in 1.5 ms; loading compiled code takes a second."""
 
     def __init__(self, topic: Topic, refused: Collection[int] = ()) -> None:
         self.topic = topic
@@ -126,26 +131,26 @@ class Decoder:
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
         self.refused: list[TurnedAway] = []
         self.next_offset = 0
-        self._scanned = Edges.room(0)
-        self._count = 0  # of them
+        self._scanned = Edges.allocate(0)
+        self._count = 0  # rows of `_scanned` in use
         self._read: list[tuple[int, int, int, int, int, int]] = []
 
     @property
     def size(self) -> int:
-        """Edges and batch rows."""
+        """The number of edges and batch rows."""
         return self._count + len(self._read)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
-        edges = self._scanned.at(slice(self._count))
+        edges = self._scanned.take(slice(self._count))
         if self._read:
-            edges = edges.then(Edges.of(self._read))
+            edges = edges.concatenated(Edges.of(self._read))
         if np.any(edges.offsets[1:] < edges.offsets[:-1]):
-            return edges.at(np.argsort(edges.offsets, kind="stable"))
+            return edges.take(np.argsort(edges.offsets, kind="stable"))
         return edges
 
     def add(self, fetched: RecordBatch) -> None:
-        """Decode what came of one partition, at least one record."""
+        """Decode a batch of at least one record."""
         indexes: Iterable[int] = range(fetched.size)
         has_refused = bool(self._refused) and not self._refused.isdisjoint(fetched.offsets.tolist())
         if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW and not has_refused:
@@ -159,7 +164,7 @@ class Decoder:
         scan = load_field_scan()
         if scan is None:
             return range(fetched.size)
-        self.incarnations.warm(fetched.size)
+        self.incarnations.prefetch(fetched.size)
         undecided = np.empty(fetched.size, np.int64)
         why, first, count = scan.NEW, 0, 0
         while why != scan.DONE:
@@ -169,12 +174,12 @@ class Decoder:
             if why == scan.NEW:
                 self.incarnations.add(missing, fetched.values)
             elif why == scan.FULL:
-                self._scanned = self._scanned.longer(self._count, len(fetched.value(first)) + 1)
+                self._scanned = self._scanned.extended(self._count, len(fetched.value(first)) + 1)
         indexes: list[int] = undecided[:count].tolist()
         return indexes
 
     def _take(self, fetched: RecordBatch, index: int) -> None:
-        """What `records.read` says of a record."""
+        """Decode one record with `records.read`."""
         value, key, offset, time = (
             fetched.value(index),
             fetched.key(index),
@@ -183,7 +188,7 @@ class Decoder:
         )
         try:
             if offset in self._refused:
-                raise BadRecord(Reason.NOT_STORABLE, "the database refused what followed from it")
+                raise BadRecord(Reason.NOT_STORABLE, "the database cannot store its effects")
             record = records.read(value, key, self.topic)
         except BadRecord as bad:
             self.rejected[Reason(bad.reason)].append(offset)

@@ -10,23 +10,28 @@ from tidemark.streaming.values.intervals import Ids
 Order = npt.NDArray[np.intp]
 
 FEW = 16_384
-"""Edges, which numpy arranges in two milliseconds: more than `decode.Decoder.FEW` bytes hold, so that who never has so
-many of those compiles nothing."""
+"""Edges that numpy sorts in two milliseconds. `decode.Decoder.FEW` bytes hold fewer, so a process that never has more
+bytes loads no compiled code."""
 
 _SPARSE = 4
-"""Where there are so many times more groups than edges, they are not counted one by one."""
+"""If there are as many times more groups than edges, the counting sort is not used."""
 
 
 def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
-    """Edges chain by chain, and where each chain begins; it has at most so many of them, but for what came twice.
+    """Sort edges and link them into chains.
 
-    They are given in the order of arrival, at least one: magnitudes, with numbers of groups for `incarnations`.
+    Args:
+        edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `incarnations` group numbers.
+        max_edges: of a chain. Chains of duplicates may be longer.
+
+    Returns:
+        The edges chain by chain, and the index of each chain's first edge.
     """
     ordered = _arranged(edges)
     same = ordered.incarnations[1:] == ordered.incarnations[:-1]
     if np.any(same & (ordered.prevs[1:] < ordered.ids[:-1])):
         order, firsts = _link_tangled(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
-        return edges.at(order), firsts
+        return edges.take(order), firsts
     return ordered, _cut(_firsts(same & (ordered.prevs[1:] == ordered.ids[:-1])), len(edges.ids), max_edges)
 
 
@@ -40,17 +45,17 @@ def _cut(firsts: Order, count: int, max_edges: int) -> Order:
 
 
 def _arranged(edges: Edges) -> Edges:
-    """By group and `prev`."""
+    """Sort by group and `prev`."""
     count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
     if count > FEW and groups < _SPARSE * count and (kernels := load_kernels()) is not None:
-        arranged = Edges.room(count)
-        if kernels.arrange(edges, arranged, np.zeros(groups + 2, np.int64), Edges.room(1)):
+        arranged = Edges.allocate(count)
+        if kernels.arrange(edges, arranged, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
             return arranged
-    return edges.at(_by_group_and_prev(edges.incarnations, edges.prevs))
+    return edges.take(_by_group_and_prev(edges.incarnations, edges.prevs))
 
 
 def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
-    """Like `lexsort((prevs, groups))`, at a third of its cost: digits first, then what is nearly sorted already."""
+    """Like `lexsort((prevs, groups))` at a third of the cost: a radix sort of the groups, then a stable sort."""
     order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy's radix sort: 16 bits at most
     for shift in range(16, int(groups.max()).bit_length(), 16):
         order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
@@ -64,7 +69,7 @@ def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
 
 
 def _firsts(joined: npt.NDArray[np.bool_]) -> Order:
-    """Where chains begin, given whether each edge but the first is joined to the one before."""
+    """The first index of each chain; `joined[i]` says whether edge `i + 1` continues the chain of edge `i`."""
     return np.flatnonzero(np.concatenate(([True], ~joined)))
 
 

@@ -472,4 +472,4 @@ def scan(
 def compile_all() -> None:
     """Compile `scan` and all that it calls, or load them from the cache."""
     zero = np.zeros(1, np.int64)
-    scan(RecordBatch.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.room(1), 0, zero, 0)
+    scan(RecordBatch.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.allocate(1), 0, zero, 0)

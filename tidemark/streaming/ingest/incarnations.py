@@ -1,4 +1,4 @@
-"""The writers (stream, writer, epoch) that a task meets, numbered, so that arrays can hold them."""
+"""Numbers for the incarnations (stream, writer, epoch) of a task, so that arrays can refer to them."""
 
 import secrets
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ Incarnation = tuple[str, str, int]
 
 _SEED = secrets.randbits(62)
 _LINE = 64  # bytes of the processor's cache
-_FEW = 500  # incarnations: records have as few back by themselves before it is worth a look
+_FEW = 500  # incarnations: fewer are read again without a prefetch
 
 
 class IncarnationTable(NamedTuple):
-    """Incarnations by number for compiled code, which adds to them; `held` is how many there are, and how long all
-    their names.
+    """A hash table of incarnations that compiled code reads and extends.
 
-    `places`: where in `names` that of the stream begins, that of the writer, and where it ends; and the epoch. `legal`:
-    whether both names are. `slots` is a hash table of the numbers, -1 where none is. `seed`: nobody outside may know
-    which names share a hash.
+    `counts`: the number of incarnations, and the length of all their names. `names`: the names of streams and writers
+    in one array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and
+    the epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that
+    nobody can send names with equal hashes.
     """
 
     seed: int
@@ -44,7 +44,7 @@ class IncarnationTable(NamedTuple):
 
 
 class MissingIncarnation(NamedTuple):
-    """An incarnation that the table does not have: where in the values its names are."""
+    """An incarnation that is not in the table, with the bounds of its names in the values, and its hash."""
 
     stream: int
     stream_end: int
@@ -55,8 +55,9 @@ class MissingIncarnation(NamedTuple):
 
 
 class Incarnations:
-    """Those that compiled code met have the numbers of `table`, the others are numbered down from -1; one may have a
-    number of both. The order in which they were met says nothing about the records.
+    """Numbers incarnations: from 0 upwards in `table`, from -1 downwards outside of it. One may have a number of both.
+
+    The numbers depend on the order in which the incarnations come; `ranked` gives numbers that do not.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,11 @@ class Incarnations:
         return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
     def add(self, missing: MissingIncarnation, values: Bytes) -> None:
-        """Put into the table what compiled code did not, for want of room or for letters that it does not know; its
-        names are as they stand in `values`.
+        """Add an incarnation that compiled code could not add: the table is full, or a name is not plain ASCII.
+
+        Args:
+            missing: the incarnation.
+            values: the array of bytes that contains its names.
         """
         stream, writer = (
             values[missing.stream : missing.stream_end].tobytes(),
@@ -94,9 +98,11 @@ class Incarnations:
         table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
         _put(table.slots, missing.hash, number)
 
-    def warm(self, records: int) -> None:
-        """Bring the table into the processor's cache where so many records may ask for much of it. What they came with
-        has driven it out; read in a row it comes at a tenth of what those pay who ask for one line after the other.
+    def prefetch(self, records: int) -> None:
+        """Read the table in order before a large scan: random cache misses cost ten times as much.
+
+        Args:
+            records: how many will be scanned. For few records or a small table this does nothing.
         """
         table, (count, length) = self.table, self.table.counts.tolist()
         if _FEW < count <= 4 * records:
@@ -116,7 +122,7 @@ class Incarnations:
             self.table = self.table._replace(names=_longer(self.table.names))
 
     def ranked(self) -> tuple[list[Incarnation], Ids]:
-        """All in their natural order, and by number the rank in it: the same records give the same ranks."""
+        """All incarnations in sorted order, and for each number its rank. The same records give the same ranks."""
         listed = [*self.table.all(), *reversed(self._numbers)]
         ordered = sorted({*listed})
         rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
@@ -124,7 +130,7 @@ class Incarnations:
 
 
 def _put(slots: Ids, hashed: int, number: int) -> None:
-    """Where `incarnation_table.number_of` finds it: both probe alike."""
+    """Put a number into its slot. `field_scan.number_of` probes in the same way."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while slots[slot] >= 0:

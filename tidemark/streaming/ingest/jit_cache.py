@@ -1,8 +1,7 @@
-"""Compiled code, and where it is kept for the processes that follow: compiling takes seconds.
+"""Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
-Not by numba's own cache: that looks no farther than the module of the function that is called, and fails its caller
-where a file was cut or the disk is full. Here a file that is missing, damaged or not to be trusted is one that was
-never written.
+numba's own cache does not notice a change in another module, and raises an error if a file is damaged or the disk is
+full. This cache ignores a file that is damaged or that others may write, and compiles again.
 """
 
 import hashlib
@@ -32,18 +31,21 @@ log = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _config: Any = numba.config
-_config.DISABLE_JIT = 0  # in Python the numbers of compiled code overflow
-# An image runs elsewhere, and what this processor knows beyond that gains nothing.
+_config.DISABLE_JIT = 0  # as Python code the functions would overflow
+# An image runs on other processors, and the features of this one gain nothing.
 _config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
 
 _MAX_FILES = 32
-"""Files that are left in a place: of versions and kinds of processors that share it."""
+"""Files in a directory that several versions and kinds of processors may share. The oldest are deleted."""
 
 
 def compiled(*, inline: bool = False) -> Callable[[F], F]:
-    """Compiled when it is first called; `inline`: as a part of who calls it.
+    """Decorate a function so that numba compiles it at its first call.
 
-    Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
+    numba's reference counting is off, which doubles the speed, so a compiled function must not create an array.
+
+    Args:
+        inline: compile the function into its callers.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
     compiler: Callable[[F], F] = numba.njit(**options)
@@ -51,22 +53,22 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
 
 def cached(function: F) -> F:
-    """A compiled function, kept with all that it calls."""
+    """Decorate a compiled function so that its machine code, with all that it calls, is cached in a file."""
     dispatcher: Any = function
     dispatcher._cache = CodeCache(dispatcher, [*cache_dirs()])
     return function
 
 
 def cache_dirs() -> Iterator[Path]:
-    """Where files may be, best first."""
+    """Directories for the files, in the order of preference."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
     given = os.environ.get("TIDEMARK_HOME")
-    with suppress(RuntimeError, OSError):  # there is no such user, or no directory that we are in
+    with suppress(RuntimeError, OSError):  # no such user, or no working directory
         yield (Path(given).expanduser() if given else default_home()).absolute() / "compiled"
 
 
 class CodeCache:
-    """The cache of one function, as numba calls it: a file for each signature and whatever else the code depends on."""
+    """The cache of one function, as numba calls it: a file for each signature, version and set of called functions."""
 
     def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:
         self.cache_path = str(cache_dirs[0])
@@ -87,7 +89,7 @@ class CodeCache:
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if result.library.has_dynamic_globals:
-            return  # addresses of this process
+            return  # it contains addresses of this process
         name = self._name(signature, result.codegen)
         content = dumps(result._reduce())  # type: ignore[no-untyped-call]
         for directory in self._cache_dirs:
@@ -111,7 +113,7 @@ def _module_of(argument: Any) -> str | None:
 
 
 def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
-    """All that the machine code of a function is made from, as it is in this process, whatever the files say by now."""
+    """All that the machine code of a function depends on, as this process has it, not as the files have it."""
     seen.add(dispatcher)
     function = dispatcher.py_func
     yield dispatcher.targetoptions, *_code(function.__code__)
@@ -128,7 +130,7 @@ def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
 
 
 def _code(code: CodeType) -> Iterator[object]:
-    """Without what differs between processes: addresses and file names."""
+    """The parts of a code object that do not differ between processes."""
     yield code.co_code, code.co_names, code.co_varnames
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -138,13 +140,13 @@ def _code(code: CodeType) -> Iterator[object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """What was written under this name, by us or by root."""
+    """The content of a file that this user or root wrote; None if there is none, or if it is damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not (ours and stat.S_ISREG(status.st_mode)):
-                return None  # whoever may write it, may do here whatever we may
+                return None  # whoever can write the file could run code in this process
             sum_, content = file.read(32), file.read()
     except OSError:
         return None
@@ -152,7 +154,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, whoever else writes it."""
+    """Write a file atomically; other processes may write the same one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, part = mkstemp(dir=path.parent)
     try:

@@ -1,7 +1,7 @@
 """Compiled functions over whole arrays: sorting edges into their groups, gathering bytes, and calls of librdkafka.
 
-They need numba, which takes a core 0.4 s to load. So `edges` and `consumer` import this module only for large inputs;
-for small ones they use numpy.
+They need numba, which takes 0.4 s of CPU to load. `edge_chains` and `native_consumer` load this module only for large
+inputs (`jit_loader`).
 """
 
 from typing import Any, Final
@@ -17,7 +17,7 @@ from tidemark.streaming.ingest.record_batch import Edges
 from tidemark.streaming.values.intervals import Ids
 
 MOST_STEPS: Final = 32
-"""Back that an edge is taken on average. Edges that come in the order in which they complete need one or two."""
+"""Average steps back of an edge in the insertion sort. Edges in the order of completion need one or two."""
 
 
 @compiled(inline=True)
@@ -33,8 +33,16 @@ def _put(target: Edges, index: int, source: Edges, source_index: int) -> None:
 @cached
 @compiled()
 def arrange(edges: Edges, arranged: Edges, begins: Ids, spare: Edges) -> bool:
-    """Put into `found` the edges by group and `prev`, those of one `prev` as they came; False where they come in such
-    disorder that others do it faster. `begins` are zeros, two more than there are groups; `hand` has room for one edge.
+    """Sort edges by group and `prev`, in the order of arrival if they are equal.
+
+    Args:
+        edges: the edges. `incarnations` are group numbers.
+        arranged: receives the sorted edges.
+        begins: zeros, two more than there are groups.
+        spare: room for one edge.
+
+    Returns:
+        False if the edges are so far from sorted that numpy is faster; `arranged` is useless then.
     """
     count = len(edges.ids)
     for at in range(count):
@@ -98,7 +106,7 @@ def _call_release(_typing: Any, _function: Any, _message: Any) -> Any:
 @cached
 @compiled()
 def gather(addresses: Ids, lengths: Ids, target: int) -> None:
-    """Copy what lies at the addresses to the target, one after the other."""
+    """Copy `lengths[i]` bytes from each address `addresses[i]` to `target`, end to end."""
     for at in range(len(addresses)):
         _copy(target, addresses[at], lengths[at])
         target += lengths[at]
@@ -107,7 +115,7 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
 @cached
 @compiled()
 def times(function: int, messages: Ids, result: Ids) -> None:
-    """Put `rd_kafka_message_timestamp` of each message into `found`."""
+    """Put `rd_kafka_message_timestamp` of each message into `result`."""
     for at in range(len(messages)):
         result[at] = _call_time(function, messages[at])
 
@@ -115,7 +123,7 @@ def times(function: int, messages: Ids, result: Ids) -> None:
 @cached
 @compiled()
 def release(function: int, messages: Ids) -> None:
-    """`rd_kafka_message_destroy` of each message."""
+    """Call `rd_kafka_message_destroy` for each message."""
     for at in range(len(messages)):
         _call_release(function, messages[at])
 
@@ -123,7 +131,7 @@ def release(function: int, messages: Ids) -> None:
 def compile_all() -> None:
     """Compile all functions of this module, or load them from the cache."""
     none = np.zeros(0, np.int64)
-    arrange(Edges.room(0), Edges.room(0), np.zeros(2, np.int64), Edges.room(1))
+    arrange(Edges.allocate(0), Edges.allocate(0), np.zeros(2, np.int64), Edges.allocate(1))
     gather(none, none, 0)
     times(0, none, none)
     release(0, none)

@@ -27,11 +27,11 @@ _CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
 _OK: Final = 0
 _WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
 _FEW: Final = 100
-"""Messages: fewer are looked at one by one, and a process that never has more never loads what is compiled."""
+"""Messages. Fewer are handled one by one, so that a process with little traffic loads no compiled code."""
 
 
 class _TopicPartition(ctypes.Structure):
-    """A rd_kafka_topic_partition_t, as far as it is ours to fill in."""
+    """The first fields of a rd_kafka_topic_partition_t."""
 
     _fields_ = (("topic", ctypes.c_char_p), ("partition", ctypes.c_int32), ("offset", ctypes.c_int64))
 
@@ -74,8 +74,11 @@ _message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
 
 
 class NativeConsumer:
-    """`config` by librdkafka's names; `on_error` is called on the thread that consumes. All of it raises
-    `KafkaException`, and is for one thread.
+    """A consumer of librdkafka. All methods raise `KafkaException`, and are for one thread.
+
+    Args:
+        config: settings by librdkafka's names.
+        on_error: called on the thread that consumes, with errors that concern no message.
     """
 
     def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
@@ -87,12 +90,16 @@ class NativeConsumer:
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
-        # The callback as well: C holds no reference to it, and may call it until the end.
+        # C has no reference to the callback and may call it until the end, so the finalizer keeps one.
         self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
         self.close.atexit = False
 
     def assign(self, offsets: Iterable[tuple[str, int, int]]) -> None:
-        """Read these partitions, by topic and number, and no other, each from its offset on."""
+        """Read these partitions and no others.
+
+        Args:
+            offsets: topic, partition number and first offset of each.
+        """
         self._check_open()
         partitions = _list_new(0)
         try:
@@ -103,12 +110,13 @@ class NativeConsumer:
             _list_destroy(partitions)
 
     def unassign(self) -> None:
+        """Read no partition."""
         self._check_open()
         _check(_assign(self._client, None))
 
     @contextmanager
     def consume(self, most: int, timeout: float) -> Iterator["NativeMessages"]:
-        """At most so many messages, which are gone behind the block; waits `timeout` seconds for what is missing."""
+        """Wait up to `timeout` seconds for `most` messages. They are freed at the end of the block."""
         self._check_open()
         if len(self._addresses) < most:
             self._addresses = np.empty(most, np.int64)
@@ -126,7 +134,7 @@ class NativeConsumer:
 
 
 class NativeMessages:
-    """Of several partitions, and errors among them: `codes` are 0 for a record."""
+    """Messages of several partitions, and errors among them: `codes` are 0 for a record."""
 
     def __init__(self, addresses: Ids) -> None:
         self._addresses = addresses
@@ -139,10 +147,10 @@ class NativeMessages:
         self.offsets = words[7]
 
     def by_partition(self) -> dict[tuple[str, int], Mask]:
-        """Which of them are of each topic and partition; errors may be of none."""
+        """A mask of the messages for each topic and partition. Errors may belong to none."""
         handles, partitions = self._handles, self._partitions
         first = handles[:1], partitions[:1]
-        if (handles == first[0]).all() and (partitions == first[1]).all():  # mostly: a set costs 60 ns a message
+        if (handles == first[0]).all() and (partitions == first[1]).all():  # usual: a set costs 60 ns a message
             handles, partitions = first
         masks: dict[tuple[str, int], Mask] = {}
         for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
@@ -153,14 +161,14 @@ class NativeMessages:
         return masks
 
     def error(self, index: int) -> KafkaError:
-        """What one of them says, and of which partition, if it is of one."""
+        """The error at `index`; its text names the partition if there is one."""
         text = (_message_errstr(int(self._addresses[index])) or b"").decode(errors="replace")
         if handle := int(self._handles[index]):
             text = f"{_topic_name(handle).decode()}[{self._partitions[index]}]: {text}"
         return KafkaError(int(self.codes[index]), text)
 
     def fetched(self, chosen: Mask) -> RecordBatch:
-        """Those that were chosen, none of them an error."""
+        """The records in the mask `chosen`, none of them an error."""
         selection = slice(None) if chosen.all() else chosen
         values, keys = self._values[:, selection], self._keys[:, selection]
         return RecordBatch(
@@ -174,7 +182,7 @@ class NativeMessages:
 
 
 def _joined(addresses: Ids, lengths: Ids) -> Bytes:
-    """What lies in memory at each of the addresses, one after the other."""
+    """Copy `lengths[i]` bytes from each address, end to end."""
     if (kernels := _kernels(len(addresses))) is None:
         return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
     joined = np.empty(int(lengths.sum()), np.uint8)
@@ -219,7 +227,7 @@ def _client(config: Mapping[str, str], callback: Any) -> int:
             _conf_destroy(conf)
             raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
     _conf_set_error_cb(conf, callback)
-    client: int | None = _new(_CONSUMER, conf, text, len(text))  # which has the configuration then
+    client: int | None = _new(_CONSUMER, conf, text, len(text))  # it owns the configuration then
     if client is None:
         code = _last_error()
         _conf_destroy(conf)

@@ -1,7 +1,8 @@
-"""Offset ranges of Kafka's partitions, read by Spark's Python workers; and where partitions end, for who plans them.
+"""Reads offset ranges of Kafka's partitions, and asks for the end offsets of partitions.
 
-Spark names a range and nobody else: no group, no commits. A range is exact: what lies in it and was committed comes
-once and in order, and what is not to be had any more raises. After an error a reader is not to be used again.
+Spark decides which range is read: there is no consumer group, and no offset is committed to Kafka. A range is exact:
+each committed record comes once and in order, and a record that is gone raises an error. Do not use a reader after an
+error.
 """
 
 import time
@@ -18,56 +19,68 @@ from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic
 
 READING: Final = {
-    "group.id": "tidemark-pipeline",  # wanted by librdkafka; nothing is ever committed to it
+    "group.id": "tidemark-pipeline",  # librdkafka needs one; nothing is ever committed to it
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
-    # Records that went before they were read must stop the query and not be passed over (docs/design.md 3).
+    # Records that were deleted before they were read must stop the query (docs/design.md 3).
     "auto.offset.reset": "error",
-    # What a writer's transaction aborted never happened, and is no evidence (docs/design.md, rule 1).
+    # An aborted record is no evidence (docs/design.md, rule 1).
     "isolation.level": "read_committed",
-    # Nothing else tells that no record comes any more where a range ends with the marks of transactions.
+    # The only sign of the end of a range that ends with the markers of transactions.
     "enable.partition.eof": "true",
-    # A broker answers in turn: a fetch of what is not there yet would hold up the next range.
+    # A broker answers in order: a fetch that waits for new records would delay the next range.
     "fetch.wait.max.ms": "1",
-    # A full queue is filled again after a second by default, which costs 3 µs a record.
+    # By default a full queue is filled again after a second, which costs 3 µs for each record.
     "fetch.queue.backoff.ms": "1",
-    # What was fetched beyond the range is fetched again with the next one.
+    # Records that were fetched beyond the range are fetched again with the next range.
     "queued.max.messages.kbytes": str(8 << 10),
 }
 
 PATIENCE = 60.0  # seconds for the next record
-_WAIT = 0.01  # seconds: a call waits as long for what may be no record
-_AT_ONCE = 4_000  # messages a call, which has a price of its own; with 50 000 that of each is half as much again
-_AT_FIRST = 50  # messages, while nobody knows how large they are
-_BYTES = 2 << 20  # a call, about
+_WAIT = 0.01  # seconds that a call waits
+_MAX_MESSAGES = 4_000  # of a call; with 50 000 a message costs half as much again
+_FIRST_MESSAGES = 50  # of a call, while their size is not known
+_BYTES = 2 << 20  # of a call, about
 
-_ANSWER = 1.0  # seconds for one of the brokers' answers
-_STALE = 5.0  # seconds without any: a client that has seen its brokers go knows little of those that came
+_ANSWER = 1.0  # seconds for one answer of the brokers
+_STALE = 5.0  # seconds without an answer: the client is opened again, because it may not know new brokers
 
 TopicOffsets = dict[str, dict[int, int]]
-"""An offset of each partition, by topic."""
+"""An offset for each partition, by topic."""
 
 _Positions = dict[PlannedRange, int]
-"""The offset from which on a range may have more records."""
+"""The next offset of each range that is not at its end."""
 
 
 class RangeReader:
-    """A consumer for ranges, one or some at a time. `names` are those of the topics. For one thread.
+    """Reads ranges with one consumer. For one thread.
 
-    `patience`: seconds without a record after which ranges that are not at their end raise `Unavailable`.
+    Args:
+        client: librdkafka's settings of the connection.
+        names: the names of the topics.
+        patience: seconds without a record after which `read` raises `Unavailable`.
     """
 
     def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
         self._names = names
         self._patience = patience
-        self._max_messages = _AT_FIRST
+        self._max_messages = _FIRST_MESSAGES
         self._errors = ErrorListener(client["bootstrap.servers"])
         with self._errors.explaining():
             self._consumer = open_consumer({**client, **READING}, self._errors)
 
     def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
-        """The records of ranges of as many partitions, fetched together: those of each in order, but nothing is said of
-        the order of ranges. Whoever leaves off before their end parks, or reads others.
+        """Fetch ranges together. Call `park` or `read` after leaving the iterator before its end.
+
+        Args:
+            ranges: of different partitions.
+
+        Yields:
+            A range and its next records. The records of a range come in order; ranges come in any order.
+
+        Raises:
+            Unavailable: no record came for `patience` seconds.
+            Refused: a person must help.
         """
         positions = {planned: planned.start for planned in ranges if planned.start < planned.end}
         self._errors.forget()
@@ -81,7 +94,7 @@ class RangeReader:
             if batches:
                 deadline = time.monotonic() + self._patience
             elif fetched_beyond and positions:
-                self._fetch(positions)  # and no more of what lies behind the others
+                self._fetch(positions)  # stop fetching beyond the ranges that are done
             self._errors.raise_refusal()
             if positions and time.monotonic() > deadline:
                 planned, offset = next(iter(positions.items()))
@@ -91,7 +104,7 @@ class RangeReader:
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def park(self) -> None:
-        """Fetch nothing until the next range: an answer that is under way would hold that up."""
+        """Stop fetching until the next range: an answer under way would delay it."""
         with self._errors.explaining():
             self._consumer.unassign()
 
@@ -105,7 +118,7 @@ class RangeReader:
             )
 
     def _next(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
-        """The next records of these ranges, if any came, and whether others did; moves what they are `at`."""
+        """The next records of the ranges, and whether messages beyond the ranges came. Advances `positions`."""
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
         with self._consumer.consume(min(self._max_messages, remaining), _WAIT) as messages:
@@ -118,7 +131,7 @@ class RangeReader:
                 if mask is None:
                     continue
                 records = mask & (codes == 0) & (offset <= offsets)
-                # Records come in order: one from behind the range's end says that holes are all that is left of it.
+                # Records come in order: if one lies beyond the range's end, the rest of the range has only holes.
                 passed = offsets[records][-1:] + 1
                 partition_ends = [int(offsets[number]) for number in ends if mask[number]]
                 positions[planned] = max([offset, *passed.tolist(), *partition_ends])
@@ -129,12 +142,12 @@ class RangeReader:
             fetched_beyond = len(codes) - len(failed) > count
         if batches:
             size = sum(len(batch.values) for _, batch in batches)
-            self._max_messages = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
+            self._max_messages = max(1, min(_MAX_MESSAGES, _BYTES * count // (size + 1)))
         return batches, fetched_beyond
 
 
 def _is_end(error: KafkaError) -> bool:
-    """Whether nothing is there yet behind what was read. Raises what else is no record."""
+    """Whether the error marks the end of a partition. Raises all other errors but those of the unused group."""
     if concerns_group(error):
         return False
     if error.code() != KafkaError._PARTITION_EOF:
@@ -143,10 +156,14 @@ def _is_end(error: KafkaError) -> bool:
 
 
 class EndOffsets:
-    """Asks where partitions end: behind what is committed there. For one thread.
+    """Fetches the read_committed end offsets of partitions. For one thread.
 
-    `patience`: seconds that brokers may be away. An answer below what was read already is asked for again a sixth as
-    long, because a partition's new leader may not know for a moment how far it is committed.
+    A new leader may lag for a moment. So an end below an offset that was already read is asked for again for a sixth of
+    `patience`.
+
+    Args:
+        client: librdkafka's settings of the connection.
+        patience: seconds that brokers may be away.
     """
 
     def __init__(self, client: Mapping[str, str], patience: float = PATIENCE) -> None:
@@ -156,7 +173,12 @@ class EndOffsets:
         self._consumer: Consumer | None = None
 
     def beyond(self, known: TopicOffsets) -> TopicOffsets:
-        """The ends of all partitions in `known`. Raises `Unavailable` and `Refused`."""
+        """The end offsets of all partitions in `known`, which has the offsets that were already read.
+
+        Raises:
+            Unavailable: the brokers did not answer, or an end is below its offset in `known`.
+            Refused: a person must help.
+        """
         began = fresh = time.monotonic()
         while True:
             patience = self._patience
@@ -191,7 +213,7 @@ class EndOffsets:
             try:
                 answers = self._consumer.offsets_for_times(latest, _ANSWER)
             except KafkaException:
-                self._consumer.poll(0.1)  # why, is told to the listener, and not while the request waits
+                self._consumer.poll(0.1)  # calls the listener with the cause
                 self._errors.raise_refusal()
                 raise
             ends: TopicOffsets = {topic: {} for topic in known}

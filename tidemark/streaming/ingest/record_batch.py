@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRange:
-    """The offsets `[start, end)` of one partition; transactions may have left any of them without a record."""
+    """The offsets `[start, end)` of one partition. Any of them may have no record, because transactions leave holes."""
 
     topic: Topic
     partition: int
@@ -26,8 +26,10 @@ class PlannedRange:
 
 
 class RecordBatch(NamedTuple):
-    """Records of one partition; `times` in ms since 1970. Record `i` has the bytes `[bounds[i], bounds[i + 1])` of all
-    values, and so of all keys. What is null in Kafka is empty.
+    """Records of one partition as columns.
+
+    The value of record `i` is `values[value_bounds[i] : value_bounds[i + 1]]`, and its key likewise. A null value or
+    key is empty. `times` are milliseconds since 1970.
     """
 
     values: Bytes
@@ -55,9 +57,10 @@ class RecordBatch(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """One row per edge or batch row; `prevs` and `ids` with their sign; those of a RUN share their offset.
+    """Edges and batch rows as columns, one row for each.
 
-    `kinds` are codes of `Kind`, or `ROW`, whose `prevs` and `ids` mean nothing. `incarnations` are numbers.
+    `incarnations` are numbers that `incarnations.Incarnations` gives. `kinds` are codes of `Kind`, or `ROW` for a batch
+    row, whose `prevs` and `ids` have no meaning. `prevs` and `ids` have their sign. The edges of a RUN share an offset.
     """
 
     incarnations: Ids
@@ -68,8 +71,8 @@ class Edges(NamedTuple):
     times: Ids
 
     @classmethod
-    def room(cls, count: int) -> "Edges":
-        """For so many; they hold anything."""
+    def allocate(cls, count: int) -> "Edges":
+        """Columns for `count` rows, not initialised."""
         return cls(np.empty(count, np.int64), np.empty(count, np.uint8), *(np.empty(count, np.int64) for _ in range(4)))
 
     @classmethod
@@ -81,30 +84,30 @@ class Edges(NamedTuple):
     def size(self) -> int:
         return len(self.ids)
 
-    def then(self, more: "Edges") -> "Edges":
+    def concatenated(self, more: "Edges") -> "Edges":
         pairs: Any = zip(self, more, strict=True)
         return Edges(*map(np.concatenate, pairs))
 
-    def longer(self, count: int, more: int) -> "Edges":
-        """The first `count`, and room behind them for so many `more` at least; it takes no memory before it is used."""
-        room = Edges.room(max(count + more, 2 * self.size, 4096))
+    def extended(self, count: int, more: int) -> "Edges":
+        """A copy of the first `count` rows with room for `more` rows or more. Unused pages take no memory."""
+        room = Edges.allocate(max(count + more, 2 * self.size, 4096))
         pairs: Any = zip(room, self, strict=True)
         for column, known in pairs:
             column[:count] = known[:count]
         return room
 
-    def where(self, chosen: Mask) -> "Edges":
+    def select(self, chosen: Mask) -> "Edges":
         if chosen.all():
             return self  # the usual case
-        return self.at(chosen)
+        return self.take(chosen)
 
-    def at(self, places: Mask | slice | npt.NDArray[np.intp]) -> "Edges":
+    def take(self, selection: Mask | slice | npt.NDArray[np.intp]) -> "Edges":
         columns: Any = self
-        return Edges(*(column[places] for column in columns))
+        return Edges(*(column[selection] for column in columns))
 
 
 def read_only(data: Bytes) -> Bytes:
-    """The same array, of the one type that compiled code is compiled for: to it one that can be written has another."""
+    """Make an array read-only. numba compiles a function again for each type, and a writable array is another type."""
     data.setflags(write=False)
     return data
 

@@ -1,7 +1,7 @@
-"""Kafka as a source of packets for Spark: ranges are planned in one Python process, read and compacted in the workers.
+"""The data source of packets for Spark: one Python process plans ranges of Kafka, and workers read and compact them.
 
-The JVM sees offsets and packets, no record (docs/decisions/0021-kafka-in-python.md). A worker keeps its consumer from
-batch to batch.
+The JVM sees offsets and packets, but no record (docs/decisions/0021-kafka-in-python.md). A worker keeps its consumer
+between batches.
 """
 
 import math
@@ -24,18 +24,28 @@ from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
 ONE_TASK = 20_000
-"""Records of a batch that are not worth a second task, which costs Spark some milliseconds."""
+"""Records for one task. Fewer are not worth a second task, which costs Spark some milliseconds."""
 
-_SOON = 0.2  # seconds: what is expected later is left to Spark, which asks again after as long (`engine.spark`)
-_STEP = 0.02  # seconds at least, because to ask takes a millisecond of ours and one of the broker's
+_SOON = 0.2  # seconds to wait for records; then Spark asks again after its polling delay (`engine.spark`)
+_STEP = 0.02  # seconds between two questions, which cost a millisecond here and one in the broker
 
-_OPTION = "secret"  # Spark shows no option of such a name
+_OPTION = "secret"  # Spark redacts an option with this name
 
 
 class KafkaConfig(msgspec.Struct, frozen=True):
-    """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
-    every partition. `records`: of the first batch at most; `limit`: of any. A batch of fewer than `few` begins
-    `interval` seconds after the one before or later. `most` and `refused` as of `streaming.ingest.compact`.
+    """What the data source needs to know.
+
+    Attributes:
+        client: librdkafka's settings, with which any host can connect.
+        facts, control: the names of the topics.
+        start: the next offset of every partition.
+        records: the most records of the first batch.
+        limit: the most records of any batch.
+        few: a batch with fewer records waits until `interval` seconds have passed since the one before.
+        interval: seconds.
+        keys: Spark's group-by key of each shard.
+        most: the most facts of a task beyond one for each record.
+        refused: records that are rejected as not storable.
     """
 
     client: dict[str, str]
@@ -56,14 +66,14 @@ class KafkaConfig(msgspec.Struct, frozen=True):
 
 
 def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
-    """The packets of both topics, as a stream."""
+    """The packets of both topics, as a streaming data frame."""
     spark.dataSource.register(PacketSource)
     option = msgspec.json.encode(config).decode()
     return spark.readStream.format(PacketSource.name()).option(_OPTION, option).load()
 
 
 class PacketSource(DataSource):
-    """Found by name in Spark's Python processes, and told what to do by its one option."""
+    """The class that Spark's Python processes find by name. Its one option is the encoded `KafkaConfig`."""
 
     @classmethod
     def name(cls) -> str:
@@ -82,18 +92,18 @@ class _Task(InputPartition):
 
 
 _Offsets = dict[str, dict[str, int]]
-"""As Spark keeps them, as JSON: the next offset to read, by topic and partition."""
+"""Next offsets by topic and partition, as Spark stores them in JSON."""
 
 
 class PacketReader(DataSourceStreamReader):
-    """In the planner asked for offsets, in workers for the records of a task."""
+    """The planner calls it for offsets, a worker for the records of a task."""
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
         self._ends: EndOffsets | None = None
         self._records = config.records
         self._full: _Offsets | None = None
-        """The start of a batch that had to be bounded."""
+        """The start of the last batch that was as large as it may be."""
         self._pace = Pace(config.few, config.interval)
 
     def initialOffset(self) -> _Offsets:
@@ -106,7 +116,7 @@ class PacketReader(DataSourceStreamReader):
         if self._ends is None:
             self._ends = EndOffsets(self._config.client)
         if self._full not in (None, start):
-            self._records = grown(self._records, self._config.limit)
+            self._records = grown_limit(self._records, self._config.limit)
             self._full = None
         known = _read(start)
         ends = self._ends.beyond(known)
@@ -116,10 +126,10 @@ class PacketReader(DataSourceStreamReader):
         while not self._pace.begins(records := _count(known, ends), now := time.monotonic()):
             pause = self._pace.pause(records, now)
             if now + pause > soon:
-                return start  # to Spark nothing is new; it asks again
+                return start  # no new records, as far as Spark sees; it asks again
             time.sleep(pause)
             ends = self._ends.beyond(known)
-        end = bounded(known, ends, self._records)
+        end = bounded_ends(known, ends, self._records)
         if end is not ends:
             self._full = start
         return _written(end)
@@ -131,14 +141,14 @@ class PacketReader(DataSourceStreamReader):
             for name, stops in _read(end).items()
             for number, stop in stops.items()
         ]
-        return [_Task(task) for task in tasks([range_ for range_ in ranges if range_.start < range_.end])]
+        return [_Task(task) for task in split_ranges([range_ for range_ in ranges if range_.start < range_.end])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
         config = self._config
         freeze()
         with gc_disabled(), _reader(config) as reader:
-            read = ((ranges, reader.read(ranges)) for ranges in together(partition.ranges))
+            read = ((ranges, reader.read(ranges)) for ranges in fetch_groups(partition.ranges))
             yield from compact(
                 read, keys=config.keys, names=config.names, max_facts=config.most, refused=config.refused
             )
@@ -149,8 +159,9 @@ class PacketReader(DataSourceStreamReader):
 
 
 class Pace:
-    """When a batch is worth its price, which is the same for one record and for a thousand: at once where `few` records
-    or more wait, or none came for `interval` seconds; otherwise that long after the last one began.
+    """Decides when a batch begins, because a batch of one record costs as much as one of a thousand.
+
+    A batch begins if at least `few` records wait, or if the last batch began at least `interval` seconds ago.
     """
 
     def __init__(self, few: int, interval: float) -> None:
@@ -159,23 +170,25 @@ class Pace:
         self._began = -math.inf
 
     def begins(self, records: int, now: float) -> bool:
-        """Whether a batch of so many records begins `now`, by the monotonic clock."""
+        """Whether a batch of `records` records begins `now` (monotonic seconds). If so, `now` becomes its start."""
         if not records or (records < self._few and now < self._began + self._interval):
             return False
         self._began = now
         return True
 
     def pause(self, records: int, now: float) -> float:
-        """Seconds until one is likely to begin, where so many records wait `now` for others: these came since the last
-        one began, and more may come as fast. Infinite where none wait."""
+        """Seconds until a batch is likely to begin, if records keep coming as fast as since the last batch began.
+
+        Infinite if no record waits.
+        """
         if not records:
             return math.inf
         passed = now - self._began
         return max(_STEP, min(self._interval - passed, (self._few - records) * passed / records))
 
 
-def bounded(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
-    """How far to read where it may be `most` offsets together: of each partition as large a part as of all."""
+def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
+    """End offsets for at most `max_records` offsets together: the same share of each partition."""
     total = _count(start, ends)
     if total <= max_records:
         return ends
@@ -188,29 +201,32 @@ def bounded(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicO
     }
 
 
-def grown(records: int, limit: int) -> int:
-    """How many records a batch may have after one that had as many as it might. Where their facts were too many for
-    memory a batch began with fewer (`app.batches`), at the price of a new query: it comes to that again only after a
-    good many batches.
+def grown_limit(records: int, limit: int) -> int:
+    """The most records of the batch after a full one: 1/64 more, up to `limit`.
+
+    A batch with too many facts for memory starts a new query with a lower limit (`app.batches`). So the limit grows
+    slowly.
     """
     return min(limit, records + max(1, records // 64))
 
 
-def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """The ranges spread over as many tasks as they are worth, the longest first to whoever has least."""
+def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
+    """Spread ranges over as many tasks as they are worth: the longest first, each to the smallest task."""
     task_count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
-    tasks_: list[list[PlannedRange]] = [[] for _ in range(task_count)]
+    tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
     sizes = [0] * task_count
     for range_ in sorted(ranges, key=lambda range_: range_.start - range_.end):
         smallest = sizes.index(min(sizes))
-        tasks_[smallest].append(range_)
+        tasks[smallest].append(range_)
         sizes[smallest] += range_.end - range_.start
-    return tasks_
+    return tasks
 
 
-def together(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """Those of a task that are fetched together. Few records are: a question to the brokers for each range would take
-    longer than all that is done with them. Of many all that was fetched behind a range's end would be in vain.
+def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
+    """Divide the ranges of a task into groups that are fetched together.
+
+    Few records are fetched in one group, because a request for each range would take longer than the rest of the task.
+    Many are fetched range by range, because messages fetched beyond the end of a range are dropped.
     """
     return [ranges] if _size(ranges) <= ONE_TASK else [[range_] for range_ in ranges]
 
@@ -222,7 +238,7 @@ _open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
-    """This worker's, made anew for another connection and after an error."""
+    """The reader of this worker. Another connection, or an error, makes a new one."""
     wanted = {"client": config.client, "names": config.names}
     if _open_readers and _open_readers[0][0] != wanted:
         _open_readers.pop()[1].close()
