@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.common.errors import CheckpointNotWritable, Stopping
-from tidemark.streaming.engine.checkpoint import apart, locked
+from tidemark.streaming.engine.checkpoint import locked, query_folder
 
 
 @pytest.fixture
@@ -19,12 +19,12 @@ def place(tmp_path: Path) -> Path:
 def test_each_query_has_a_folder_of_its_own(place: Path) -> None:
     """It is there when Spark is told of it, under a path that no other query had, and goes with the query; so does what
     a killed one left."""
-    with apart(place) as first:
+    with query_folder(place) as first:
         (Path(first) / "offsets").mkdir()
     assert not Path(first).exists()
     killed = Path(first) / "commits"
     killed.mkdir(parents=True)
-    with apart(place) as second:
+    with query_folder(place) as second:
         assert second != first
         assert [str(path) for path in place.iterdir()] == [second]
     assert list(place.iterdir()) == []
@@ -37,7 +37,7 @@ def test_what_is_not_certainly_ours_stays(place: Path) -> None:
     for name in others:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("precious")
-    with apart(place):
+    with query_folder(place):
         pass
     assert {(place / name).read_text() for name in others} == {"precious"}
 
@@ -53,7 +53,9 @@ def test_two_processes_do_not_share_a_place(place: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("wanted", [lambda place: locked(place, threading.Event()), apart], ids=["lock", "folder"])
+@pytest.mark.parametrize(
+    "wanted", [lambda place: locked(place, threading.Event()), query_folder], ids=["lock", "folder"]
+)
 def test_place_that_cannot_be_written_is_named(
     tmp_path: Path, wanted: Callable[[Path], AbstractContextManager[object]]
 ) -> None:

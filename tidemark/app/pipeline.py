@@ -57,7 +57,7 @@ from tidemark.sources.producer import producer_settings
 from tidemark.sources.topic_checks import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming.engine import query
-from tidemark.streaming.engine.checkpoint import apart, folder, locked
+from tidemark.streaming.engine.checkpoint import locked, query_folder, store_folder
 from tidemark.streaming.engine.jvm import is_local
 from tidemark.streaming.engine.spark import executors
 from tidemark.streaming.ingest.compact import RefusedOffsets
@@ -234,7 +234,9 @@ class Attempt:
             isolation = Isolation(postgres, lease, line, kafka.carried(), names, start.offsets, bounds)
             self._batches = Batches(publisher, self._board, start.seed, start.topics, trace, isolation.find)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
-            location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
+            location = stack.enter_context(
+                query_folder(settings.checkpoint) if store is None else store_folder(spark, store)
+            )
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
             threads = self._batches, end_offsets, maintenance, requeuing, watching, waits
             self._supervise(spark, running, lease, sinks, threads, waits)

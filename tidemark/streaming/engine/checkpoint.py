@@ -1,7 +1,8 @@
-"""Folders for Spark's checkpoint: one for each query, deleted at its end, on disks or in a store that executors share.
+"""Folders for Spark's checkpoints, on local disks or in a store that executors share.
 
-Nobody goes on with a checkpoint: each query begins from Postgres (docs/decisions/0024-batch-ahead.md), and a folder
-lives as long as its query does. What a driver that was killed left is deleted by the next.
+Each query has a folder of its own, which is deleted when the query ends. A query never continues from a checkpoint: it
+begins from Postgres (docs/decisions/0024-batch-ahead.md). The next driver deletes the folders of a driver that was
+killed.
 """
 
 import fcntl
@@ -25,15 +26,20 @@ log = get_logger(__name__)
 
 _PREFIX = "query-"
 _OURS = _PREFIX + "[0-9a-f]" * 32
-"""Nothing of another name is deleted on a disk: a place that was mistyped may hold somebody's files."""
+"""Only folders with such a name are deleted on a disk: the path may be a wrong one, with files of others."""
 
 
 @contextmanager
 def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Hold the place of checkpoints at `path` against other processes of this machine; waits, and says so.
+    """Lock the directory of checkpoints against other processes of this machine; waits for the lock, and logs that.
 
-    Raises Stopping where `stopping` is set first, and CheckpointNotWritable. The lease (sinks.postgres.lease) fences
-    processes everywhere; this one keeps two that were given different databases from deleting each other's folders."""
+    The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
+    processes of different databases from deleting each other's folders.
+
+    Raises:
+        Stopping: `stopping` was set before the lock was free.
+        CheckpointNotWritable: the lock file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f"{path.name}.lock").open("a")
@@ -55,14 +61,20 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def apart(directory: Path) -> Iterator[str]:
-    """The path of a new folder below `place` for one query, which is deleted at the end. Take `locked` first.
+def query_folder(directory: Path) -> Iterator[str]:
+    """Make a folder below `directory` for one query, and delete it at the end. Take the lock (`locked`) first.
 
-    Executors elsewhere keep the states under the same path, on disks of their own. In one line of batches a version of
-    a state has one content: what an executor finds there is right or missing, and what is missing fails the query. The
-    states of another line would be wrong, so each has a path of its own. Raises CheckpointNotWritable.
+    Executors on other machines keep the states under the same path on their own disks. Within one query a version of a
+    state has one content, so a state on an executor's disk is right or missing; a missing one fails the query. The
+    states of another query would be wrong, so each query has its own path.
+
+    Yields:
+        The path of the folder.
+
+    Raises:
+        CheckpointNotWritable: the folder cannot be made.
     """
-    for folder_ in directory.glob(_OURS):  # by a driver that was killed
+    for folder_ in directory.glob(_OURS):  # folders of a driver that was killed
         shutil.rmtree(folder_, ignore_errors=True)
     own = directory / _new_name()
     try:
@@ -80,14 +92,14 @@ def _new_name() -> str:
 
 
 SETTINGS = {
-    # What a dead executor leaves undone another does: it finds the states.
+    # Another executor repeats the tasks of a dead one, because it can read the states.
     "spark.task.maxFailures": "4",
-    # `streaming.engine.spark` has the raw one for the checkpoint's sake; S3A wants Hadoop's own for its buffers.
+    # Not the raw file system of `streaming.engine.spark`: S3A needs Hadoop's own for its buffers.
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",
 }
 
-_WHOLE = True  # delete with all that is in it
-# Java's IOExceptions that do not mend themselves: nothing for the scheme, no right, no such bucket, a file in the way.
+_RECURSIVE = True
+# Java's IOExceptions that need a person: unknown scheme, missing right, missing bucket, a file instead of a folder.
 _LASTING = (
     "UnsupportedFileSystemException",
     "AccessDeniedException",
@@ -99,11 +111,18 @@ _LASTING = (
 
 
 @contextmanager
-def folder(spark: SparkSession, store: str) -> Iterator[str]:
-    """The URI of a new folder below `store` for one query, which is deleted at the end.
+def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
+    """Make a folder below `store` for one query, and delete it at the end.
 
-    Nobody but the pipelines of one database may use `store`: these work one after the other. Raises
-    CheckpointNotWritable where a person must help, and Unavailable.
+    Only the pipelines of one database may use `store`, because other folders in it are deleted. These pipelines run one
+    after the other.
+
+    Yields:
+        The URI of the folder.
+
+    Raises:
+        CheckpointNotWritable: a person must help.
+        Unavailable: the store does not answer.
     """
     with _translated(spark, store):
         jvm: Any = spark._jvm
@@ -113,14 +132,14 @@ def folder(spark: SparkSession, store: str) -> Iterator[str]:
         if not files.mkdirs(own):
             raise CheckpointNotWritable(store, "no folder can be made there")
         for status in files.listStatus(path(store)):
-            left = status.getPath()
-            if left.getName().startswith(_PREFIX) and left.getName() != own.getName():
-                files.delete(left, _WHOLE)
+            other = status.getPath()
+            if other.getName().startswith(_PREFIX) and other.getName() != own.getName():
+                files.delete(other, _RECURSIVE)
     try:
         yield str(own.toString())
     finally:
-        with suppress(Py4JError, OSError):  # then the next one does it
-            files.delete(own, _WHOLE)
+        with suppress(Py4JError, OSError):  # the next query deletes it
+            files.delete(own, _RECURSIVE)
 
 
 @contextmanager

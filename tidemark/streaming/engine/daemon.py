@@ -1,8 +1,8 @@
-"""The process that Spark forks Python workers from, which has imported what they need: `spark.python.daemon.module`.
+"""The process from which Spark forks Python workers (`spark.python.daemon.module`). It has imported what they need.
 
-Spark's own daemon imports nothing, so that no thread of a library is lost in a fork; each worker of it takes most of a
-second of a core to import pandas and Arrow, at the start and after every minute without traffic. Here the libraries are
-told by their environment (streaming.engine.spark) to start no thread before the fork.
+Spark's own daemon imports nothing, because a thread of a library would be lost in a fork. Then each worker takes most
+of a second of CPU to import pandas and Arrow, at the start and after each minute without traffic. The environment
+(streaming.engine.spark) keeps these libraries from starting threads before the fork.
 """
 
 if __name__ == "__main__":
@@ -13,5 +13,5 @@ if __name__ == "__main__":
     from tidemark.streaming.ingest import source
 
     imported = (source, query, worker)
-    freeze()  # no worker's collector touches, and so copies, the pages that all share
+    freeze()  # otherwise a worker's garbage collector would write to shared pages, and so copy them
     daemon.manager()

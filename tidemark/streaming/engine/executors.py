@@ -1,7 +1,7 @@
 """Spark's executors in processes of their own, on a standalone cluster or in pods: settings, and the code sent to them.
 
-Nothing here counts for a local master. Executors need a Python with our dependencies; our own code is sent to them, so
-that it is always that of the driver.
+A local master uses nothing of this module. Executors need a Python with our dependencies. The driver sends our own
+code to them, so that both run the same version.
 """
 
 import socket
@@ -14,26 +14,26 @@ from urllib.parse import urlsplit
 
 SETTINGS = {
     "spark.driver.bindAddress": "0.0.0.0",
-    # Half of the executors would get all of the states if a query began before the others are there.
+    # If a query began before all executors have registered, the first ones would get all states.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-    # Executors have logs of their own; there, too, only errors are of interest.
+    # Executors write their own logs.
     "spark.log.level": "ERROR",
     "spark.executor.syncLogLevel.enabled": "true",
 }
 
-# Where a shard's state lies on the disk of the executor that holds it (streaming.engine.checkpoint).
-APART = {
-    # A task that does not wait for a busy executor fails the query elsewhere. One that is dead is waited for, too, on
-    # two levels, while another lives: so the pipeline looks itself who lives (app.engine).
+# Without a store: a shard's state is on the disk of its executor (streaming.engine.checkpoint).
+NO_STORE = {
+    # A task that ran on another executor would not find its state and fail the query, so it waits for a busy one. Spark
+    # waits for a dead executor too, so the pipeline itself checks which executors live (app.engine).
     "spark.locality.wait": "60s",
-    # An executor that is taken away takes states with it, so the number stays.
+    # Removing an executor would lose its states.
     "spark.dynamicAllocation.enabled": "false",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Executors on Kubernetes. `driver_pod` is the pod that we run in, None outside of one: executors end with it."""
+    """Executors on Kubernetes. `driver_pod`: the pod of this process, if any; the executors end with it."""
 
     image: str | None = None
     namespace: str | None = None
@@ -54,10 +54,15 @@ class Pods:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Executors of `cores` and `memory` (the heap, as `1g`) each, at any master that is not local.
+    """Executors at a master that is not local.
 
-    `driver_host` is the name by which they reach us; ports of 0 are any free ones. `store`: the checkpoint is where all
-    reach it (streaming.engine.checkpoint), and Spark may have up to `most` executors while there is work for them.
+    Attributes:
+        driver_host: the name by which executors reach this process.
+        executors: their number, or the least with a store.
+        cores, memory: of each executor; `memory` is the heap, as `1g`.
+        driver_port, block_manager_port: 0 for any free port.
+        store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
+        most: with a store, how many executors Spark may start when there is work for them.
     """
 
     driver_host: str
@@ -72,13 +77,13 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """Tasks that run at once, at most."""
+        """The most tasks that run at once."""
         return (self.most or self.executors) * self.cores
 
     def settings(self) -> dict[str, str]:
         return {
             **SETTINGS,
-            **({} if self.store else APART),
+            **({} if self.store else NO_STORE),
             **self._number(),
             "spark.driver.host": self.driver_host,
             "spark.driver.port": str(self.driver_port),
@@ -96,13 +101,13 @@ class Cluster:
             "spark.dynamicAllocation.enabled": "true",
             "spark.dynamicAllocation.minExecutors": str(self.executors),
             "spark.dynamicAllocation.maxExecutors": str(self.most),
-            # There is no shuffle service: who holds shuffled data stays until that is not needed any more.
+            # There is no shuffle service, so an executor stays until its shuffled data is not needed.
             "spark.dynamicAllocation.shuffleTracking.enabled": "true",
         }
 
 
 def package(directory: Path) -> Path:
-    """Write what executors import of Tidemark, the packages `common` and `streaming`, to a zip file in `directory`."""
+    """Write the packages that executors import, `common` and `streaming`, to a zip file in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     archive = directory / "tidemark.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -121,8 +126,8 @@ def _add(archive: zipfile.ZipFile, package: Traversable, path: str) -> None:
 
 
 def address_towards(master: str) -> str:
-    """The address of ours from which the host of `master` is reached; raises OSError where its name is unknown."""
-    # Of several masters (spark://one:7077,two:7077) the first will do: the kernel looks up a route, nothing is sent.
+    """The local address from which the host of `master` is reached. Raises OSError if its name is unknown."""
+    # The first of several masters (spark://one:7077,two:7077). The kernel finds a route; nothing is sent.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[
         0

@@ -1,7 +1,6 @@
 """Spark's JVM as a child process: its environment, its output, and the cause of its end.
 
-What the JVM and its Python workers write becomes lines of our log at `debug`: what fails a query reaches us as an
-exception too.
+Output of the JVM and of its Python workers becomes log lines at `debug`. Errors of a query come as exceptions too.
 """
 
 import os
@@ -41,16 +40,17 @@ PYTHONPATH=${kept#:} exec %s "$@"
 log = get_logger(__name__)
 
 LINES = 50
-"""Of the JVM's output that are kept, of its beginning and of its end: the cause of an end is among them."""
+"""Lines of the JVM's output that are stored, of its beginning and of its end. They contain the cause of an end."""
 DRAIN_SECONDS = 5.0
 _set_here: set[str] = set()
-"""Variables that this module has set in this process: an earlier JVM's are not another Spark's."""
+"""Variables that this module has set in this process for an earlier JVM."""
 
 
 class Jvm:
-    """Answers when this returns, after some seconds; ends by itself when our process ends, however that is.
+    """A JVM, which answers when the constructor returns after some seconds. It ends when this process ends.
 
-    Raises SparkDied where it does not come up.
+    Raises:
+        SparkDied: the JVM does not start.
     """
 
     def __init__(self, conf: SparkConf) -> None:
@@ -65,7 +65,7 @@ class Jvm:
             conf.set(DRIVER_OPTIONS, f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
             set_environment(conf)
             try:
-                # A JVM that cannot begin says why on its standard output.
+                # A JVM that cannot start writes the cause to its standard output.
                 output = {"stdout": writing, "stderr": writing}
                 self.gateway: JavaGateway = launch_gateway(conf, output)  # type: ignore[no-untyped-call]
             except PySparkRuntimeError as error:
@@ -79,7 +79,7 @@ class Jvm:
         self._process: Popen[bytes] = self.gateway.proc
 
     def end(self) -> str | None:
-        """How the JVM ended and what it said of the cause, in one line; None while it runs."""
+        """How the JVM ended, and its own words about the cause, in one line. None while it runs."""
         code = self._process.poll()
         return None if code is None else f"it ended with code {code}: {self._cause()}"
 
@@ -97,7 +97,7 @@ class Jvm:
         os.close(descriptor)
 
     def _note(self, line: str) -> None:
-        """Log the line, and keep it if it may name the cause of an end: one of the first lines, or of the last."""
+        """Log a line, and store it if it may name the cause of an end: one of the first or last lines."""
         log.debug("Spark says", line=line)
         _, mark, warning = line.partition(SLOW_DECODING)
         if mark and warning not in self._repeated:  # each new worker warns again
@@ -108,10 +108,10 @@ class Jvm:
 
 
 def set_environment(conf: SparkConf) -> None:
-    """Set what the JVM and the processes that it starts need, and remove what is meant for another Spark.
+    """Set the environment of the JVM and its child processes, and remove variables of another Spark.
 
-    Spark runs from this installation of pyspark, with the settings of `conf` alone. Workers must run this interpreter:
-    another would lack our packages. The JVM looks at it too, for the processes in which it looks sources of data up.
+    Spark runs from this installation of pyspark, with the settings of `conf` only. Workers run this interpreter,
+    because another one would lack our packages.
     """
     if ignored := [name for name in forget([Foreign.SPARK]) if name not in _set_here]:
         log.warning(
@@ -127,7 +127,7 @@ def set_environment(conf: SparkConf) -> None:
         "PYSPARK_PYTHON": conf.get("spark.pyspark.python", ours),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
     }
-    if local:  # it would look the host's own name up, and end if nobody knows that name
+    if local:  # it would look up the host name, and end if that is unknown
         variables["SPARK_LOCAL_HOSTNAME"] = "localhost"
     if os.environ.get("LC_ALL") in {"C", "POSIX"}:  # in which Java opens no file with a name beyond ASCII
         variables["LC_ALL"] = LOCALE
@@ -140,10 +140,13 @@ def local_directory(conf: SparkConf) -> Path:
 
 
 def without_archives(directory: Path) -> str:
-    """This interpreter as a command that leaves out the archives of pyspark, which Spark puts before the installed one:
-    modules of an archive are compiled by every process anew, two thirds of a second of a core. To what plans a source
-    in Python Spark gives ten seconds to begin, at each start of a query. The interpreter itself where nothing in
-    `directory` may be executed.
+    """A command that runs this interpreter without the zip archives of pyspark in its path.
+
+    Spark puts these archives before the installed pyspark. Each process would compile their modules again, for 0.7 s of
+    CPU, and Spark gives the planner of a data source only ten seconds to start.
+
+    Returns:
+        The path of the command, or of the interpreter if files in `directory` cannot be executed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     program = directory / "python"
@@ -155,5 +158,5 @@ def without_archives(directory: Path) -> str:
 
 
 def is_local(master: str) -> bool:
-    """Whether tasks run in the driver's own JVM."""
+    """Whether tasks run in the JVM of the driver."""
     return master.startswith("local")

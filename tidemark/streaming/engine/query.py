@@ -1,7 +1,7 @@
 """The query: packets -> state per shard -> effects.
 
-The functions here run in Spark's Python workers. They are found by name there, so whatever they are given travels in a
-`functools.partial` as plain bytes.
+These functions run in Spark's Python workers, which find them by name. Their arguments travel in a
+`functools.partial`.
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,15 @@ _packets = msgspec.msgpack.Decoder(Packet)
 
 
 _seeds_by_line: dict[str, dict[int, bytes]] = {}
-"""In a worker, the seeds of the line of batches that it has to do with."""
+"""In a worker: the seeds of the current query."""
 
 
 def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
-    """Spark takes a broadcast from a worker with each task that does not use it, as those that read Kafka do not: the
-    next one that does would read all of it again."""
+    """The seeds of a query, cached for the process.
+
+    Spark removes a broadcast from a worker after each task that does not use it, such as a task that reads Kafka.
+    Reading the broadcast again costs about 90 MB for a million streams.
+    """
     if line not in _seeds_by_line:
         _seeds_by_line.clear()
         _seeds_by_line[line] = seeds.value
@@ -43,7 +46,7 @@ def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, byte
 
 
 def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Streams' states, as `streaming.core.store` packs them, per shard: the seeds of a query."""
+    """Pack the states of streams for each shard: the seeds of a query (`streaming.core.store`)."""
     parted: dict[int, dict[str, bytes]] = {}
     for stream, state in states.items():
         parted.setdefault(shard_of(stream, shards), {})[stream] = state
@@ -60,8 +63,20 @@ def advance_shard(
     bounds: Bounds,
     line: str,
 ) -> Iterator[pd.DataFrame]:
-    """One batch of one shard. Spark keeps the states that have changed since the query's `line` of batches began, and
-    each worker the seeds, in which the others are found."""
+    """Advance one shard by one batch.
+
+    Spark stores the states that have changed since the query began. Each worker has the seeds, which contain the
+    others.
+
+    Args:
+        key: Spark's group-by key, of which the shard is the rest modulo `shards`.
+        frames: data frames with a column `packet`.
+        state: the changed states, packed.
+        line: identifies the query, to which `seeds` belong.
+
+    Yields:
+        One row of `EFFECTS`.
+    """
     freeze()
     shard = int(key[0]) % shards  # `streaming.engine.query`
     seed = _seeds_of(line, seeds).get(shard)
@@ -76,8 +91,10 @@ def advance_shard(
 def positions(
     packets: DataFrame, *, shards: int, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str
 ) -> DataFrame:
-    """From packets (`streaming.ingest.source`) to one row of effects per shard and batch (`EFFECTS`). `seeds` are of
-    `by_shard`, and of this `line` of batches for ever."""
+    """Turn packets (`streaming.ingest.source`) into one row of `EFFECTS` for each shard and batch.
+
+    `seeds` come from `by_shard` and must not change for this `line`, which identifies the query.
+    """
     return packets.groupBy("key").applyInPandasWithState(
         partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, line=line),
         outputStructType=EFFECTS,
@@ -88,12 +105,12 @@ def positions(
 
 
 def collect(batch: DataFrame) -> list[bytes]:
-    """Run the batch; effects by shard, encoded: they may have to wait, and as objects they take far more memory."""
+    """Run the batch. Returns encoded effects: they may have to wait, and need far more memory when decoded."""
     return [bytes(row["effects"]) for row in batch.collect()]
 
 
 def decoded(collected: list[bytes]) -> list[effects.ShardEffects]:
-    """By shard, ascending."""
+    """Decode effects, and sort them by shard."""
     return sorted(map(effects.decode, collected), key=lambda done: done.shard)
 
 
@@ -101,8 +118,9 @@ _WORDS = npt.NDArray[np.uint32]
 
 
 def keys_of(shards: int, tasks: int) -> list[int]:
-    """A key for each shard, which is the shard modulo `shards`, by which each of so many tasks gets as many shards as
-    another, or one more. Spark hashes what it groups by: by its number, one of four tasks had three of 16 and one six.
+    """Group-by keys such that `key % shards` is the shard, and Spark's hash spreads the shards evenly over `tasks`.
+
+    With the shard itself as key, of 16 shards one of four tasks had three and another six.
     """
     keys = np.zeros(shards, np.int64)
     left = np.arange(shards)
@@ -117,8 +135,9 @@ def keys_of(shards: int, tasks: int) -> list[int]:
 
 
 def spark_hash(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """What Spark's `hash` says of each, as an `int` column: 32 bits of MurmurHash3 (x86), seed 42. Were it to say
-    something else one day, tasks would have more or less to do than others, and no more than that.
+    """Spark's `hash` of an `int` column: MurmurHash3 (x86, 32 bits), seed 42.
+
+    If Spark changes it, the load of the tasks becomes uneven; nothing else depends on it.
     """
     mixed = _rotated(numbers.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     hashed = _rotated(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)

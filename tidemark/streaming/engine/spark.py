@@ -1,6 +1,6 @@
 """The Spark session in its JVM (`streaming.engine.jvm`).
 
-Each setting stands with its reason; figures without a source are in docs/explanation/benchmarks.md.
+Each setting has its reason beside it. Figures without a source are in docs/explanation/benchmarks.md.
 """
 
 import sys
@@ -19,15 +19,14 @@ from tidemark.streaming.engine.jvm import DRIVER_OPTIONS, Jvm, is_local, local_d
 _HADOOP = "spark.hadoop."
 _FILES = f"{_HADOOP}fs.file.impl"
 TASKS = "spark.sql.shuffle.partitions"
-"""Of the session: how many tasks there are after the shuffle."""
-# The JVMs hand over, and the driver's plans as well: a few hundred milliseconds of a core a second at most. What their
-# second compiler takes is not won back for hours. And they go through much code and memory for each batch, most of it
-# once: where the system has large pages they find it a tenth quicker.
+"""The number of tasks after the shuffle."""
+# The JVMs only pass data on and plan, at most a few hundred milliseconds of CPU a second. The second compiler would
+# take hours to pay for itself. Large pages make a batch a tenth faster, because it touches much memory once.
 _JAVA = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
 
-# Where measured: docs/explanation/engine.md 3 and 4.
+# Measurements: docs/explanation/engine.md 3 and 4.
 SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",
@@ -38,54 +37,54 @@ SETTINGS = {
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
     _FILES: "org.apache.hadoop.fs.RawLocalFileSystem",
-    # No query begins with a file of another (docs/design.md 5): a sum of each is not worth it.
+    # No query reads files of another one (docs/design.md 5), so checksums are not worth their cost.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
     "spark.python.unix.domain.socket.enabled": "true",
-    # Arrow data is handed to Python in pieces that stay in the processor's cache.
+    # Pieces of Arrow data that fit into the processor's cache.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # Of packets, each of many facts, far fewer do.
+    # Packets are large, so fewer of them fit.
     "spark.sql.execution.arrow.maxBytesPerBatch": "4m",
-    # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
+    # A plan with one small shuffle of binary columns gains nothing from being adapted.
     "spark.sql.adaptive.enabled": "false",
-    # Packets are packed integers already; compressing them costs a batch more than writing the rest of them.
+    # Packets are packed integers: compressing them costs more than writing them.
     "spark.shuffle.compress": "false",
-    # An idle system runs no batch; what must happen then is done by threads of the driver.
+    # An idle system runs no batch; threads of the driver do the rest.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    # Nor need Kafka be asked a hundred times a second then: three requests, 2 ms of a core in the JVM alone. Records
-    # that come after a silence wait half of this on average; where there is always something to read nobody waits.
+    # By default an idle query asks Kafka a hundred times a second, at 2 ms of CPU in the JVM. Records after a silence
+    # wait half of this delay on average. Under steady traffic nothing waits.
     "spark.sql.streaming.pollingDelay": "200ms",
-    # Each of a batch's broadcasts, four of some KB, takes as much new memory as a block may have. With the 4 MiB of the
-    # default these were most of the garbage.
+    # A batch has four broadcasts of some KB, and each allocates a whole block. With the default of 4 MiB they were most
+    # of the garbage.
     "spark.broadcast.blockSize": "256k",
-    # Of jobs that have ended Spark keeps a thousand, in order, whether it has a page that shows them or not.
+    # Spark keeps a thousand finished jobs by default, even without a page that shows them.
     "spark.ui.retainedJobs": "10",
     "spark.ui.retainedStages": "10",
     "spark.ui.retainedTasks": "100",
     "spark.sql.ui.retainedExecutions": "10",
-    # Old batches are of no use: each query begins from Postgres.
+    # Old batches are not needed: each query begins from Postgres.
     "spark.sql.streaming.minBatchesToRetain": "10",
-    # A query that fails is started again by the pipeline, which knows what may be retried.
+    # The pipeline starts a failed query again, because it knows which errors may be retried.
     "spark.task.maxFailures": "1",
-    # Stopping must not wait for ever for a batch that waits for a server: what it has is read again.
+    # A batch that waits for a server must not delay the stop: its records are read again.
     "spark.sql.streaming.stopTimeout": "3s",
     "spark.sql.session.timeZone": "UTC",
-    # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
+    # Workers import installed modules, not those in the working directory of the pipeline.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
     DRIVER_OPTIONS: _JAVA,
     "spark.executor.extraJavaOptions": _JAVA,
-    # A batch's arrays are as large as those of the batch before. A worker that gives their memory back asks for it page
-    # by page again, which was a twelfth of what RUN records cost. Of glibc; other libraries do not know the names.
+    # Arrays of one batch are as large as those of the next, so a worker should not return their memory to the system:
+    # page faults were a twelfth of the cost of RUN records. Variables of glibc; other libraries ignore them.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
-# Executors elsewhere get our modules after their daemon has started.
+# For a local master only: other executors get our modules after their daemon has started.
 LOCAL = {
     "spark.python.daemon.module": "tidemark.streaming.engine.daemon",
-    # It forks: no library may have started a thread by then.
+    # The daemon forks, so no library may start a thread before.
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
     "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
@@ -97,10 +96,16 @@ def _say_nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SparkSettings:
-    """`jars`: jar files that the checkpoint's store needs. `memory`: the driver's heap, in Spark's notation (`1g`).
+    """How to start Spark.
 
-    `tasks`: parallel tasks after the shuffle at most, fewer where a local master has fewer cores; fixed by the
-    checkpoint once it exists. `options` are for the JVM. `extra` is in Spark's words and wins.
+    Attributes:
+        master: Spark's master.
+        memory: the driver's heap, in Spark's notation (`1g`).
+        jars: jar files for the checkpoint's store.
+        tasks: the most parallel tasks after the shuffle; a local master with fewer cores has fewer.
+        local_dir: for Spark's temporary files.
+        options: of the JVM.
+        extra: further settings of Spark, which override all others.
     """
 
     master: str
@@ -113,7 +118,7 @@ class SparkSettings:
 
 
 def start(settings: SparkSettings) -> SparkSession:
-    """Start the JVM and the session; takes seconds. One per process."""
+    """Start the JVM and the session, which takes seconds. A process can have one."""
     conf = configuration(settings)
     return connect(Jvm(conf), conf)
 
@@ -129,12 +134,12 @@ def configuration(settings: SparkSettings) -> SparkConf:
     local = LOCAL if is_local(settings.master) else {}
     conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
     ours = " ".join(f'"{option}"' for option in settings.options)
-    # Of two that say the same of a thing the JVM takes the last.
+    # If an option is given twice, the JVM uses the last.
     return conf.set(DRIVER_OPTIONS, f"{ours} {conf.get(DRIVER_OPTIONS, '')}".strip())
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
-    """The session in a JVM that was started with `conf`."""
+    """Start the session in a JVM that was started with `conf`."""
     local = is_local(conf.get("spark.master", ""))
     own_disk = local and conf.get(_FILES) == SETTINGS[_FILES]
     if own_disk:
@@ -142,11 +147,11 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     if own_disk:
         _leave_out_defaults(context, conf)
-    # Its one client is the JVM: when that dies it would print a stack trace about it.
+    # The only client of this server is the JVM. When the JVM dies, the server would print a stack trace.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
     if local:
-        # The JVM knows how many cores the limits of a container leave us.
+        # The JVM knows the limits of the container.
         tasks = min(int(conf.get(TASKS, "1")), context.defaultParallelism)
         session.conf.set(TASKS, tasks)
     else:
@@ -155,10 +160,9 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
 
 
 def _write_without_processes(gateway: JavaGateway) -> None:
-    """Hadoop runs `chmod` for each file that it makes, four a batch: 14 of some 90 ms of CPU.
+    """Replace Hadoop's local file system, which starts a process `chmod` for each file: 14 of 90 ms of CPU of a batch.
 
-    It keeps one object per file system: that for local files is put in the place of the one with which Spark has looked
-    at its jars. Should it be lost again, only the processes are back.
+    Hadoop caches one object for each file system. This function replaces the object that Spark has used for its jars.
     """
     java: Any = gateway.jvm
     compiler = java.org.codehaus.janino.SimpleCompiler()
@@ -172,9 +176,9 @@ def _write_without_processes(gateway: JavaGateway) -> None:
 
 
 def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
-    """Spark writes Hadoop's configuration out anew for each batch: hundreds of settings of file systems, queues and
-    services that are not used here, and a tenth of what the thread does that plans batches. Those alone are left that
-    somebody has set.
+    """Remove Hadoop's default settings. Spark serialises all settings for each batch: a tenth of the planning.
+
+    Only settings of `conf` remain.
     """
     hadoop = context._jsc.hadoopConfiguration()
     hadoop.clear()
@@ -184,7 +188,7 @@ def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
 
 
 def executors(session: SparkSession) -> frozenset[str]:
-    """Addresses of the executors that have registered and live; not for a local master."""
+    """Addresses of the executors that have registered and live. Not for a local master."""
     context = session.sparkContext._jsc.sc()
     driver = context.env().blockManager().blockManagerId().hostPort()
     return frozenset(context.getExecutorMemoryStatus().keySet().mkString(" ").split()) - {driver}

@@ -1,7 +1,8 @@
-"""Where a stream's IDs go: up from 1, or down from -1 (docs/design.md 3). The one place that knows their sign. Pure.
+"""The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Only this module knows their sign.
+Pure.
 
-The state of a stream holds magnitudes. Records, effects, sinks and readers show the sign; there the order of IDs is
-away from 0, so that the IDs of a backward stream ascend too.
+The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs, whose order is away from 0:
+the IDs of a backward stream ascend too.
 """
 
 from enum import IntEnum
@@ -11,7 +12,7 @@ DirectionName = Literal["forward", "backward"]
 
 
 class Direction(IntEnum):
-    """The number is the stored form. `UNKNOWN`: no record of the stream has named an ID other than 0 so far."""
+    """The number is the stored form. `UNKNOWN`: no record of the stream has had an ID other than 0 so far."""
 
     FORWARD = 1
     BACKWARD = -1
@@ -19,7 +20,7 @@ class Direction(IntEnum):
 
     @classmethod
     def of(cls, id: int) -> "Direction":
-        """That of a stream with the signed `id`."""
+        """The direction of a stream with the signed `id`."""
         return cls((id > 0) - (id < 0))
 
     @classmethod
@@ -27,11 +28,11 @@ class Direction(IntEnum):
         return cls.FORWARD if name == "forward" else cls.BACKWARD
 
     def signed(self, magnitude: int) -> int:
-        """The ID; `abs` is the way back."""
+        """The signed ID; `abs` is the inverse."""
         return -magnitude if self is Direction.BACKWARD else magnitude
 
     def opposes(self, other: "Direction") -> bool:
-        """Whether the two cannot be of one stream: a stream never mixes signs."""
+        """Whether the two are opposite; a stream has one direction only."""
         return self * other < 0
 
 
@@ -41,10 +42,10 @@ def beyond(a: int, b: int) -> bool:
 
 
 def farther(a: int, b: int) -> int:
-    """The later of the two; `b` where neither is."""
+    """The later of the two; `b` if they are equally far."""
     return a if beyond(a, b) else b
 
 
 def nearer(a: int, b: int) -> int:
-    """The earlier of the two; `a` where neither is."""
+    """The earlier of the two; `a` if they are equally far."""
     return b if beyond(a, b) else a

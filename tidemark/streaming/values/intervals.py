@@ -40,11 +40,11 @@ class Intervals:
 
     @classmethod
     def from_ids(cls, ids: Ids) -> Self:
-        """From single IDs in any order, each the interval `(id - 1, id]`."""
+        """The set of single IDs, given in any order. Each ID is the interval `(id - 1, id]`."""
         if not len(ids):
             return cls(_NONE, _NONE)
         if (marked := _marked(ids)) is None:
-            ordered = np.sort(ids, kind="stable")  # mostly a few that ascend: six times as quick as the default
+            ordered = np.sort(ids, kind="stable")  # usually a few that ascend: six times as fast as the default
             return cls._merged(ordered - 1, ordered)
         low, present = marked
         bounds = np.flatnonzero(present[1:] != present[:-1]) + low
@@ -52,12 +52,12 @@ class Intervals:
 
     @classmethod
     def between(cls, lows: Ids, highs: Ids) -> Self:
-        """From `(lows[i], highs[i]]` in any order; they may overlap."""
+        """The union of the intervals `(lows[i], highs[i]]`, given in any order; they may overlap."""
         return cls._merged(lows, highs)
 
     @classmethod
     def _merged(cls, lows: Ids, highs: Ids) -> Self:
-        if (lows[1:] > highs[:-1]).all():  # nearly always: a fifth of the price
+        if (lows[1:] > highs[:-1]).all():  # the usual case, at a fifth of the cost
             return cls(lows, highs)
         order = np.argsort(lows, kind="stable")
         lows, reach = lows[order], np.maximum.accumulate(highs[order])
@@ -73,32 +73,32 @@ class Intervals:
         return Intervals._merged(np.concatenate((self.lows, other.lows)), np.concatenate((self.highs, other.highs)))
 
     def above(self, position: int) -> "Intervals":
-        """What lies beyond `position`; an interval across it is cut."""
+        """The part of the set beyond `position`."""
         if not len(self) or self.lows[0] >= position:
             return self
         skip = int(np.searchsorted(self.highs, position, side="right"))
         return Intervals(np.maximum(self.lows[skip:], position), self.highs[skip:])
 
     def upto(self, position: int) -> "Intervals":
-        """What lies at or below `position`; an interval across it is cut."""
+        """The part of the set up to and including `position`."""
         if not len(self) or self.highs[-1] <= position:
             return self
         keep = int(np.searchsorted(self.lows, position, side="left"))
         return Intervals(self.lows[:keep], np.minimum(self.highs[:keep], position))
 
     def without(self, prev: int, id: int) -> "Intervals":
-        """What lies outside `(prev, id]`."""
+        """The part of the set outside `(prev, id]`."""
         if not len(self.within(prev, id)):
             return self
         below, above = self.upto(prev), self.above(id)
         return Intervals(np.concatenate((below.lows, above.lows)), np.concatenate((below.highs, above.highs)))
 
     def within(self, prev: int, id: int) -> "Intervals":
-        """The part of the set that lies in `(prev, id]`."""
+        """The part of the set inside `(prev, id]`."""
         return self.above(prev).upto(id) if len(self) else self
 
     def common(self, other: "Intervals") -> "Intervals":
-        """What is in both sets; a step for each interval of the other."""
+        """The intersection of both sets. Takes a step for each interval of `other`."""
         return Intervals.of(part for low, high in other for part in self.within(low, high))
 
     def missing(self, prev: int, id: int) -> "Intervals":
@@ -117,7 +117,7 @@ class Intervals:
         return inside
 
     def difference(self, other: "Intervals") -> "Intervals":
-        """What is in this set and not in `other`; a step for each interval of this set."""
+        """The IDs of this set that are not in `other`. Takes a step for each interval of this set."""
         if not len(self.within(int(other.lows[0]), int(other.highs[-1])) if len(other) else EMPTY):
             return self
         return Intervals.of(part for low, high in self for part in other.missing(low, high))
@@ -135,14 +135,14 @@ class Intervals:
         return Intervals(self.lows[:count], self.highs[:count])
 
     def reach(self, position: int) -> int:
-        """The largest ID up to which everything beyond `position` is in the set; `position` where nothing is."""
+        """The largest ID such that the set contains all IDs from `position` to it; `position` if there is none."""
         at = int(np.searchsorted(self.highs, position, side="right"))
         if at < len(self) and self.lows[at] <= position:
             return int(self.highs[at])
         return position
 
     def pack(self) -> bytes:
-        """Little of them, whatever their number: the size of a step, the last bound, and the steps that lead to it."""
+        """Encode the set in few bytes: the size of a step, the last bound, and the steps from bound to bound."""
         if not len(self):
             return b""
         bounds = np.empty(2 * len(self), np.int64)
@@ -156,14 +156,14 @@ class Intervals:
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NONE, _NONE)
-        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)  # of uint64 numpy would make floats
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)  # numpy turns uint64 into floats
         bounds = np.zeros(len(steps) + 1, np.int64)
         np.cumsum(steps, out=bounds[1:])
         bounds += last_of(packed) - bounds[-1]
         return cls(bounds[::2], bounds[1::2])
 
     def width(self) -> int:
-        """How many IDs the set holds."""
+        """The number of IDs in the set."""
         return int((self.highs - self.lows).sum())
 
     def __len__(self) -> int:
@@ -180,7 +180,8 @@ class Intervals:
 
 
 def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
-    """The ID right below the lowest, and from it to the one above the highest which are there; None where few are."""
+    """A bit for each ID from below the lowest to above the highest, and the first of these IDs. None if `ids` are
+    sparse."""
     low, high = int(ids.min()) - 1, int(ids.max())
     if high - low > _DENSE * len(ids):
         return None
@@ -190,7 +191,7 @@ def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
 
 
 def are_different(ids: Ids) -> bool:
-    """Whether none of `ids`, in any order, is there twice."""
+    """Whether all `ids` differ, in any order."""
     if not len(ids):
         return True
     marked = _marked(ids)
@@ -199,13 +200,14 @@ def are_different(ids: Ids) -> bool:
 
 
 def last_of(packed: bytes) -> int:
-    """The last bound of intervals that are packed, 0 where there are none."""
+    """The last bound of a packed set, 0 if the set is empty."""
     return int.from_bytes(packed[1:9], "little")
 
 
 class Ascending(NamedTuple):
-    """Some disjoint intervals, from the bound `low` to `high`; `steps` lead from one to the next, as numbers of `size`
-    bytes each, which is as many as the longest step takes.
+    """Disjoint intervals from the bound `low` to the bound `high`, in a form that can be appended to a packed set.
+
+    `steps` are the differences from bound to bound, as integers of `size` bytes; the longest step needs this size.
     """
 
     low: int
@@ -215,12 +217,12 @@ class Ascending(NamedTuple):
 
     @classmethod
     def all_of(cls, lows: Ids, highs: Ids, firsts: npt.NDArray[np.intp]) -> "list[Ascending]":
-        """From intervals side by side that ascend, a new set of them from each of `firsts` on; numpy for them all."""
+        """Split ascending intervals into one set for each index in `firsts`, where the set begins."""
         bounds = np.empty(2 * len(lows), np.int64)
         bounds[::2], bounds[1::2] = lows, highs
         steps = np.append(bounds[1:] - bounds[:-1], 0)
         lasts = np.append(firsts[1:], len(lows)) - 1
-        begins, ends = 2 * firsts, 2 * lasts + 1  # of each set's steps; the step that follows leads to another set
+        begins, ends = 2 * firsts, 2 * lasts + 1  # of each set's steps; the next step leads to another set
         longest = np.maximum.reduceat(steps, np.column_stack((begins, ends)).ravel())[::2]
         sizes = np.select([longest >> 16 == 0, longest >> 32 == 0], [2, 4], 8)
         packed = {size: steps.astype(f"<u{size}").tobytes() for size in set(sizes.tolist())}
@@ -232,8 +234,15 @@ class Ascending(NamedTuple):
 
 
 def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
-    """The `most` highest of the packed intervals and `more`, which are no more than that, and begin at the end of the
-    others or beyond; packed, and for the most part without being unpacked.
+    """Append intervals to a packed set, in most cases without unpacking it.
+
+    Args:
+        packed: a packed set.
+        more: at most `most` intervals, which begin at the end of the set or beyond.
+        most: only so many intervals, the highest, remain.
+
+    Returns:
+        The packed union.
     """
     if more is None:
         return packed
@@ -247,7 +256,7 @@ def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
         return _united(packed, more, most)
     known = (len(packed) - 9) // size
     gone = max(0, known + 1 + added - (2 * most - 1))
-    # Where the longest go, shorter numbers may be enough for the others.
+    # If the longest steps are dropped, shorter numbers may be enough for the others.
     if gone and size > 2 and max(array(_CODES[size], packed[9 : 9 + gone * size])) >> 4 * size:
         return _united(packed, more, most)
     steps = more.steps

@@ -1,7 +1,7 @@
-"""Words of the whole core: what a state may hold, why a record is refused, and which shard holds a stream.
+"""Bounds of a stream's state, reasons for rejecting a record, evidence, and the shard of a stream.
 
-Past a bound a state holds, rejects, or forgets towards holding (docs/design.md, rule 9). Needs no numpy: services that
-only write or read import this module too.
+At a bound a state stops advancing, rejects records, or forgets in a way that can only delay it (docs/design.md, rule
+9). This module does not need numpy, because services that only write or read import it too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,11 @@ import msgspec
 
 
 def fitting(name: str) -> Iterator[str]:
-    """What a policy of the stream `name` may be called, the most particular first: the name, then each beginning of it
-    with a `*`. Of such a beginning those that are as long, or shorter."""
+    """The names of policies that apply to a stream, the most specific first: its name, then each prefix with a `*`.
+
+    Args:
+        name: a stream's name, or a prefix with a `*`.
+    """
     beginning = name.removesuffix("*")
     if beginning == name:
         yield name
@@ -24,12 +27,16 @@ def fitting(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`pending`: spans per writer; an edge that would add one is put off. `completed`: intervals above the line; the
-    highest are forgotten. `unjoined`: incarnations that never joined; further ones are rejected. `retired`: retired
-    writers; the longest retired are dropped. `retirement` (ms): after that a retired writer is dropped in any case.
-    `unread`: streams of a shard of which nothing could be read yet; past that each new stream is marked as uncertain.
+    """How much a stream's state may contain.
 
-    `own`, by what `fitting` gives, are the bounds of streams that have some of their own.
+    Attributes:
+        pending: spans of a writer. An edge that would add one is deferred.
+        completed: intervals above the linear position. The highest are forgotten.
+        unjoined: incarnations that never joined. Records of further ones are rejected.
+        retired: retired writers. Those that retired first are dropped.
+        retirement: milliseconds after which a retired writer is dropped.
+        unread: streams of a shard that are known only from unreadable records. Each further one is marked as uncertain.
+        own: other bounds for some streams, by the names that `fitting` gives.
     """
 
     pending: int = 10_000
@@ -47,7 +54,7 @@ class Bounds:
 class Reason(StrEnum):
     """Why a record was sent to the dead letters: one exact reason for every kind of bad record."""
 
-    # found while decoding, from the record alone
+    # found while decoding
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
     UNKNOWN_KIND = "unknown_kind"
@@ -75,9 +82,10 @@ class Reason(StrEnum):
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending.
+    """Records that go to the dead letters unchanged.
 
-    `ids`, where there are any, are as many: the first ID of each that does not fit, 0 where it is the whole record.
+    `offsets` are ascending little-endian int64. `ids` is empty, or has for each record the first ID that does not fit,
+    0 if the whole record does not.
     """
 
     topic: str
@@ -113,16 +121,16 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """In the order of the fields, which is that of every stored form."""
+        """The four counts in the order of every stored form."""
         return self.facts, self.empty, self.unseen, self.skipped
 
     @property
     def proves_empty(self) -> bool:
-        """Whether nothing was written there: a table has no row of it."""
+        """Whether no fact exists in the range, so that a table has no row for it."""
         return not (self.facts or self.unseen or self.skipped)
 
     def at_most(self, width: int) -> "Evidence":
-        """Of a part of the range, `width` IDs wide: it cannot be told which IDs counted as what."""
+        """An upper limit for a part of the range that is `width` IDs wide."""
         return Evidence(*(min(count, width) for count in self.counts))
 
 
@@ -130,10 +138,12 @@ NOTHING = Evidence()
 
 
 class Encoded(NamedTuple):
-    """A stream's state as stored by parts (`core.codec`). `retired` is the table of retired writers, None where
-    it is as it was.
+    """An encoded state in the parts in which it is stored (`core.codec`).
 
-    `state` holds all else, and can be read by itself; `whole` has the table in the place of its last byte.
+    Attributes:
+        whole: the complete state; the table of retired writers replaces the last byte of `state`.
+        state: all but the table of retired writers. It can be decoded alone.
+        retired: the table of retired writers, None if it has not changed.
     """
 
     whole: bytes
@@ -142,10 +152,10 @@ class Encoded(NamedTuple):
 
 
 def printable(text: str) -> str:
-    """Nothing that a terminal would obey: anybody may have written it."""
+    """Replace control characters, which a terminal would execute. Anybody may have written the text."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def shard_of(stream: str, shards: int) -> int:
-    """The answer is stored in Postgres: it must never change."""
+    """The shard of a stream. Postgres stores it, so this function must never change."""
     return crc32(stream.encode()) % shards

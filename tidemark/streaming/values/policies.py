@@ -1,7 +1,7 @@
-"""What streams have of their own: bounds, what alerts compare with, how long history is kept. Pure.
+"""Policies: settings for single streams, such as bounds, thresholds of alerts and the retention of history. Pure.
 
-A policy is called like a stream, or like the beginning of some streams' names with a `*` behind it. Of those that fit a
-stream the most particular counts that says something, for each setting by itself; where none does, the default.
+The name of a policy is the name of a stream, or a prefix of names with a `*`. For each setting, the most specific
+policy that has the setting applies to a stream. If none has it, the default applies.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DAY = 24 * 3600 * 1000  # ms
 
 
 class PolicySetting(NamedTuple):
-    """`default` is None where nothing is compared or kept unless a policy says so."""
+    """A setting of a policy. Without a default (None), it has no effect unless a policy has it."""
 
     default: int | None
     most: int
@@ -38,14 +38,18 @@ POLICY_SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """`given`: name -> setting -> value; `defaults` replace those of `POLICY_SETTINGS`. What neither knows is left out,
-    for a newer version may have written it."""
+    """All policies. Unknown settings are ignored, because a newer version may have written them.
+
+    Attributes:
+        given: name -> setting -> value.
+        defaults: setting -> value; they replace the defaults of `POLICY_SETTINGS`.
+    """
 
     given: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
 
     def source(self, stream: str, setting: str) -> str | None:
-        """The name of the policy that counts; None where the default does."""
+        """The name of the policy that applies; None if the default applies."""
         return next((name for name in fitting(stream) if setting in self.given.get(name, ())), None)
 
     def value(self, stream: str, setting: str) -> int | None:
@@ -54,7 +58,7 @@ class Policies:
         return self.defaults.get(setting, POLICY_SETTINGS[setting].default)
 
     def bounds(self) -> Bounds:
-        """Of all streams, and of those that have bounds of their own."""
+        """The bounds of all streams, and those of streams with their own."""
         ours = {setting for setting, _ in _BOUNDS.values()}
         own = {name: self._bounds(name, {}) for name, given in self.given.items() if ours & given.keys()}
         return Policies({}, self.defaults)._bounds("*", own)
@@ -64,7 +68,7 @@ class Policies:
         return Bounds(**limits, own=own)
 
 
-# Each has a default.
+# Bound -> setting with a default, and unit.
 _BOUNDS: Final = {
     "pending": ("pending_bound", 1),
     "completed": ("completed_bound", 1),

@@ -1,7 +1,7 @@
-"""The commands of the line protocol: values that are parsed from a line and printed as one. Pure.
+"""The commands of the line protocol, parsed from lines and formatted as lines. Pure.
 
-A line is UTF-8 without control characters but the tab; its first word is the command. What another process will
-interpret (the relayed commands) is checked for its form and passed on letter by letter.
+A line is UTF-8 without control characters other than the tab. Its first word is the command. Commands that another
+process will interpret (the relayed commands) are checked for their form and passed on unchanged.
 """
 
 import re
@@ -14,17 +14,21 @@ from tidemark.streaming.wire.records import MAX_ID, is_name
 
 
 class LineSplitter:
-    """Cuts the bytes of a connection into lines. `longest` is how many bytes a line may have without its newline; no
-    more than that is ever kept of one that is incomplete."""
+    """Splits the bytes of a connection into lines.
+
+    Args:
+        longest: the most bytes of a line without its newline. No more bytes of an incomplete line are stored.
+    """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._begun = b""
 
     def lines(self, data: bytes) -> Iterator[bytes]:
-        """The lines that `data` ends, without their newlines. Raises `BadCommand` for one that is too long: what comes
-        after it cannot be told from it, so the connection is of no use any more. Take all lines before the next call;
-        each is cut as it is taken.
+        """The lines that are complete with `data`, without their newlines. Take all of them before the next call.
+
+        Raises:
+            BadCommand: a line is too long. The connection cannot be used any more.
         """
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
@@ -41,7 +45,7 @@ class LineSplitter:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """The first line on a connection: which server this is."""
+    """The first line on a connection: the name of the server."""
 
     name: str
 
@@ -51,7 +55,7 @@ class ServerCommand:
 
 @dataclass(frozen=True, slots=True)
 class PingCommand:
-    """A sign of life; `time` is the sender's clock (ms since 1970), which nobody needs to believe."""
+    """A heartbeat. `time` is the sender's clock (ms since 1970), for information only."""
 
     time: str
 
@@ -61,7 +65,7 @@ class PingCommand:
 
 @dataclass(frozen=True, slots=True)
 class NameCommand:
-    """What the connection is called, for people."""
+    """A name of the connection, for people."""
 
     text: str
 
@@ -79,7 +83,7 @@ class ReplicateCommand:
 
 @dataclass(frozen=True, slots=True)
 class PositionCommand:
-    """No row of `writer` lies in `(prev, id]`; a client that stands below `prev` has missed some."""
+    """`writer` has no row in `(prev, id]`. A client whose position is below `prev` has missed rows."""
 
     stream: str
     writer: str
@@ -92,7 +96,7 @@ class PositionCommand:
 
 @dataclass(frozen=True, slots=True)
 class RdataCommand:
-    """One row, as JSON without newlines; `id` None: more rows of the same fact follow, the last with its ID."""
+    """One row as JSON without newlines. If `id` is None, more rows of the fact follow, the last with its ID."""
 
     stream: str
     writer: str
@@ -113,7 +117,7 @@ class ErrorCommand:
 
 @dataclass(frozen=True, slots=True)
 class RelayedCommand:
-    """A command that passes between clients; we only carry it."""
+    """A command between clients, which the server passes on."""
 
     line: str
 
@@ -132,9 +136,9 @@ Command = (
     | RelayedCommand
 )
 
-# What must follow the word; the last four belong to the workers alone.
+# The form of the arguments. The last four commands are used by the workers only.
 RELAYED: Final = {
-    "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # the device is here or there, or nowhere
+    "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # with or without a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),
     "FEDERATION_ACK": re.compile(r"\S+ -?[0-9]+"),
     "REMOTE_SERVER_UP": re.compile(r"\S+"),
@@ -143,17 +147,24 @@ RELAYED: Final = {
     "NEW_ACTIVE_TASK": re.compile(r".*"),
     "CANCEL_TASK": re.compile(r".*"),
 }
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows as it is
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows unescaped
 _ID = re.compile(r"-?[0-9]{1,19}")
 
 
 def encoded(commands: Iterable[Command]) -> bytes:
-    """Lines as they go over a connection."""
+    """Commands as lines in bytes."""
     return "".join(f"{command}\n" for command in commands).encode()
 
 
 def parse(line: bytes) -> Command | None:
-    """What a line without its newline says; None for a blank one. Raises `BadCommand`."""
+    """Parse a line without its newline.
+
+    Returns:
+        The command, None for a blank line.
+
+    Raises:
+        BadCommand: the line is not a command.
+    """
     try:
         text = line.decode().removesuffix("\r")
     except UnicodeDecodeError:
@@ -165,7 +176,7 @@ def parse(line: bytes) -> Command | None:
     word, _, rest = text.partition(" ")
     if form := RELAYED.get(word):
         if not form.fullmatch(rest):
-            raise BadCommand(f"{word} is not followed by what it needs")
+            raise BadCommand(f"{word} has wrong arguments")
         return RelayedCommand(text)
     match word:
         case "PING":
@@ -183,21 +194,21 @@ def parse(line: bytes) -> Command | None:
         case "SERVER" if is_name(rest):
             return ServerCommand(rest)
         case "SERVER":
-            raise BadCommand("SERVER is not followed by one name")
-    raise BadCommand(f"there is no command {word[:40]!r}")
+            raise BadCommand("SERVER needs one name")
+    raise BadCommand(f"unknown command {word[:40]!r}")
 
 
 def _position(rest: str) -> PositionCommand:
     words = rest.split(" ")
     if len(words) != 4:
-        raise BadCommand("POSITION is not followed by stream, writer, prev and new position")
+        raise BadCommand("POSITION needs stream, writer, prev and new position")
     return PositionCommand(_named(words[0]), _named(words[1]), _id(words[2]), _id(words[3]))
 
 
 def _rdata(rest: str) -> RdataCommand:
     words = rest.split(" ", 3)
     if len(words) != 4:
-        raise BadCommand("RDATA is not followed by stream, writer, token and row")
+        raise BadCommand("RDATA needs stream, writer, token and row")
     stream, writer, token, row = words
     return RdataCommand(_named(stream), _named(writer), None if token == "batch" else _id(token), row)
 

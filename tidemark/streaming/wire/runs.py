@@ -1,7 +1,6 @@
-"""Packets: what compaction hands to the state function for one task and one shard; and runs, unpacked to arrays. Pure.
+"""Packets, which compaction passes to the state function for each task and shard, and runs as arrays. Pure.
 
-All edges of a run (`streaming.wire.runs`) lie in one *segment*: between two neighbouring JOIN or RETIRE records of
-the stream.
+All edges of a run are in one *segment*: between two neighbouring JOIN or RETIRE records of the stream.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
 _NUMBERS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 NUMBERS = np.dtype([(name, "<i8") for name in _NUMBERS])
-"""Of each run; `stop` is where its edges end among those of all, the others are as in `PackedRun`."""
+"""The numbers of a run. `stop` is the end of its edges among those of all runs; the others are as in `PackedRun`."""
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -33,7 +32,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stream: str
     writer: str
     epoch: int
-    direction: int  # as a number, so that the garbage collector need not look at runs, which are many
+    direction: int  # a number, so that the garbage collector can skip runs
     start: int
     ids: bytes
     kinds: bytes
@@ -45,7 +44,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Runs as a packet has them: `numbers` as of `NUMBERS`, and the edges of all end to end, as in `PackedRun`."""
+    """The runs of a packet: `numbers` is an array of `NUMBERS`, and the edges are end to end, as in `PackedRun`."""
 
     streams: list[str] = []
     writers: list[str] = []
@@ -81,7 +80,7 @@ class PackedRuns(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RunColumns:
-    """Runs of one task or of many, by number. `rows` are `NUMBERS`; `offsets` are above those of their run."""
+    """Runs of one or several tasks as columns. `rows` are `NUMBERS`; `offsets` are relative to `first_offset`."""
 
     streams: list[str]
     writers: list[str]
@@ -92,7 +91,7 @@ class RunColumns:
 
     @classmethod
     def of(cls, parts: Sequence[PackedRuns]) -> Self:
-        """All of them, one part after the other."""
+        """Concatenate the runs of packets."""
         rows = np.frombuffer(b"".join([part.numbers for part in parts]), NUMBERS).copy()
         edges = np.array([len(part.kinds) for part in parts], np.int64)
         rows["stop"] += np.repeat(np.cumsum(edges) - edges, np.array([len(part) for part in parts], np.int64))
@@ -110,7 +109,7 @@ class RunColumns:
 
     @property
     def begins(self) -> Ids:
-        """Where the edges of each run begin."""
+        """The index of the first edge of each run."""
         begins = np.zeros(len(self), np.int64)
         begins[1:] = self.rows["stop"][:-1]
         return begins
@@ -145,7 +144,15 @@ class RunColumns:
         )
 
     def divided(self, groups: Ids, most: int) -> Iterator[tuple[int, PackedRuns]]:
-        """Runs of one of `groups` (a number for each run, ascending) with up to `most` edges together, or one run."""
+        """Divide the runs into packets.
+
+        Args:
+            groups: an ascending group number for each run.
+            most: edges of a packet, unless one run has more.
+
+        Yields:
+            A group number, and runs of the group.
+        """
         stops = self.rows["stop"]
         first = edges = 0
         while first < len(self):
@@ -157,14 +164,15 @@ class RunColumns:
 
 
 RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
-"""As `Run.kinds` holds them: numpy takes ten times as long for a number that is an enum's."""
+"""Codes in `Run.kinds`. Plain integers, because numpy takes ten times as long for a member of an enum."""
 
 UNBOUNDED = MAX_ID
-"""How far the fact in a refused record may reach where nobody can tell."""
+"""The highest ID of a fact in a rejected record, if it is unknown."""
 
 
 class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """RDATA with `"id": "batch"`: counted, moves nothing. `offsets` are uint32 above `first_offset`, ascending."""
+    """RDATA with `"id": "batch"`: counted, but without effect on positions. `offsets` are ascending uint32 above
+    `first_offset`."""
 
     stream: str
     writer: str
@@ -266,8 +274,8 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one task (an offset range of one Kafka partition) saw of one shard.
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
-    Rejected records and tasks without any good record travel with the shard `partition % shards`; `refused` tells the
-    streams of those whose facts they may be. `cut`: the task left the rest of its range, as it held too many facts.
+    Rejected records, and packets of a task without any good record, go to the shard `partition % shards`; `refused` are
+    the facts that rejected records may contain. `cut`: the task had too many facts and left the rest of its range.
     """
 
     topic: str
@@ -287,7 +295,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Edge `i` is `(prevs[i], ids[i]]` and came with the record at `offsets[i]`; `ids` ascend strictly.
+    """A chain of edges. Edge `i` is `(prevs[i], ids[i]]`, from the record at `offsets[i]`; `ids` ascend strictly.
 
     `oldest` is the Kafka time (ms) of the run's oldest record.
     """
@@ -330,7 +338,7 @@ class Run:
         return len(self.ids)
 
     def overlapping(self, low: int, high: int) -> tuple[int, int]:
-        """The edges `first .. stop - 1` that overlap `(low, high]`; none where `first >= stop`."""
+        """The edges `first .. stop - 1` that overlap `(low, high]`; none if `first >= stop`."""
         if self.start >= high:
             return 0, 0
         stop = min(int(np.searchsorted(self.ids, high, side="left")) + 1, len(self.ids))
@@ -367,7 +375,7 @@ class Run:
 
     @property
     def completes(self) -> Mask:
-        """Which IDs are known to be complete: of facts and voids. An announced ID may be another writer's."""
+        """A mask of the IDs that are complete: facts and voids. An announced ID may be another writer's."""
         completes: Mask = self.kinds != POSITION
         return completes
 
@@ -376,7 +384,7 @@ class Run:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
-        """Where its writer says that it has no facts: void IDs, ranges of announcements, and what lies inside edges."""
+        """The IDs that are no facts of the writer: void IDs, announced ranges, and IDs inside edges."""
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
         return Intervals.between(prevs[declared], highs[declared]) if declared.any() else EMPTY
