@@ -1,7 +1,7 @@
-"""What a record on the facts topic says, field by field, by compiled code.
+"""Compiled code that scans records of the facts topic and writes their edges into columns.
 
-What a RUN lists is put where there is room for its edges: its IDs where they belong, and how many rows each has among
-the times, until those are known to be wanted.
+The IDs of a RUN go directly into the column `ids`. The number of rows of each ID goes into the column `times` first;
+`scan` overwrites it when the record is accepted.
 """
 
 from typing import Final, NamedTuple
@@ -43,17 +43,19 @@ _BATCH = _word("batch")
 _USUAL: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
 _WORDS, _LENGTHS = np.array([*map(_word, _USUAL)]), np.array([*map(len, _USUAL)])
 RDATA, VOID, POSITION, RUN = map(_word, ("RDATA", "VOID", "POSITION", "RUN"))
-"""What `Fields.kind` may be."""
+"""Values of `Fields.kind`: the name as a little-endian number."""
 
-# Which fields a record has.
+# Bits of `Fields.has`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
-_DIGITS: Final = 18  # of a number that fits, whatever they are
+_DIGITS: Final = 18  # a number with as many digits always fits
 
 
 class Fields(NamedTuple):
-    """`has` is 0 where it is not certain what the record says. Names are where their bytes are; `ids` and `lists` are
-    how many a RUN has.
+    """The fields of a record.
+
+    `has` has a bit for each field that is present; 0 if the record is not certain to be valid. Names are given by the
+    bounds of their bytes. `ids` and `lists` are the numbers of IDs and of lists of rows in a RUN.
     """
 
     has: int
@@ -72,8 +74,9 @@ class Fields(NamedTuple):
 
 @compiled(inline=True)
 def _short(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """Behind a string without escapes whose content begins here, and that as a number: 0 where it is longer than eight
-    characters or not ASCII.
+    """The index after a string without escapes whose content begins at `at`, and the string as a number.
+
+    The number is 0 if the string is longer than eight characters or not ASCII.
     """
     first, at = at, plain_end(data, at, end)
     short = word(data, first, at - first) if at - first <= 8 else 0
@@ -87,7 +90,7 @@ def _short(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """Behind an integer, and the integer. What follows is for the caller to judge."""
+    """The index after an integer, and the integer. The caller checks the byte after it."""
     negative = at < end and peek(data, at) == MINUS
     if negative:
         at += 1
@@ -103,7 +106,7 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _item_end(data: Bytes, at: int, end: int) -> int:
-    """Where the comma or the bracket is that follows an item of a list; -1 where neither does, or is given."""
+    """The index of the comma or bracket after an item of a list; -1 if there is neither, or if `at` is -1."""
     at = space(data, at, end)
     if at < 0 or at >= end or (peek(data, at) != COMMA and peek(data, at) != CLOSE_LIST):
         return -1
@@ -112,7 +115,7 @@ def _item_end(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int, int]:
-    """Behind a list of integers, and how many are found in all, with `count` before."""
+    """The index after a list of integers, and `count` plus their number. They are written to `ids`."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
@@ -127,7 +130,7 @@ def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int
 
 @compiled(inline=True)
 def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """Behind a list of any values, and how many there are."""
+    """The index after a list of any values, and their number."""
     if at >= end or peek(data, at) != OPEN_LIST:
         return -1, 0
     inside = space(data, at + 1, end)
@@ -145,7 +148,7 @@ def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled()
 def _lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[int, int]:
-    """Behind a list of lists, and how many lengths of them are found in all, with `count` before."""
+    """The index after a list of lists, and `count` plus their number. Their lengths are written to `lengths`."""
     if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
@@ -160,7 +163,7 @@ def _lengths(data: Bytes, at: int, end: int, lengths: Ids, count: int) -> tuple[
 
 @compiled(inline=True)
 def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """Where the value of a field begins that is named here, and its name as a number."""
+    """The index of the value of the field whose name is at `at`, and the name as a number."""
     at = space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1, 0
@@ -174,7 +177,7 @@ def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _next(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
-    """As `_field`, but the name is only compared where it is the one that programs mostly write in this place."""
+    """As `_field`, but faster if the name is the usual one of the field number `index`."""
     if index < len(_WORDS) and at + 10 < end:
         length = _LENGTHS[index]
         behind = at + 1 + length
@@ -187,7 +190,7 @@ def _next(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
 
 @compiled()
 def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
-    """The IDs and the numbers of rows of a RUN are put into `ids` and `times`, from `count` on."""
+    """Scan a record. IDs and numbers of rows of a RUN are written to `edges.ids` and `edges.times` from `count` on."""
     has = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
     batch = False
     at = space(data, at, end)
@@ -255,7 +258,7 @@ _ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 @compiled(inline=True)
 def _mixed(hashed: int, more: int) -> int:
-    """Twice high bits to low ones: with once, names that differ in few high bits shared a hash whatever the seed."""
+    """Mix high bits into low ones twice. With one mix, names that differ in few high bits had equal hashes."""
     hashed = (hashed ^ more) * _ONE
     hashed = (hashed ^ ((hashed >> 32) & _LOW)) * _OTHER
     return hashed ^ ((hashed >> 32) & _LOW)
@@ -272,7 +275,7 @@ def _with_name(hashed: int, data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def hash_of(table: IncarnationTable, data: Bytes, record: Fields) -> int:
-    """Of both names and the epoch."""
+    """The hash of both names and the epoch."""
     hashed = _with_name(table.seed ^ (record.stream_end - record.stream), data, record.stream, record.stream_end)
     return _mixed(_with_name(hashed, data, record.writer, record.writer_end), record.epoch)
 
@@ -290,7 +293,7 @@ def _is(table: IncarnationTable, number: int, data: Bytes, record: Fields) -> bo
 
 @compiled(inline=True)
 def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
-    """Whether it is certain to be legal."""
+    """Copy a name. Returns whether it is certain to be legal."""
     for index in range(at, stop):
         if not _SPACE < data[index] < _DELETE:
             return False
@@ -300,7 +303,7 @@ def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
 
 @compiled()
 def _add(table: IncarnationTable, data: Bytes, record: Fields, hashed: int, slot: int) -> int:
-    """The number of a new one, where there is room and its names are surely legal."""
+    """Add an incarnation. Returns its number, -1 if there is no room or if a name is not certain to be legal."""
     number: int = table.counts[0]
     begin: int = table.counts[1]
     middle = begin + record.stream_end - record.stream
@@ -324,7 +327,7 @@ def _add(table: IncarnationTable, data: Bytes, record: Fields, hashed: int, slot
 
 @compiled(inline=True)
 def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int) -> int:
-    """Of the incarnation, which may be new; -1 where it is for others to add (`Incarnations.add`)."""
+    """The number of a known or new incarnation; -1 if `Incarnations.add` must add it."""
     mask = len(table.slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while True:
@@ -337,13 +340,13 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
 
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
-_MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; of longer names the table would keep what nobody bounds
+_MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; a bound for the memory of the table
 _NOBODY: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why a scan ended, and at which record, with how many edges and undecided records in all."""
+    """Why and at which record a scan ended, and how many edges and undecided records there are in all."""
 
     why: int
     record: int
@@ -354,9 +357,9 @@ class ScanResult(NamedTuple):
 
 DONE: Final = 0
 FULL: Final = 1
-"""The edges have no room for what the next record may hold."""
+"""The columns have no room for the edges that the next record may have."""
 NEW: Final = 2
-"""The incarnation of the next record is for others to put into the table."""
+"""`Incarnations.add` must add the incarnation of the next record."""
 
 
 @compiled(inline=True)
@@ -376,7 +379,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _start(record: Fields) -> int:
-    """Where an edge begins, as `records.start` has it."""
+    """The `prev` of an edge, as `records.start` gives it."""
     if record.kind != RDATA or record.has & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
@@ -413,7 +416,7 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Beside its IDs, which are there, and after them its rows but the first of each."""
+    """Complete the edges of a RUN, whose IDs are in place, and add a batch row for each further row of an ID."""
     prev, stop = record.prev, count + record.ids
     for index in range(count, count + record.ids):
         edges.prevs[index] = prev
@@ -437,8 +440,16 @@ def scan(
     undecided: Ids,
     left: int,
 ) -> ScanResult:
-    """Scan records from the `first` on; put their edges into `edges` from `count` on, and into `undecided` from
-    `left` on the places of those that it leaves.
+    """Scan records.
+
+    Args:
+        fetched: the records.
+        first: the index of the first record.
+        table: numbers of incarnations; new ones are added.
+        edges: receives the edges, from `count` on.
+        count: rows of `edges` in use.
+        undecided: receives the indexes of records that `records.read` must decode, from `left` on.
+        left: items of `undecided` in use.
     """
     data, keys = fetched.values, fetched.keys
     for at in range(first, len(fetched.offsets)):

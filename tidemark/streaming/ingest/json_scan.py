@@ -1,8 +1,8 @@
-"""Where JSON values end in an array of bytes (RFC 8259), by compiled code: values that are passed over unread.
+"""Compiled code that finds the end of JSON values (RFC 8259) in an array of bytes, without decoding them.
 
-Each function but `are_same` begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that
-is certain to be JSON in UTF-8. So it is too for what is legal and seldom: very long numbers, and values that are nested
-very deep.
+Each function except `are_same` starts at the index `at` and returns the index after the item that it scans. It returns
+-1 if the bytes before `end` are not certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long
+numbers, and values that are nested very deeply.
 """
 
 from typing import Any, Final
@@ -30,7 +30,7 @@ def _loaded(kind: Any, context: Any, builder: Any, signature: Any, arguments: An
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def peek(_typing: Any, data: Any, _at: Any) -> Any:
-    """One byte; numba's own index asks each time whether it counts from the end."""
+    """One byte. numba's own indexing checks each time for a negative index."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(_loaded(ir.IntType(8), context, builder, signature, arguments), _INT)
@@ -48,11 +48,11 @@ def _eight(_typing: Any, data: Any, _at: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def plain(_typing: Any, data: Any, _at: Any) -> Any:
-    """How many of the next sixteen stand in a JSON string for themselves, up to the first that does not."""
+    """How many of the next sixteen bytes, from the first on, are characters of a JSON string without escapes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = _loaded(_SIXTEEN, context, builder, signature, arguments)
-        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and all that are not ASCII
+        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and non-ASCII
         for character_ in (QUOTE, BACKSLASH):
             special = builder.or_(
                 special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character_] * 16))
@@ -65,7 +65,7 @@ def plain(_typing: Any, data: Any, _at: Any) -> Any:
 
 @compiled(inline=True)
 def word(data: Bytes, at: int, count: int) -> int:
-    """The next `count`, eight at most, as one number, whose lowest byte is the first."""
+    """The next `count` bytes, at most eight, as a little-endian number."""
     if at + 8 <= len(data):
         return _eight(data, at) & _FIRST[count]  # type: ignore[no-any-return]
     number_ = 0
@@ -96,7 +96,7 @@ _LONGEST: Final = 300
 
 @compiled(inline=True)
 def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
-    """Whether the same bytes stand at two places."""
+    """Whether two ranges have the same bytes."""
     if left_end - left_at != right_end - right_at:
         return False
     while left_at < left_end:
@@ -110,7 +110,7 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
 
 @compiled(inline=True)
 def space(data: Bytes, at: int, end: int) -> int:
-    """Behind any white space: always somewhere, but where -1 is given."""
+    """The index after any white space. Returns -1 only if `at` is -1."""
     while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
         at += 1
     return at
@@ -118,7 +118,7 @@ def space(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def character(data: Bytes, at: int, end: int) -> int:
-    """Behind a character of several bytes (RFC 3629)."""
+    """The index after a character of several bytes (RFC 3629)."""
     first, low, high, more = peek(data, at), 0x80, 0xBF, 1
     if first >= 0xF0:
         more = 3
@@ -138,7 +138,7 @@ def character(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _unit(data: Bytes, at: int, end: int) -> int:
-    """The number that `u` and four hexadecimal digits write, -1 where they do not stand here."""
+    """The number in `u` and four hexadecimal digits; -1 if they are not at `at`."""
     if at + 5 > end or peek(data, at) != _U:
         return -1
     unit = 0
@@ -151,7 +151,7 @@ def _unit(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def _escape(data: Bytes, at: int, end: int) -> int:
-    """Behind what follows a backslash."""
+    """The index after an escape whose backslash is before `at`."""
     if at < end and _ESCAPED[peek(data, at)]:
         return at + 1
     unit = _unit(data, at, end)
@@ -165,7 +165,7 @@ def _escape(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def plain_end(data: Bytes, at: int, end: int) -> int:
-    """Behind any characters of a string that stand for themselves, one byte each. It may be behind the end."""
+    """The index after any characters of one byte without escapes. It may be larger than `end`."""
     while at + 16 <= len(data):
         count = plain(data, at)
         at += count
@@ -178,7 +178,7 @@ def plain_end(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def string(data: Bytes, at: int, end: int) -> int:
-    """Behind the quote that ends a string whose content begins here."""
+    """The index after the closing quote of a string whose content begins at `at`."""
     while at >= 0:
         at = plain_end(data, at, end)
         if at >= end or peek(data, at) < _SPACE:
@@ -191,7 +191,7 @@ def string(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _digits(data: Bytes, at: int, end: int) -> int:
-    """Behind any digits: always somewhere."""
+    """The index after any digits."""
     while at < end and ZERO <= peek(data, at) <= NINE:
         at += 1
     return at
@@ -199,7 +199,7 @@ def _digits(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def number(data: Bytes, at: int, end: int) -> int:
-    """Behind a number. What follows is for the caller to judge."""
+    """The index after a number. The caller checks the byte after it."""
     whole = at + 1 if at < end and peek(data, at) == MINUS else at
     behind = _digits(data, whole, end)
     if behind == whole or (peek(data, whole) == ZERO and behind > whole + 1):
@@ -225,7 +225,7 @@ def _literal(data: Bytes, at: int, end: int, letters: int) -> int:
 
 @compiled(inline=True)
 def _key(data: Bytes, at: int, end: int) -> int:
-    """Behind the colon after a key, which may have white space before it."""
+    """The index after the colon of a key. White space may come first."""
     at = space(data, at, end)
     if at >= end or peek(data, at) != QUOTE:
         return -1
@@ -238,8 +238,8 @@ def _key(data: Bytes, at: int, end: int) -> int:
 
 @compiled()
 def value(data: Bytes, at: int, end: int) -> int:
-    """Behind any value, which may have white space before it."""
-    depth, objects = 0, 0  # a bit for each list and object that we are in: which of them are objects
+    """The index after any value. White space may come first."""
+    depth, objects = 0, 0  # a bit for each open list or object: 1 for an object
     while True:
         at = space(data, at, end)
         if at >= end:
@@ -249,7 +249,7 @@ def value(data: Bytes, at: int, end: int) -> int:
             inside = space(data, at + 1, end)
             if inside >= end or depth == _DEEPEST:
                 return -1
-            if peek(data, inside) == first + 2:  # as } and ] stand behind { and [ in ASCII
+            if peek(data, inside) == first + 2:  # in ASCII, } is { + 2 and ] is [ + 2
                 at = inside + 1
             else:
                 depth += 1

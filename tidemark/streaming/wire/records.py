@@ -1,10 +1,10 @@
-"""The records on Kafka (docs/design.md 3), one at a time: typed structs, encoding, and decoding with one exact reason.
+"""The records on Kafka (docs/design.md 3): typed structs, encoding, and decoding with one exact reason for rejection.
 
-What `read` says about a record is the truth. `streaming.ingest.decode` decodes whole batches on a shortcut that takes a
-record only where `read` would have taken it, with the same content; everything else it leaves to `read`.
+`read` defines what a record means. `streaming.ingest.decode` decodes batches of records faster. It takes a record only
+if `read` would take it with the same content, and leaves all others to `read`.
 
-Integers are JSON integers: `1.0` and `1e3` are of the wrong type. Fields that a kind does not have are ignored,
-whatever they hold. IDs keep their sign here.
+Integers are JSON integers: `1.0` and `1e3` have the wrong type. Fields that a kind does not have are ignored. IDs have
+their sign.
 """
 
 import re
@@ -22,20 +22,20 @@ from tidemark.streaming.values.limits import Reason
 MAX_ID: Final = 2**63 - 1
 
 ANY_WRITER: Final = "*"
-"""In an operator's RETIRE in place of a writer: all that never joined. No writer's name."""
+"""In an operator's RETIRE, instead of a writer: all writers that never joined. Not a legal name of a writer."""
 
 CURRENT_EPOCH: Final = -1
-"""In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
+"""In an operator's record, instead of an epoch: the current epoch of the writer. Not a legal epoch."""
 
 LONGEST_NAME: Final = 255
-"""Characters of a stream's name or a writer's."""
+"""The most characters of the name of a stream or writer."""
 
 MOST_TRANSACTIONS: Final = 10
 LONGEST_TRANSACTION: Final = 500
-"""Lines of an OPEN, and characters of a line."""
+"""The most lines of an OPEN, and the most characters of a line."""
 
-# What Unicode calls Default_Ignorable_Code_Point (zero-width characters, and those that turn the direction of a text),
-# and marks that no font shows: two names that differ in them alone look the same.
+# Unicode's Default_Ignorable_Code_Point (zero-width characters, and those that change the direction of text), and other
+# invisible marks: two names that differ only in these look the same.
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
@@ -44,7 +44,7 @@ _NOT_IN_NAMES = rf"\s\x00-\x1f\x7f-\x9f{_INVISIBLE}"
 _name_schema: Final = {"minLength": 1, "maxLength": LONGEST_NAME, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
 _writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": ANY_WRITER}}]}
 
-# JSON Schema only: msgspec decodes any text, and `read` refuses a bad name with a reason of its own.
+# For the JSON Schema only: msgspec decodes any text, and `read` rejects a bad name with a reason of its own.
 RecordName = Annotated[str, Meta(extra_json_schema=_name_schema)]
 RecordWriter = Annotated[str, Meta(extra_json_schema=_writer_schema)]
 
@@ -53,16 +53,16 @@ Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
 
 class Topic(Enum):
-    """Which of the two topics a record came from: writers write to the one, operators to the other."""
+    """The topic of a record: writers send facts, operators send control records."""
 
     FACTS = "facts"
     CONTROL = "control"
 
 
 class Kind(IntEnum):
-    """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
+    """The kinds of records (docs/design.md 3). `kind` on Kafka is the name; columns, runs and markers have the number.
 
-    Up to POSITION they are edges, and from JOIN on markers, OPEN and RUN apart. 3 is `ROW`.
+    RDATA, VOID and POSITION are edges. JOIN, RETIRE and SKIP are markers. 3 is `ROW`.
     """
 
     RDATA = 0
@@ -76,7 +76,7 @@ class Kind(IntEnum):
 
 
 ROW: Final = 3
-"""The code in columns of a batch row, which is a record of the kind RDATA."""
+"""The code of a batch row in columns. The kind of its record is RDATA."""
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -88,11 +88,11 @@ class _EdgeRecord(_Record, kw_only=True, frozen=True):
     epoch: Epoch = 0
 
 
-class _ActRecord(_Record, kw_only=True, frozen=True):
-    """What may be forced, with `by` and `why`, on the control topic.
+class _OverridableRecord(_Record, kw_only=True, frozen=True):
+    """A record that an operator may send too, with `by` and `why`, on the control topic.
 
-    Without `epoch` it means the writer as it lives now, and on the facts topic epoch 0. `beyond`: `id` may lie past
-    what the stream has allocated; without meaning on the facts topic, where a writer knows what it took.
+    Without `epoch`, it means the writer's current epoch on the control topic and epoch 0 on the facts topic. `beyond`:
+    `id` may be larger than the IDs that the stream has allocated. `beyond` has no meaning on the facts topic.
     """
 
     epoch: Epoch = CURRENT_EPOCH
@@ -147,7 +147,7 @@ class Timeline(msgspec.Struct, frozen=True):
     after: str | None = None
 
 
-class Join(_ActRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
+class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced.
 
     `told`: its epochs before have told nothing beyond it, as far as its database knows, where none of what they told up
@@ -160,13 +160,13 @@ class Join(_ActRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     timeline: Timeline | None = None
 
 
-class Retire(_ActRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
+class Retire(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
     """All of the writer's up to `id` is complete and nothing will follow."""
 
     id: Id
 
 
-class Skip(_ActRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
+class Skip(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
     """An operator settles `(prev, id]` without evidence."""
 
     prev: Id
@@ -194,33 +194,33 @@ def kind_of(record: Record) -> Kind:
 
 
 def row(value: object) -> Raw:
-    """Any JSON value as the opaque `row` of an RDATA."""
+    """Encode a JSON value as the opaque `row` of an RDATA."""
     return Raw(_encoder.encode(value))
 
 
 def in_one_line(row: Raw) -> str:
-    """The JSON of a row without newlines: it may have been sent with some between its parts, never inside a string."""
+    """The JSON of a row without newlines. A sender may put newlines between tokens, but not into strings."""
     text = bytes(row)
     return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
 
 
 def encode(record: Record) -> bytes:
-    """The value of the Kafka message; the key is the stream's name in UTF-8. Defaults are left out."""
+    """The value of the Kafka message, without fields that have their default. The key is the stream's name in UTF-8."""
     return _encoder.encode(record)
 
 
 def is_name(name: str) -> bool:
-    """Whether a stream may be called so."""
+    """Whether `name` is a legal name of a stream."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_writer(name: str) -> bool:
-    """Whether a writer may be called so."""
+    """Whether `name` is a legal name of a writer."""
     return name != ANY_WRITER and is_name(name)
 
 
 def why_no_name(name: str) -> str:
-    """For people: what is wrong with a name that is none of a stream's or a writer's."""
+    """A message that explains why `name` is not a legal name of a stream or writer."""
     begin = name[: LONGEST_NAME + 1]
     return (
         f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
@@ -229,10 +229,11 @@ def why_no_name(name: str) -> str:
 
 
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
-    """Decode and check one message. Raises `BadRecord` with its one reason; pure, so asking again changes nothing.
+    """Decode and check one message.
 
-    Where several reasons hold, the first in this order is given: the JSON itself, its fields (missing before wrong
-    before out of range), names, key, topic, texts, the order of `prev` and `id`.
+    Raises:
+        BadRecord: with one reason. If there are several, it is the first in this order: the JSON, its fields (missing,
+            then of the wrong type, then out of range), names, key, topic, texts, the order of `prev` and `id`.
     """
     record = decode(value)
     is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
@@ -259,20 +260,20 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
 
 
 def start(record: Rdata) -> int:
-    """The `prev` of an RDATA with a number: as given, or the neighbour of its `id` towards 0."""
+    """The `prev` of an RDATA that is not a batch row. The default is the neighbour of `id` towards 0."""
     if isinstance(record.id, str):
-        raise ValueError("a batch row has no place in the stream")
+        raise ValueError("a batch row has no ID")
     if record.prev is not UNSET:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
 
 
 def decode(value: bytes | None) -> Record:
-    """Decode one message without looking at its key, its topic or its names; raises `BadRecord` as `read` does."""
+    """Decode one message without checking its key, topic and names. Raises `BadRecord` as `read` does."""
     if value is None:
         raise BadRecord(Reason.NOT_JSON, "the message has no value")
     try:
-        value.decode()  # msgspec does not look for UTF-8 in what it passes over
+        value.decode()  # msgspec does not check UTF-8 in values that it skips
         return _decoder.decode(value)
     except (ValueError, RecursionError) as error:
         raise diagnosis(value, error) from None
@@ -333,7 +334,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 
 
 def diagnosis(value: bytes, error: Exception) -> BadRecord:
-    """The one reason why `decode` refused `value`, by which it raised `error`."""
+    """The one reason why `decode` rejected `value`; `error` is what msgspec raised."""
     try:
         value.decode()
         _any.decode(value)
@@ -345,7 +346,7 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
         return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
     if "kind" not in fields:
         return BadRecord(Reason.MISSING_FIELD, "kind is missing")
-    if not _takes(_text, fields["kind"]):
+    if not _accepts(_text, fields["kind"]):
         return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
     kind = _KINDS.get(_text.decode(fields["kind"]))
     if kind is None:
@@ -356,11 +357,11 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
     given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
     for name, raw in given.items():
         if not _is_of_its_type(kind, name, raw):
-            label, part = _at_fault(name, raw)
+            label, part = _faulty_part(name, raw)
             return BadRecord(Reason.WRONG_TYPE, f"{label} is {_shown(part)}")
     for name, raw in given.items():
         for label, number in _integers(name, raw):
-            if not _takes(_id, number):
+            if not _accepts(_id, number):
                 return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_shown(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
@@ -369,23 +370,23 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
 
 def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
     if name in _TYPES:
-        return _takes(_TYPES[name], raw)
+        return _accepts(_TYPES[name], raw)
     if name == "ids":
-        return _takes(_list, raw) and 0 < len(_list.decode(raw)) == len([*_integers(name, raw)])
-    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _takes(_batch, raw))
+        return _accepts(_list, raw) and 0 < len(_list.decode(raw)) == len([*_integers(name, raw)])
+    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _accepts(_batch, raw))
 
 
-def _at_fault(name: str, raw: bytes) -> tuple[str, bytes]:
-    """The first entry of a RUN's list that is of the wrong type, or the field as it is; with what it is called."""
-    if name in ("ids", "rows") and _takes(_list, raw):
+def _faulty_part(name: str, raw: bytes) -> tuple[str, bytes]:
+    """The label and JSON of the first list entry of the wrong type, or of the whole field."""
+    if name in ("ids", "rows") and _accepts(_list, raw):
         for index, entry in enumerate(map(bytes, _list.decode(raw))):
-            if not (_INTEGER.fullmatch(entry) if name == "ids" else _takes(_list, entry)):
+            if not (_INTEGER.fullmatch(entry) if name == "ids" else _accepts(_list, entry)):
                 return f"{name}[{index}]", entry
     return name, raw
 
 
 def _integers(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:
-    """The integers in a field, each with what it is called."""
+    """The label and JSON of each integer in a field."""
     if name == "ids":
         for index, entry in enumerate(map(bytes, _list.decode(raw))):
             if _INTEGER.fullmatch(entry):
@@ -394,7 +395,7 @@ def _integers(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:
         yield name, raw
 
 
-def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
+def _accepts(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
     try:
         decoder.decode(raw)
     except ValueError:
