@@ -81,10 +81,10 @@ def test_blank_lines_say_nothing(line: bytes) -> None:
     [
         (b"\xff\xfe", "not UTF-8"),
         (b"NAME a\x00b", "control characters"),
-        (b"ping 1", "no command 'ping'"),
-        (b" PING 1", "no command ''"),
-        (b"HELLO", "no command 'HELLO'"),
-        (b"GET / HTTP/1.1", "no command 'GET'"),
+        (b"ping 1", "unknown command 'ping'"),
+        (b" PING 1", "unknown command ''"),
+        (b"HELLO", "unknown command 'HELLO'"),
+        (b"GET / HTTP/1.1", "unknown command 'GET'"),
         (b"SERVER", "one name"),
         (b"SERVER a b", "one name"),
         (b"POSITION s w 1", "stream, writer, prev and new"),
@@ -93,9 +93,9 @@ def test_blank_lines_say_nothing(line: bytes) -> None:
         (b"POSITION s w 1 9223372036854775808", "not a stream ID"),
         (b"RDATA s w 1", "stream, writer, token and row"),
         (b"RDATA s w many {}", "'many' is not a stream ID"),
-        (b"USER_SYNC worker1 @a:b begin 1", "USER_SYNC is not followed"),
-        (b"FEDERATION_ACK master", "FEDERATION_ACK is not followed"),
-        (b"REMOTE_SERVER_UP a b", "REMOTE_SERVER_UP is not followed"),
+        (b"USER_SYNC worker1 @a:b begin 1", "USER_SYNC has wrong arguments"),
+        (b"FEDERATION_ACK master", "FEDERATION_ACK has wrong arguments"),
+        (b"REMOTE_SERVER_UP a b", "REMOTE_SERVER_UP has wrong arguments"),
     ],
 )
 def test_what_is_no_command_is_refused_with_its_reason(line: bytes, problem: str) -> None:
