@@ -97,7 +97,7 @@ def test_relayed_commands_reach_all_others() -> None:
 @pytest.mark.parametrize(
     ("sent", "problem"),
     [
-        (b"HELLO\n", "no command 'HELLO'"),
+        (b"HELLO\n", "unknown command 'HELLO'"),
         (b"RDATA s w 1 {}\n", "RDATA is a command of the server"),
         (b"\x00\x01\x02\n", "control characters"),
         (b"\xff\xff\n", "not UTF-8"),
