@@ -341,7 +341,7 @@ def number_of(table: IncarnationTable, data: Bytes, record: Fields, hashed: int)
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
 _MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; a bound for the memory of the table
-_NOBODY: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
+_NO_INCARNATION: Final = MissingIncarnation(0, 0, 0, 0, 0, 0)
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
@@ -455,7 +455,7 @@ def scan(
     for at in range(first, len(fetched.offsets)):
         begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
         if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID takes two bytes of JSON, and so does a row
-            return ScanResult(FULL, at, count, left, _NOBODY)
+            return ScanResult(FULL, at, count, left, _NO_INCARNATION)
         fact = fields(data, begin, end, edges, count)
         key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
         legal = False
@@ -477,7 +477,7 @@ def scan(
         edges.offsets[count:stop] = fetched.offsets[at]
         edges.times[count:stop] = fetched.times[at]
         count = stop
-    return ScanResult(DONE, len(fetched.offsets), count, left, _NOBODY)
+    return ScanResult(DONE, len(fetched.offsets), count, left, _NO_INCARNATION)
 
 
 def compile_all() -> None:

@@ -79,7 +79,7 @@ OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
 NINE, ZERO = ord("9"), ord("0")
 _SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
 _T, _F, _U, _E, _PLUS = map(ord, "tfue+")
-_LOWER: Final = 0x20  # the bit by which lower letters differ from upper ones
+_LOWER: Final = 0x20  # the bit by which lower expected differ from upper ones
 _TRUE, _FALSE, _NULL = (int.from_bytes(literal, "little") for literal in (b"true", b"alse", b"null"))
 _ESCAPED: Final = np.zeros(256, np.bool_)
 _ESCAPED[[*b'"\\/bfnrt']] = True
@@ -219,8 +219,8 @@ def number(data: Bytes, at: int, end: int) -> int:
 
 
 @compiled(inline=True)
-def _literal(data: Bytes, at: int, end: int, letters: int) -> int:
-    return at + 4 if at + 4 <= end and word(data, at, 4) == letters else -1
+def _literal(data: Bytes, at: int, end: int, expected: int) -> int:
+    return at + 4 if at + 4 <= end and word(data, at, 4) == expected else -1
 
 
 @compiled(inline=True)
