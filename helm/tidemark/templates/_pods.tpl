@@ -34,7 +34,7 @@ priorityClassName: {{ . }}
 {{- with .of.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-{{- if not .of.hostUsers }}
+{{- if and (kindIs "bool" .of.hostUsers) (not .of.hostUsers) }}
 hostUsers: false
 {{- end }}
 {{- range $name := list "hostAliases" "nodeSelector" "tolerations" "affinity" "dnsConfig" }}
