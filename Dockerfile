@@ -87,8 +87,8 @@ COPY --chmod=755 helm/tools/executor /opt/tidemark/bin/tidemark-executor
 COPY --chmod=755 helm/tools/named-user /opt/tidemark/bin/named-user
 COPY --from=runtime /opt/java /opt/java
 # With the Java that will run, at the place where it will be.
-RUN JAVA_HOME=/opt/java /opt/tidemark/bin/python -m tidemark.app.archive_classes \
-    && /opt/tidemark/bin/python -m tidemark.app.compile_ahead
+RUN JAVA_HOME=/opt/java /opt/tidemark/bin/python -m tidemark.app.pipeline.archive_classes \
+    && /opt/tidemark/bin/python -m tidemark.app.pipeline.compile_ahead
 COPY helm/tools/root.py /tmp/
 # pyspark starts its JVM by scripts of bash, and Hadoop has chmod, ls and others do its work on files.
 # hadolint ignore=SC2046,DL4006

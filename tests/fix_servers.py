@@ -19,7 +19,7 @@ from psycopg import sql
 
 from tests.jvm_classes import ArchivedKafka, broker_options
 from tests.services.pgbouncer import PgBouncer, pgbouncer
-from tidemark.app import class_archive
+from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, DEMO, JDBC, fetch_jars

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from pyspark.sql import SparkSession
 
-from tidemark.app import class_archive
+from tidemark.app.pipeline import class_archive
 from tidemark.streaming.engine.spark import SparkSettings, start
 
 

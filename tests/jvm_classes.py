@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemark.app import class_archive
+from tidemark.app.pipeline import class_archive
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import KafkaServer, free_port
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import DataFrame
 
-from tidemark.app.batches import LET_GO_AFTER, Batches, untraced
-from tidemark.app.preflight import Seed
-from tidemark.app.stream_metrics import StreamCollector
+from tidemark.app.pipeline.batches import LET_GO_AFTER, Batches, untraced
+from tidemark.app.pipeline.preflight import Seed
+from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.common.errors import BatchTooLarge, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLettered

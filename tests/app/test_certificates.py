@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.fix_tls import Authority, Pem
+from tidemark.app.serving.tls_listener import Certificate, trusting
 from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Certificate, trusting
 from tidemark.common.errors import BadSetting
 
 

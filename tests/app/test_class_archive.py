@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.class_archive import archive, make, options, spark_archive
+from tidemark.app.pipeline.class_archive import archive, make, options, spark_archive
 from tidemark.common.environment import child_environment
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.engine import cause, properties
+from tidemark.app.pipeline.engine import cause, properties
 from tidemark.common.errors import BadSetting
 
 

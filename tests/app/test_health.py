@@ -10,13 +10,14 @@ from confluent_kafka import Producer
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
-from tidemark.app import health, metrics
-from tidemark.app import kafka_lag as end_offsets
-from tidemark.app.health import PipelineCondition
-from tidemark.app.kafka_lag import LagMonitor
+from tidemark.app.diagnosis import health
+from tidemark.app.diagnosis.health import PipelineCondition
+from tidemark.app.pipeline import kafka_lag as end_offsets
+from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline.kafka_lag import LagMonitor
+from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.processes import KafkaServer
-from tidemark.app.stream_metrics import StreamCollector
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from tidemark.app.metrics import BatchHistogram
+from tidemark.app.pipeline.metrics import BatchHistogram
 
 BUCKETS = (0.125, 0.5, 2.0)
 AMOUNTS = st.sampled_from((0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 2.25, 64.0))  # sums of them are exact

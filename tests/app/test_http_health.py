@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from tests.waiting import eventually
-from tidemark.app import http_health as probes
-from tidemark.app import metrics, relay
+from tidemark.app import relay
+from tidemark.app.pipeline import metrics
+from tidemark.app.serving import http_health as probes
 from tidemark.common.errors import BadSetting
 from tidemark.sources.relay.metrics import RelayMetrics
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.kafka_lag import SAMPLES, LagTracker, PartitionLag
+from tidemark.app.pipeline.kafka_lag import SAMPLES, LagTracker, PartitionLag
 
 PLACE = "facts", 0
 

@@ -2,7 +2,7 @@ from msgspec.structs import replace
 
 from tests.sinks.given import advance, shard, stream
 from tests.streaming.builders import Shard, join, skip
-from tidemark.app.metrics import REGISTRY, count_batch
+from tidemark.app.pipeline.metrics import REGISTRY, count_batch
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.core.effects import NewTimeline, ShardEffects

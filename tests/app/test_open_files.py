@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.app.serve import RESERVE, ClientLimits, fit_limits
+from tidemark.app.serving.serve import RESERVE, ClientLimits, fit_limits
 from tidemark.common.errors import BadSetting
 
 WANTED = ClientLimits(connections=5000, open_requests=2500, lines=1000)

@@ -11,10 +11,10 @@ from psycopg.conninfo import make_conninfo
 
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Record, Shard, forced, join, opened, position, rdata
-from tidemark.app import open_ranges
 from tidemark.app.cli import main
-from tidemark.app.open_ranges import OpenRange
-from tidemark.app.remedies import remedy
+from tidemark.app.diagnosis import open_ranges
+from tidemark.app.diagnosis.open_ranges import OpenRange
+from tidemark.app.diagnosis.remedies import remedy
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.wire.records import Timeline
 

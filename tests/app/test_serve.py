@@ -21,10 +21,10 @@ from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
+from tidemark.app.serving.tls_listener import trusting
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import LOOPBACK, RedisServer, SidecarProcess, free_port
-from tidemark.app.tls_listener import trusting
 from tidemark.common.environment import child_environment
 
 

@@ -13,11 +13,11 @@ from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import STREAM, Shard, join, position, rdata, retire
 from tests.waiting import eventually
-from tidemark.app import kafka_lag as end_offsets
-from tidemark.app import metrics
-from tidemark.app.kafka_lag import LagMonitor
+from tidemark.app.pipeline import kafka_lag as end_offsets
+from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline.kafka_lag import LagMonitor
+from tidemark.app.pipeline.stream_metrics import StreamCollector, StreamEntry
 from tidemark.app.stack.processes import KafkaServer
-from tidemark.app.stream_metrics import StreamCollector, StreamEntry
 from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres

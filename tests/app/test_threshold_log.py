@@ -5,7 +5,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from tests.streaming.builders import Shard, join, position, rdata
-from tidemark.app.stream_metrics import SINGLE, StreamCollector, ThresholdLog
+from tidemark.app.pipeline.stream_metrics import SINGLE, StreamCollector, ThresholdLog
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds

@@ -13,9 +13,9 @@ import uvloop
 
 from tests.app.lines.given import NO_POSITION, Address, served
 from tests.fix_tls import Authority
-from tidemark.app import tls_listener
+from tidemark.app.serving import tls_listener
+from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig, trusting
 from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig, trusting
 
 
 class _Taken(asyncio.Protocol):

@@ -10,8 +10,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from structlog.testing import capture_logs
 
 from tests.app.collector import Collector, attributes, collecting
-from tidemark.app.batches import Trace, tracing
-from tidemark.app.tracing import trace_of
+from tidemark.app.pipeline.batches import Trace, tracing
+from tidemark.app.pipeline.tracing import trace_of
 from tidemark.common.errors import QueryFailed
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
@@ -87,8 +87,8 @@ def test_a_collector_that_takes_nothing_is_told_once_and_holds_nobody_up(collect
 def test_nothing_of_it_is_imported_without_a_collector() -> None:
     """By us: redis-py looks for the SDK by itself."""
     program = (
-        "import sys, tidemark.app.pipeline\n"
-        "from tidemark.app.batches import tracing\n"
+        "import sys, tidemark.app.pipeline.supervisor\n"
+        "from tidemark.app.pipeline.batches import tracing\n"
         "with tracing(None, 'me', 1) as trace, trace('first', 7) as told: told.published(None)\n"
         "sys.exit(any(it.startswith('opentelemetry.exporter') for it in sys.modules))"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import redis
 
-from tidemark.app import class_archive
+from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, JarList, fetch_jars

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
-from tidemark.app.lag_json import HolderAnswer
-from tidemark.app.open_ranges import OpenRange
+from tidemark.app.diagnosis.lag_json import HolderAnswer
+from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
 from tidemark.app.verbs.kafka_records import RecordedLine

@@ -17,8 +17,8 @@ from referencing.jsonschema import DRAFT202012
 from tests.contracts import record_schemas
 from tests.contracts.cli_schemas import OUTPUTS, document
 from tidemark.app.cli import main
+from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.lines.client import as_json
-from tidemark.app.open_ranges import OpenRange
 from tidemark.app.output import as_object
 from tidemark.app.verbs import dead_letters, gaps, kafka_records
 from tidemark.sinks.dead_letters import DeadLetter

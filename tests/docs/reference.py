@@ -10,8 +10,9 @@ import click
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from tidemark.app import metrics, settings
+from tidemark.app import settings
 from tidemark.app.cli import EXAMPLES, main
+from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, document

@@ -10,7 +10,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from tests.helm.tools import CHART, ROOT
-from tidemark.app import cli, metrics
+from tidemark.app import cli
+from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.synapse.metrics import BridgeMetrics

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from tidemark.app import http_health
-from tidemark.app.serve import listening_socket
+from tidemark.app.serving import http_health
+from tidemark.app.serving.serve import listening_socket
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 

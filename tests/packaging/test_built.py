@@ -72,5 +72,5 @@ def test_paths_that_dockerfiles_name_in_the_package_are_there(dockerfile: str, w
 def test_image_holds_what_a_start_would_otherwise_make(wheel: Path) -> None:
     """The JVM's classes, archived, and what scans records, compiled."""
     made = re.findall(r"python -m (tidemark\.\S+)", DOCKERFILE)
-    assert made == ["tidemark.app.archive_classes", "tidemark.app.compile_ahead"]
+    assert made == ["tidemark.app.pipeline.archive_classes", "tidemark.app.pipeline.compile_ahead"]
     assert {f"{name.replace('.', '/')}.py" for name in made} <= {*zipfile.ZipFile(wheel).namelist()}

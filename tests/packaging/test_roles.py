@@ -39,7 +39,7 @@ def imports() -> grimp.ImportGraph:
     """Who imports what, but for what type checkers alone see, and Redis's address, which settings make when asked."""
     graph = grimp.build_graph("tidemark", include_external_packages=True, exclude_type_checking_imports=True)
     graph.remove_import(importer="tidemark.app.connections", imported="tidemark.sinks.redis.client")
-    graph.remove_import(importer="tidemark.app.batches", imported="tidemark.app.tracing")
+    graph.remove_import(importer="tidemark.app.pipeline.batches", imported="tidemark.app.pipeline.tracing")
     return graph
 
 

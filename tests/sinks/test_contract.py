@@ -387,7 +387,7 @@ def test_a_forgotten_writer_is_forgotten(copy: SinkSubject, commit: Commits, lea
 
 
 def test_a_third_sink_is_one_line(store: Postgres, shown: Redis, keys: Any, lease: Lease, tmp_path: Path) -> None:
-    """The publisher and its maintenance take any sinks: one line where they are composed (`app.pipeline`)."""
+    """The publisher and its maintenance take any sinks: one line in `app.pipeline.supervisor`."""
     path = tmp_path / "positions.db"
     sinks: list[Sink] = [
         Mirror(store, shown, lease),

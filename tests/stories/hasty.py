@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from tidemark.app import pipeline
 from tidemark.app.cli import main
+from tidemark.app.pipeline import supervisor as pipeline
 from tidemark.sinks.background import MaintenanceConfig
 
 FASTER = 12

@@ -182,7 +182,7 @@ def test_who_has_few_records_loads_no_compiler() -> None:
     """A quiet system: neither what Spark forks its workers from, nor a worker with a record, nor the driver."""
     program = """
 import sys
-from tidemark.app import pipeline
+from tidemark.app.pipeline import supervisor as pipeline
 from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest import consumer as librdkafka
 from tidemark.streaming.engine import query
@@ -200,7 +200,7 @@ assert not {"numba", "llvmlite"} & {*sys.modules}
 @pytest.mark.compiles
 def test_an_image_holds_what_any_processor_runs(tmp_path: Path) -> None:
     """Made where it was built, read by a user who may not write there, and by executors from their archive."""
-    making = f"import sys; sys.prefix = {str(tmp_path)!r}; from tidemark.app.compile_ahead import main; main()"
+    making = f"import sys; sys.prefix = {str(tmp_path)!r}; from tidemark.app.pipeline.compile_ahead import main; main()"
     subprocess.run([sys.executable, "-c", making], check=True, timeout=600)
     (place,) = tmp_path.glob("share/tidemark/compiled")
     assert {it.name.rpartition("-")[0] for it in place.iterdir()} == {

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
-from tidemark.app import open_ranges
+from tidemark.app.diagnosis import open_ranges
 from tidemark.streaming.core import linear
 from tidemark.streaming.core.effects import Summary, summarize
 from tidemark.streaming.core.linear import LinearPosition

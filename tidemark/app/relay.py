@@ -10,8 +10,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 from psycopg import errors
 
-from tidemark.app import http_health as probes
 from tidemark.app.connections import host_port
+from tidemark.app.serving import http_health as probes
 from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out

@@ -2,7 +2,7 @@
 
 A sink publishes a copy of what Postgres has committed. Postgres itself (`postgres.store`) is not a sink, because it is
 the source of truth. The dead letters are not a sink, because they have records and no positions. `redis.mirror` is a
-sink. To add one, write a class with this protocol and create it in `app.pipeline`.
+sink. To add one, write a class with this protocol and create it in `app.pipeline.supervisor`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,8 +13,8 @@ import uvloop
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
+from tidemark.app.serving.tls_listener import ListenerConfig
 from tidemark.app.stack.processes import free_port
-from tidemark.app.tls_listener import ListenerConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail
 

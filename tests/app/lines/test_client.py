@@ -23,8 +23,8 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines import client as listen
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
+from tidemark.app.serving.tls_listener import Certificate, ListenerConfig
 from tidemark.app.stack.processes import LOOPBACK
-from tidemark.app.tls_listener import Certificate, ListenerConfig
 from tidemark.common.environment import child_environment
 from tidemark.streaming.wire.line_protocol import (
     Command,

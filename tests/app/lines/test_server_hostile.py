@@ -15,7 +15,7 @@ from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LINES_PER_TURN, LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
-from tidemark.app.tls_listener import ListenerConfig
+from tidemark.app.serving.tls_listener import ListenerConfig
 
 
 def is_gone(client: LineClient) -> bool:

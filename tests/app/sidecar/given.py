@@ -15,10 +15,10 @@ import uvicorn
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.serve import StoppedServer
+from tidemark.app.serving.serve import StoppedServer
+from tidemark.app.serving.tls_listener import ListenerConfig
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
-from tidemark.app.tls_listener import ListenerConfig
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.effects import StreamEffects

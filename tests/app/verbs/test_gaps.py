@@ -4,7 +4,7 @@ import json
 import shlex
 
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
-from tidemark.app import open_ranges
+from tidemark.app.diagnosis import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.overrides import attempt
 from tidemark.streaming.values.policies import Policies

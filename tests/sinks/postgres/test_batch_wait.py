@@ -15,7 +15,7 @@ from tests.fix_servers import own_postgres
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
-from tidemark.app.health import PipelineCondition
+from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.background import WaitWatch
 from tidemark.sinks.postgres.database import migrate

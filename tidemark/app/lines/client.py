@@ -13,7 +13,7 @@ from contextlib import suppress
 import click
 import msgspec
 
-from tidemark.app.tls_listener import CA
+from tidemark.app.serving.tls_listener import CA
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.streaming.wire.line_protocol import (

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from tidemark.app.eviction import NoFreeSlot, SlotPool
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.protocol import (
@@ -27,7 +26,8 @@ from tidemark.app.lines.protocol import (
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.tls_listener import ListenerConfig, TlsListener
+from tidemark.app.serving.eviction import NoFreeSlot, SlotPool
+from tidemark.app.serving.tls_listener import ListenerConfig, TlsListener
 from tidemark.common.errors import BadCommand
 from tidemark.common.log import get_logger
 from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, LineSplitter, RelayedCommand, encoded

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tidemark.app import open_ranges
-from tidemark.app.open_ranges import OpenRange
+from tidemark.app.diagnosis import open_ranges
+from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.read_side.single_flight import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tidemark.app.lag_json import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
+from tidemark.app.diagnosis.lag_json import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
+from tidemark.app.diagnosis.remedies import Verdict
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshot
-from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.app.sidecar.event_stream import encode_event
 from tidemark.common.errors import Stop, Unavailable

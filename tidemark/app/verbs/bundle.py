@@ -16,8 +16,9 @@ from urllib.request import urlopen
 
 import click
 
-from tidemark.app import config, health, open_ranges
+from tidemark.app import config
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.diagnosis import health, open_ranges
 from tidemark.app.output import as_object, count, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status

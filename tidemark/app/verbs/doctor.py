@@ -412,7 +412,7 @@ def _redis(settings: "Settings") -> Iterator[Check]:
 
 
 def _pipeline(settings: "Settings") -> Iterator[Check]:
-    from tidemark.app import health
+    from tidemark.app.diagnosis import health
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:

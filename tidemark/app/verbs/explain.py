@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from tidemark.app import open_ranges
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.lag_json import moment as moment_of
+from tidemark.app.diagnosis import open_ranges
+from tidemark.app.diagnosis.lag_json import moment as moment_of
 from tidemark.app.output import as_object, count, duration, echo, ids, sanitize, timestamp
 from tidemark.app.verbs import gaps
 from tidemark.sinks.postgres.inspect import (

@@ -11,7 +11,7 @@ import click
 from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
 from tidemark.app.connections import host_port
 from tidemark.app.lines import client
-from tidemark.app.tls_listener import trusting
+from tidemark.app.serving.tls_listener import trusting
 from tidemark.common.errors import NotReached, Reject, StreamNotKnown
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from tidemark.app import open_ranges
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.open_ranges import OpenRange
+from tidemark.app.diagnosis import open_ranges
+from tidemark.app.diagnosis.open_ranges import OpenRange
+from tidemark.app.diagnosis.remedies import arguments
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
-from tidemark.app.remedies import arguments
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
 SHOWN = 10  # gaps of one writer in the text; the JSON has all

@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 import click
 import msgspec
 
-from tidemark.app import open_ranges
 from tidemark.app.commands import (
     MOST_ID,
     NOT_SEEN,
@@ -27,10 +26,11 @@ from tidemark.app.commands import (
     tell,
     until_seen,
 )
-from tidemark.app.lag_json import last_seen
-from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
+from tidemark.app.diagnosis import open_ranges
+from tidemark.app.diagnosis.lag_json import last_seen
+from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, silence
+from tidemark.app.diagnosis.remedies import Verdict
 from tidemark.app.output import as_object, count, duration, id_range, ids
-from tidemark.app.remedies import Verdict
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
 from tidemark.common.errors import BadRecord, TidemarkError

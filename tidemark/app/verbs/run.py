@@ -36,7 +36,7 @@ def migrate(*, wait: float) -> None:
 def topics(*, wait: float) -> None:
     """Create the Kafka topics that are missing, and check the others."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
-    from tidemark.app.preflight import ready
+    from tidemark.app.pipeline.preflight import ready
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 
@@ -55,7 +55,7 @@ def topics(*, wait: float) -> None:
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read records from Kafka and publish positions, until SIGTERM or Ctrl-C."""
     settings = loaded()
-    from tidemark.app import pipeline
+    from tidemark.app.pipeline import supervisor as pipeline
 
     pipeline.run(settings, frozenset(accept))
 
@@ -64,7 +64,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
     settings = loaded()
-    from tidemark.app import serve
+    from tidemark.app.serving import serve
 
     serve.run(settings)
 

@@ -14,10 +14,10 @@ from typing import Any
 import click
 import msgspec
 
-from tidemark.app import health, open_ranges
 from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.health import PipelineCondition
-from tidemark.app.lag_json import behind_answer, last_seen
+from tidemark.app.diagnosis import health, open_ranges
+from tidemark.app.diagnosis.health import PipelineCondition
+from tidemark.app.diagnosis.lag_json import behind_answer, last_seen
 from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable

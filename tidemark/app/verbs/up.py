@@ -15,9 +15,10 @@ from threading import Event
 
 import click
 
-from tidemark.app import class_archive, relay
+from tidemark.app import relay
 from tidemark.app.commands import OurCommand, loaded
 from tidemark.app.output import progress
+from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars

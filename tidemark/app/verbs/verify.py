@@ -20,7 +20,7 @@ import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded
 from tidemark.app.output import as_object, count, echo, one_line, progress
-from tidemark.app.tls_listener import trusting
+from tidemark.app.serving.tls_listener import trusting
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token

@@ -36,6 +36,6 @@ In the last two cases the worker logs one warning that begins with "Slow decodin
 its own log. Nothing else changes.
 
 Compiled code (`field_scan`, `json_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
-An image contains these files: `python -m tidemark.app.compile_ahead` writes them. Compiled functions allocate nothing:
-their callers pass arrays with enough room, and get back how much was used.
+An image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate
+nothing: their callers pass arrays with enough room, and get back how much was used.
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 
-from tidemark.app import class_archive
-from tidemark.app.preflight import Start
+from tidemark.app.pipeline import class_archive
+from tidemark.app.pipeline.preflight import Start
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.common.errors import BadSetting, QueryFailed, SparkDied, Stopping

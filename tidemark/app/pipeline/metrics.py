@@ -1,7 +1,7 @@
 """Every metric of the pipeline: its name, its kind, its meaning, and what to do when it moves.
 
 `docs/reference/metrics.md` is made from this module (`make docs`). Only the driver changes metrics: nothing scrapes
-Spark's workers. `app.stream_metrics` computes the metrics of streams at the time of a scrape.
+Spark's workers. `app.pipeline.stream_metrics` computes the metrics of streams at the time of a scrape.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tidemark.app.http_health import reading
+from tidemark.app.serving.http_health import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.values.limits import Reason
@@ -194,7 +194,7 @@ for _reason in Reason:
 for _kind in ("SKIP", "RETIRE", "JOIN"):
     FORCED.labels(_kind)
 
-STREAM_GAUGES = {  # of `app.stream_metrics`: name, labels, description
+STREAM_GAUGES = {  # of `app.pipeline.stream_metrics`: name, labels, description
     "position": (
         "tidemark_position",
         ["stream", "writer"],

@@ -14,9 +14,9 @@ from typing import Protocol, TypeAlias
 
 from pyspark.sql import DataFrame
 
-from tidemark.app import metrics
-from tidemark.app.preflight import Seed
-from tidemark.app.stream_metrics import StreamCollector
+from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline.preflight import Seed
+from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.common.errors import (
     BatchTooLarge,
     ContentRefused,
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 LET_GO_AFTER = 50
 """Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks
-for these, which it does seldom (`app.pipeline`)."""
+for these, which it does seldom (`app.pipeline.supervisor`)."""
 FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
 
 
@@ -82,7 +82,7 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
         yield untraced
         return
     try:
-        from tidemark.app.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
+        from tidemark.app.pipeline.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
     except ModuleNotFoundError as error:
         raise ExtraMissing.instead_of(error, "TIDEMARK_OTLP_URL", "otel") from None
     with collector(endpoint, owner, token) as trace:
@@ -101,7 +101,7 @@ class _Collected:
 
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
-    each. `isolate` says what to raise for a batch whose content Postgres refuses (`app.isolation`).
+    each. `isolate` says what to raise for a batch whose content Postgres refuses (`app.pipeline.isolation`).
 
     One batch is published at a time, in their order, and none after a `failure`. After `finish` those in hand are
     completed and none begins.

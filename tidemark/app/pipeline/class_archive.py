@@ -1,8 +1,8 @@
 """Class data sharing: with an archive of loaded classes, a JVM needs two thirds of the CPU until its first batch.
 
-`python -m tidemark.app.archive_classes` makes the archive, once for each installation. A JVM ignores an archive that
-does not match its Java and its jars. Java 19 could make archives by itself (-XX:+AutoCreateSharedArchive), Java 17
-cannot.
+`python -m tidemark.app.pipeline.archive_classes` makes the archive, once for each installation. A JVM ignores an
+archive that does not match its Java and its jars. Java 19 could make archives by itself (-XX:+AutoCreateSharedArchive),
+Java 17 cannot.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 DIRECTORY = Path(sys.prefix, "share", "tidemark")
 """The folder of archives, in the installation to which the classes belong."""
 
-MAKER = [sys.executable, "-m", "tidemark.app.archive_classes"]
+MAKER = [sys.executable, "-m", "tidemark.app.pipeline.archive_classes"]
 """The command that makes the archive of a pipeline's JVM."""
 
 # The JVM must not print a warning about an archive that does not match.

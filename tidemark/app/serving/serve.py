@@ -24,12 +24,12 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.read_side.single_flight import cancel_until_done
+from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.signals import shutdown_event
-from tidemark.app.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sources.kafka_lookup import Tail

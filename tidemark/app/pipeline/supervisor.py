@@ -1,32 +1,32 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
-Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.http_health` answers scrapes and
-probes.
+Its threads: this one supervises; Spark's callback publishes batches (`app.pipeline.batches`); the lease renews itself;
+a guard refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.serving.http_health` answers
+scrapes and probes.
 """
 
 import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from tidemark.app import engine, metrics
-from tidemark.app import http_health as probes
-from tidemark.app.batches import Batches, tracing
-from tidemark.app.isolation import Isolation
-from tidemark.app.kafka_lag import LagMonitor
-from tidemark.app.policies import PolicyWatch
-from tidemark.app.preflight import Start, prepare
+from tidemark.app.pipeline import engine, metrics
+from tidemark.app.pipeline.batches import Batches, tracing
+from tidemark.app.pipeline.isolation import Isolation
+from tidemark.app.pipeline.kafka_lag import LagMonitor
+from tidemark.app.pipeline.preflight import Start, prepare
+from tidemark.app.pipeline.stream_metrics import StreamCollector
+from tidemark.app.serving import http_health as probes
 from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
-from tidemark.app.stream_metrics import StreamCollector
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
@@ -47,6 +47,7 @@ from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConf
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.operators import PolicyTable
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
@@ -61,9 +62,47 @@ from tidemark.streaming.engine.checkpoint import locked, query_folder, store_fol
 from tidemark.streaming.engine.jvm import is_local
 from tidemark.streaming.engine.spark import executors
 from tidemark.streaming.ingest.compact import RefusedOffsets
+from tidemark.streaming.values.policies import Policies
 from tidemark.streaming.wire.records import Topic
 
 log = get_logger(__name__)
+
+SECONDS = 2.0  # between two looks
+SHOWN = 10  # names in the log
+
+
+class PolicyWatch(LeasedThread):
+    """Tells `follow` of policies that differ from those it had. A query has the bounds that it began with: so where
+    these differ the `failure` asks for one that begins anew.
+    """
+
+    def __init__(
+        self, table: PolicyTable, lease: Lease, policies: Policies, follow: Callable[[Policies], None]
+    ) -> None:
+        super().__init__("policies", lease)
+        self._table = table
+        self._policies = policies
+        self._follow = follow
+        self._away = False
+
+    def work(self) -> float:
+        try:
+            given = self._table.given()
+        except Unavailable as problem:
+            if not self._away:
+                log.warning("Could not read the policies; trying again", problem=str(problem))
+            self._away = True
+            return SECONDS
+        self._away = False
+        if given != self._policies.given:
+            before, self._policies = self._policies, replace(self._policies, given=given)
+            changed = [name for name in sorted({*given, *before.given}) if given.get(name) != before.given.get(name)]
+            log.info("Follows other policies", changed=changed[:SHOWN], count=len(changed))
+            self._follow(self._policies)
+            if self._policies.bounds() != before.bounds():
+                self.failure = ConfigurationChanged("bounds of streams")
+        return SECONDS
+
 
 # A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
 LAST_BATCH_SECONDS = 6.0

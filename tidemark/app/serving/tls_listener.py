@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tidemark.app.eviction import IdleConnection, pick_victims
+from tidemark.app.serving.eviction import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 from tidemark.common.file_watcher import FileWatcher
 from tidemark.common.log import get_logger

@@ -1,6 +1,6 @@
 """Compile the code that reads and scans records, for all who use this installation: they only load it.
 
-    python -m tidemark.app.compile_ahead
+    python -m tidemark.app.pipeline.compile_ahead
 
 takes half a minute of a core at most, and as good as nothing where that is done.
 """

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from tidemark.app import metrics
-from tidemark.app.metrics import STREAM_GAUGES
+from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline.metrics import STREAM_GAUGES
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from tidemark.app.lag_json import last_seen, moment
-from tidemark.app.remedies import Verdict, remedy
+from tidemark.app.diagnosis.lag_json import last_seen, moment
+from tidemark.app.diagnosis.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.linear_lag import is_brief, linear_lag

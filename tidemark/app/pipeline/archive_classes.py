@@ -1,6 +1,7 @@
-"""Makes the class archive of `app.class_archive`: a JVM runs the pipeline's query, and archives its classes at exit.
+"""Makes the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and archives its classes at
+exit.
 
-    python -m tidemark.app.archive_classes
+    python -m tidemark.app.pipeline.archive_classes
 
 takes half a minute of a core and 160 MB in the installation; nothing if the archive exists.
 """
@@ -17,7 +18,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
-from tidemark.app.class_archive import SILENT, make, spark_archive
+from tidemark.app.pipeline.class_archive import SILENT, make, spark_archive
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query

@@ -29,7 +29,7 @@ from tidemark.common.log import get_logger
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from tidemark.app.batches import BatchTrace, Trace
+    from tidemark.app.pipeline.batches import BatchTrace, Trace
     from tidemark.sinks.publisher import Published
     from tidemark.streaming.core.effects import ShardEffects
 

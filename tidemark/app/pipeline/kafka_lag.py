@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from tidemark.app import metrics
-from tidemark.app.stream_metrics import StreamCollector, ThresholdLog
+from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
 from tidemark.sources.topic_checks import RememberedTopic, require_same, require_uncompacted
@@ -99,8 +99,9 @@ class LagMonitor:
     """Updates the metrics of end offsets and lag, and checks the topics.
 
     `remembered` are the topics at the start. A topic that was repartitioned, replaced or compacted since becomes the
-    `failure`, which the supervising thread raises. The thread also logs crossed thresholds (`app.stream_metrics`).
-    `note` is called with the lagging partitions (see `sinks.postgres.status.note_lagging`), and may raise `Retry`.
+    `failure`, which the supervising thread raises. The thread also logs crossed thresholds
+    (`app.pipeline.stream_metrics`). `note` is called with the lagging partitions (see
+    `sinks.postgres.status.note_lagging`), and may raise `Retry`.
     """
 
     def __init__(
