@@ -24,7 +24,7 @@ SETTINGS = {
 # Without a store: a shard's state is on the disk of its executor (streaming.engine.checkpoint).
 NO_STORE = {
     # A task that ran on another executor would not find its state and fail the query, so it waits for a busy one. Spark
-    # waits for a dead executor too, so the pipeline itself checks which executors live (app.engine).
+    # waits for a dead executor too, so the pipeline itself checks which executors live (app.pipeline.engine).
     "spark.locality.wait": "60s",
     # Removing an executor would lose its states.
     "spark.dynamicAllocation.enabled": "false",

@@ -10,7 +10,7 @@ JOIN and RETIRE records cut the records of their stream into *segments*, and no 
 
 A batch is bounded by its number of records, but a RUN record holds any number of facts. So a task stops early when it
 has too many facts. Its packets say so (`Packet.cut`) and give the next offset. A new query reads the rest
-(`app.batches`).
+(`app.pipeline.batches`).
 """
 
 from bisect import bisect

@@ -204,8 +204,8 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 def grown_limit(records: int, limit: int) -> int:
     """The most records of the batch after a full one: 1/64 more, up to `limit`.
 
-    A batch with too many facts for memory starts a new query with a lower limit (`app.batches`). So the limit grows
-    slowly.
+    A batch with too many facts for memory starts a new query with a lower limit (`app.pipeline.batches`). So the limit
+    grows slowly.
     """
     return min(limit, records + max(1, records // 64))
 
