@@ -23,9 +23,9 @@ ENTRIES = {
     "relay": ["app.relay", *_verbs("relay")],
     "reader": ["sinks.reader"],
     "synapse": ["app.synapse"],
-    "pipeline": ["app.pipeline", "app.preflight", *_verbs("pipeline")],
-    "otel": ["app.tracing"],
-    "sidecar": ["app.serve", "sinks.reader.positions", *_verbs("sidecar")],
+    "pipeline": ["app.pipeline.supervisor", "app.pipeline.preflight", *_verbs("pipeline")],
+    "otel": ["app.pipeline.tracing"],
+    "sidecar": ["app.serving.serve", "sinks.reader.positions", *_verbs("sidecar")],
     "local": ["app.simulation.__main__", "app.simulation.simulate", *_verbs("local")],
 }
 # Imported where somebody has them: drivers of a play's services.
