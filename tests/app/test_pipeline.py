@@ -382,9 +382,9 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
     shared.send(*(fact("own", id) for id in (3, 5, 7, 9)))
 
     def deferred() -> bool:
-        return "put off" in CliRunner(env=shared.variables).invoke(main, ["status", "own"]).stdout
+        return "deferred" in CliRunner(env=shared.variables).invoke(main, ["status", "own"]).stdout
 
-    eventually(deferred, PATIENCE, lambda: "what is put off")
+    eventually(deferred, PATIENCE, lambda: "records are deferred")
     eventually(lambda: shared.first.metric('tidemark_policy_gap_seconds{stream="own"}') == 5)
     shared.send(*(fact("own", id) for id in (2, 4, 6, 8)))
     shared.reaches("own", first=9, linear=9)
