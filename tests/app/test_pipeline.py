@@ -135,7 +135,7 @@ def test_a_backlog_of_more_facts_than_memory_has_room_for_is_read_in_parts(share
         producer.produce(shared.facts, key=b"backlog", value=encode(run))
     producer.commit_transaction(30)
     shared.reaches("backlog", w=together * count, linear=together * count)
-    assert shared.first.log().count("had more facts than memory has room for") == 1
+    assert shared.first.log().count("had more facts than fit into memory") == 1
     shared.send(Void(stream="backlog", writer="w", prev=together * count, id=together * count + 1))
     shared.reaches("backlog", w=together * count + 1)
     (empty,) = shared.sql("select sum(empty)::bigint from tidemark.position_advances where stream = 'backlog'")
@@ -234,7 +234,7 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     told = json.loads(said[said.index("{") :])
     assert (code, told["outcome"], told["advances"][0]["id"]) == (0, "applied", 2_000_000_000)
     code, said = act(shared, "join", "forced", "A", "--id", "4", "--yes")
-    assert (code, "A is waited for again from 4 on" in said) == (0, True)
+    assert (code, "IDs of A beyond 4 are open again" in said) == (0, True)
     noted = 'select kind, id, seen_as = session_user, outcome, "offset" is null from tidemark.acts where stream = %s'
     assert shared.sql(noted + " order by number", "forced") == [
         ("SKIP", 3, True, "applied", False),
