@@ -120,7 +120,7 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
         future.result(30)
     site.send(fact(9, 8))
     refuses(site, f"{site.facts}[{partition}]", f"begins at {end}", "--accept loss")
-    refuses(site, "made with 16 shards", "TIDEMARK_SHARDS is 8", "--accept shards", accept=["loss"], shards=8)
+    refuses(site, "created with 16 shards", "TIDEMARK_SHARDS is 8", "--accept shards", accept=["loss"], shards=8)
     second = site.start("--accept", "loss", "--accept", "shards", shards=8, log_level="info")
     eventually(
         lambda: site.sql("select 1 from tidemark.stream_gaps where (low, top) = (5, 8)"), PATIENCE, lambda: "the gap"
