@@ -396,6 +396,8 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
 
 # Asked for by alerts and panels, and there only in trouble, or beside a relay.
 SELDOM = {
+    "tidemark_relay_blocked_streams",
+    "tidemark_relay_oversized_facts",
     "tidemark_bound_used_ratio",
     "tidemark_linear_blocked_seconds",
     "tidemark_blocker_last_seen_seconds",

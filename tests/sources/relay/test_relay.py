@@ -360,7 +360,7 @@ def test_a_fact_that_is_no_json_stops_the_relay(sql: psycopg.Connection, run: Ru
     sql.execute(f"insert into tidemark.append_outbox (number, id, rows, bytes) values (1, {values}".encode(), [rows])
     failure = relay.ended()
     assert isinstance(failure, MalformedFact)
-    assert str(failure).startswith("fact 1 of stream orders in tidemark.append_outbox is no JSON")
+    assert str(failure).startswith("fact 1 of stream orders in tidemark.append_outbox is not JSON")
     assert not settled(sql)
 
 
