@@ -2,8 +2,8 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.requeue.Requeuer`,
-each of which counts as a batch; the batch counts from 1 in this process.
+The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `requeue` (`step` of
+`sinks.requeue.Requeuer`), each of which counts as a batch; the batch counts from 1 in this process.
 """
 
 import itertools
@@ -22,8 +22,8 @@ def strike(number: signal.Signals, step: str, batch: int) -> None:
 
     What the signal leaves alive goes on with the step.
     """
-    owner = Requeuer if step == "recall" else Publisher
-    proper = getattr(owner, step)
+    owner, method = (Requeuer, "step") if step == "requeue" else (Publisher, step)
+    proper = getattr(owner, method)
     calls = itertools.count(1)
 
     def struck(self: object, *arguments: Any) -> Any:
@@ -32,7 +32,7 @@ def strike(number: signal.Signals, step: str, batch: int) -> None:
             signal.pthread_kill(threading.get_ident(), number)
         return proper(self, *arguments)
 
-    setattr(owner, step, struck)
+    setattr(owner, method, struck)
 
 
 if __name__ == "__main__":

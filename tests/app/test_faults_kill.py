@@ -23,7 +23,7 @@ def overfull(site: Site) -> None:
     first, *more = [Rdata(stream="full", writer="w", epoch=1, id=id, row=row({})) for id in (2, 4, 6, 1, 3, 5)]
     site.send(Join(stream="full", writer="w", epoch=1, id=0), first, *more)
     doomed = site.start(
-        module=("tests.app.killers", "SIGKILL", "recall", "1"), pending_bound=1, max_records_per_batch=4
+        module=("tests.app.killers", "SIGKILL", "requeue", "1"), pending_bound=1, max_records_per_batch=4
     )
     assert doomed.ends() == -9, doomed.log()
     assert site.sql("select writer, epoch, next, last from tidemark.recalls") == [("w", 1, 2, 3)]

@@ -3,9 +3,10 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.wire.records import Rdata, Record
 
@@ -61,7 +63,7 @@ class Shop:
         """
         eventually(self._settled, 60.0)
         verdict = self.judge.verdict()
-        facts = dict(_facts(verdict.records))
+        facts = dict(_facts(chain.from_iterable(map(singles, verdict.records))))
         assert facts == self.truth()
         head = self.head()
         assert verdict.position(STREAM, WRITER) == head
@@ -78,7 +80,7 @@ class Shop:
         return row is not None and row[0] == self.head()
 
 
-def _facts(told: list[Record]) -> Iterator[tuple[int, object]]:
+def _facts(told: Iterable[Record]) -> Iterator[tuple[int, object]]:
     for record in told:
         if isinstance(record, Rdata) and isinstance(record.id, int):
             yield record.id, msgspec.json.decode(bytes(record.row))
