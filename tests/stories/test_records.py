@@ -30,7 +30,7 @@ def test_a_writer_that_never_joined(scene: Scene) -> None:
         site.send(fact("parcels", "script", 4), fact("parcels", "depot", 5, 3))
         story.woken("TidemarkUnknownWriter")
         said = story.tidemark("gaps")
-        assert "script (epoch 1) has not joined" in said
+        assert "script (epoch 1): has not joined" in said
         then = story.now()
         done = story.act(
             "join", "parcels", "script", "--id", "3", "--epoch", "1", "--force", why="ended; it sends no JOIN"
