@@ -50,7 +50,7 @@ def require_rooms_right(terminal: Terminal, seconds: int, faults: Set[Fault]) ->
     words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--prefix", "rooms_"]
     done = terminal.run("simulate", "--workload", "rooms", *words, "--verify", patience=seconds + CATCH_UP_SECONDS)
     output = done.stdout.decode()
-    assert done.returncode == 0, output + done.stderr.decode()
+    assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     for client in ("line", "vector", "history", "caches", "own", "tables"):
         found = re.search(rf"^{client} +(\d+) +(\d+)( +0){{5}}$", output, re.MULTILINE)
         assert found, output
@@ -69,7 +69,7 @@ def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
     words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--verify"]
     done = terminal.run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
     output = done.stdout.decode()
-    assert done.returncode == 0, output + done.stderr.decode()
+    assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     require_befell(output, faults)
     for reader in ("vector", "linear"):
         found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", output, re.MULTILINE)
@@ -77,6 +77,11 @@ def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
         assert int(found[1]) == int(found[2]) > 100
     assert all(terminal.said(f"{server} ended") for server in ("pipeline", "redis", "kafka", "postgres"))
     return output
+
+
+def _what_blocks(terminal: Terminal) -> str:
+    """For a run that failed: positions, and what blocks them."""
+    return "".join(terminal.run(verb).stdout.decode() for verb in ("status", "gaps"))
 
 
 def test_streams_that_tidemark_knows_are_not_begun_anew(
