@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 EXTRAS := local,dev
-# Tests start hundreds of Pythons: each would compile our modules anew.
+# Tests start hundreds of Pythons: each would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 ##@ Start here
@@ -63,7 +63,7 @@ languages-test: setup ## Run the services of docs/how-to/write-facts.md in Go, J
 	$(BIN)/pytest tests/services/check_registries.py tests/bench/check_rivals.py
 
 .PHONY: stories
-stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages anew)
+stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages again)
 	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/stories/test_*.py
 
 .PHONY: torture

@@ -116,10 +116,10 @@ class Settings(SidecarSettings, Connections):
     )
 
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
-    audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
+    audit_days: Positive = Field(400, description="Days that Postgres keeps operator overrides and late completions.")
     redis_advances_max: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
-        10_000, description="Intervals held back of one writer; past it, edges are put off."
+        10_000, description="Completed intervals above a gap that are kept for one writer; further edges are deferred."
     )
     completed_bound: Positive = Field(
         10_000,
@@ -127,7 +127,9 @@ class Settings(SidecarSettings, Connections):
     )
     retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
     retired_bound: Positive = Field(10_000, description="Retired writers kept of one stream before that.")
-    gap_seconds: Positive = Field(120, description="Age at which a gap, or a line that stands, is an alert.")
+    gap_seconds: Positive = Field(
+        120, description="Age of a gap, and time without a move of a blocked linear position, that cause an alert."
+    )
     silent_seconds: Positive = Field(60, description="Seconds without a record after which a writer counts as silent.")
 
     up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free one.")
@@ -150,7 +152,7 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """A secret's value, read anew where it is in a file; what was read at the start while the file is away."""
+        """A secret's value, read again where it is in a file; what was read at the start while the file is away."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:

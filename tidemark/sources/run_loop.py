@@ -1,4 +1,4 @@
-"""The run loop of the relay and of the bridge to Synapse: connect, wait for the turn, work, back off, begin anew.
+"""The run loop of the relay and of the bridge to Synapse: connect, wait for the turn, work, back off, start again.
 
 Each reads a database and sends records to Kafka. Any number of processes may run for one database. One of them holds an
 advisory lock of its session and works; the others are on standby until that session ends.
@@ -91,7 +91,7 @@ _STANDBY_PAUSE = 1.0
 LOCK_TIMEOUT = "10s"
 """How long a statement waits for a lock on tables or sequences, before the log names the sessions that hold it."""
 PATIENCE = 30.0
-"""Seconds that Kafka has to acknowledge records, before the work begins anew."""
+"""Seconds that Kafka has to acknowledge records, before the work starts again."""
 SILENCE_LOGGED_AFTER = 5.0
 """Seconds without an acknowledgement of Kafka before the log says so."""
 _LOCK_HOLDERS = """

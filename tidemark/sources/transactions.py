@@ -17,7 +17,7 @@ from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIO
 
 @dataclass(frozen=True, slots=True)
 class ServerHistory:
-    """`database` identifies system, timeline, database and one of its tables, which a restore makes anew. A disk
+    """`database` identifies system, timeline, database and one of its tables, which a restore makes again. A disk
     image that is put back has the same `database`, but a `server` that started later."""
 
     database: str
@@ -33,7 +33,7 @@ def server_history(connection: Connection, where: str, table: str) -> ServerHist
     Args:
         connection: a session of the database.
         where: its address, for messages.
-        table: a table that a restore makes anew.
+        table: a table that a restore makes again.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:

@@ -13,19 +13,21 @@ Name = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
 class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A writer that holds the linear position below what is allocated, with a gap or without one."""
+    """A writer that blocks the linear position below the allocated position, with a gap or without one."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
     reason: Annotated[
         BlockReason,
         Meta(
-            description="`transaction`: it tells of one that is open; `gap`: it went on above IDs that it owes;"
-            " `silent`: it has told nothing beyond `position`; `unknown`: it never joined."
+            description="`transaction`: the writer reported an open one; `gap`: it completed IDs above open ones;"
+            " `silent`: it has sent nothing beyond `position`; `unknown`: it never joined."
         ),
     ]
-    position: Annotated[StreamId | None, Meta(description="How far it is; null where it never joined.")]
-    since: Annotated[datetime | None, Meta(description="Since when it holds; null where that was not noted.")]
+    position: Annotated[StreamId | None, Meta(description="Position of the writer; null if it never joined.")]
+    since: Annotated[
+        datetime | None, Meta(description="Since when it blocks the linear position; null if that was not noted.")
+    ]
     last_seen: Annotated[
         datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
     ]

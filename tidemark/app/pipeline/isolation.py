@@ -3,7 +3,7 @@
 A batch is one transaction of all streams, so without this one record stops them all. First the streams are halved until
 it is known of which the effects are refused. Then the records of such a stream are read again from Kafka and fed to the
 state machine, over the states that Postgres has, until it is known behind which of them the refusal begins. Nothing is
-written here: the query begins anew and rejects those records as it reads them (`ingest.compact`), so that order,
+written here: the query starts again and rejects those records as it reads them (`ingest.compact`), so that order,
 fencing and counts are those of any rejected record.
 """
 

@@ -73,7 +73,7 @@ SHOWN = 10  # names in the log
 
 class PolicyWatch(LeasedThread):
     """Tells `follow` of policies that differ from those it had. A query has the bounds that it began with: so where
-    these differ the `failure` asks for one that begins anew.
+    these differ the `failure` asks for one that starts again.
     """
 
     def __init__(

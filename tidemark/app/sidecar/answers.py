@@ -245,8 +245,8 @@ class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecallAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of `writer` that were put off and come again. What is `gone` from Kafka does not, and what is open waits
-    for the writer's next JOIN."""
+    """Deferred records of `writer` that are read again from Kafka. Those that are `gone` from Kafka are lost, and their
+    IDs stay open until the writer's next JOIN."""
 
     writer: Name
     since: datetime

@@ -86,7 +86,7 @@ def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStre
     """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
-            # IDs that begin anew below known positions would look like a database set back (docs/design.md 3).
+            # IDs that start again below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), Standing):
                 raise StreamTaken(stream.name)
 

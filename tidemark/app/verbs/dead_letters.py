@@ -223,7 +223,7 @@ def dead_letters() -> None:
 @click.option("--reason", help="Only dead letters with this reason.")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
-def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
+def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest dead letters of all streams, or STREAM."""
     settings = loaded()
     topic = settings.kafka_dead_letters_topic
@@ -245,7 +245,7 @@ def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json:
 @dead_letters.command("show")
 @click.argument("place", type=LetterPlace(), metavar="OFFSET")
 @_as_json
-def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
+def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show the dead letter at OFFSET: why it was rejected, where the record was, its key, value and headers."""
     settings = loaded()
     with _servers(settings) as (kafka, acts):
@@ -257,7 +257,7 @@ def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
 @click.argument("place", type=LetterPlace(), metavar="OFFSET")
 @answering
 @until_seen
-def letters_replay(
+def dead_letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:
     """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is repaired.

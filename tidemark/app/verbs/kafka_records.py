@@ -156,7 +156,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     type=click.IntRange(0),
     default=10,
     show_default=True,
-    help="First show so many newest records of each partition.",
+    help="First show this many of the newest records of each partition.",
 )
 @click.option("--all", "everything", is_flag=True, help="First show all records that Kafka still has.")
 @click.option("--follow", is_flag=True, help="Then show new records until Ctrl-C.")

@@ -287,7 +287,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 @click.command("top", cls=OurCommand)
 @click.argument("stream", required=False)
 @click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between two queries.")
-@click.option("--times", type=click.IntRange(1), help="End after so many queries; without it at Ctrl-C.")
+@click.option("--times", type=click.IntRange(1), help="Stop after this many queries; without it, at Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in a line for each query.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
     """Show `tidemark status` and `tidemark gaps`, refreshed. If a server does not answer, try again."""

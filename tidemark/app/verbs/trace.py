@@ -460,7 +460,7 @@ class StreamIdType(click.ParamType[int]):
     type=click.IntRange(1),
     default=1_000_000,
     show_default=True,
-    help="Read at most so many Kafka records.",
+    help="Read at most this many Kafka records.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context

@@ -102,7 +102,7 @@ class Decider:
         """Numbers of the streams whose pages were read, and whose floors were raised last: the next ones follow."""
         self._streams = {each.stream.number: _begun(each) for each in stream_epochs}
         self.is_outdated = False
-        """Streams, writers, epochs or floors are others than these: begin anew."""
+        """Streams, writers, epochs or floors are others than these: start again."""
         self.unknown_writers: dict[int, dict[str, int]] = {}
         """By number of the stream: writers that have appended and are not known, or have ended; nothing of them lies
         between the floor and the ID."""

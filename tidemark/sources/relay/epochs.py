@@ -205,7 +205,7 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
 
 
 def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:
-    """Store new writers, and make all relays begin anew, which do not know their chains."""
+    """Store new writers, and make all relays start again, which do not know their chains."""
     connection.execute(
         """
         with raised as (

@@ -193,7 +193,7 @@ def as_json(content: object) -> str:
 
 
 def compact_states(connection: Connection, room: str) -> int:
-    """Store the room's state groups anew in fewer rows; how many groups went. In a transaction of its own."""
+    """Store the room's state groups again in fewer rows; how many groups went. In a transaction of its own."""
     with connection.transaction():
         locked(connection, room)
         stored = _stored(connection, room)

@@ -3,7 +3,7 @@
 Records are stored in the outbox before they are sent, in one transaction with the position up to which they lead. So
 the next bridge sends the same bytes again, and the edges are always the same. Any number of bridges may run: one has
 the locks of its session and works. A bridge that lost its session unnoticed finds that the positions have moved, and
-begins anew.
+starts again.
 """
 
 import uuid

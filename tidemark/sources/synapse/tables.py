@@ -203,7 +203,7 @@ _KNOWN = (
 )
 STREAMS: Mapping[str, SynapseStream] = {each.name: each for each in _KNOWN}
 
-_MEMORY = "it exists only in its writer's memory, where its IDs begin anew with each start"
+_MEMORY = "it exists only in its writer's memory, where its IDs start again with each start"
 _OTHER = "nobody has examined what its tables prove"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),

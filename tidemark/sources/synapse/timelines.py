@@ -68,12 +68,12 @@ def begin(
         published = PublishedFacts(at)
     with connection.transaction():
         evidence.go_back(connection, name, published, at)
-        anew = _turn(connection, known, seen, at, head)
+        begun = _turn(connection, known, seen, at, head)
     log.warning(
         "Synapse's database went back: a new timeline of the stream begins, and what follows the ID is published again",
         stream=name, reason=why, id=at, published=known.reach, given_out=head,
     )  # fmt: skip
-    return anew, published
+    return begun, published
 
 
 def _why_another(
@@ -137,7 +137,7 @@ def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at
     token = uuid.uuid4().hex
     turned = Timeline(f"{seen.database}/{token}", token, known.timeline.start)
     now = state.clock(connection)
-    anew = replace(
+    begun = replace(
         known,
         timeline=turned,
         sent_upto={writer: min(sent_upto, at) for writer, sent_upto in known.sent_upto.items()},
@@ -156,12 +156,12 @@ def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at
         " where stream = %(name)s",
         {"at": at, "name": known.name},
     )
-    for writer, epoch in anew.epochs.items():
+    for writer, epoch in begun.epochs.items():
         connection.execute(
             "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
             [epoch, known.name, writer],
         )
     state.append_outbox(
-        connection, known.name, [anew.encoder(writer).join(sent_upto) for writer, sent_upto in anew.sent_upto.items()]
+        connection, known.name, [begun.encoder(writer).join(sent_upto) for writer, sent_upto in begun.sent_upto.items()]
     )
-    return anew
+    return begun

@@ -35,7 +35,7 @@ MOST_FACTS = 2_000_000
 """Facts of a task beyond one for each record. A fact takes about 250 bytes."""
 
 MOST_EDGES = 16_384
-"""Edges of a packet: about 200 KiB. The JVM copies each packet six times, and allocates anew for larger ones."""
+"""Edges of a packet: about 200 KiB. The JVM copies each packet six times, and allocates again for larger ones."""
 
 PACKETS = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 

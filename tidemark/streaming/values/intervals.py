@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.int64]
 _NONE: Ids = np.empty(0, np.int64)
 
 _CODES = {2: "H", 4: "I", 8: "Q"}
-"""Of numbers with so many bytes. One is none of them: steps would often be too long, and all be packed anew."""
+"""Of numbers with so many bytes. One is none of them: steps would often be too long, and all be packed again."""
 
 _DENSE = 8
 """Where one of so many IDs is there, a mark for each of all costs a tenth of sorting."""
