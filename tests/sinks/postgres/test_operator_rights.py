@@ -71,6 +71,8 @@ def test_outcome_is_written_once_by_who_began(
         "delete from tidemark.skips",
         "update tidemark.late_resolved set act = 1",
         "update tidemark.replays set act = 1",
+        "insert into tidemark.late_resolved select 1, number from tidemark.acts",
+        "insert into tidemark.replays select 'facts', 0, 1, number from tidemark.acts",
     ],
 )
 def test_record_is_append_only_by_rights(
@@ -82,6 +84,28 @@ def test_record_is_append_only_by_rights(
         pytest.raises(psycopg.errors.InsufficientPrivilege),
     ):
         connection.execute(statement.encode())
+
+
+def test_override_of_another_login_has_no_replay_and_no_late_completion_added(
+    logins: dict[str, PostgresSession], sql: psycopg.Connection
+) -> None:
+    """An operator attaches what an override is about to an override of the same login and kind alone, and once."""
+    overrides = {
+        kind: OverrideLog(logins["eve"]).note("s", OperatorOverride("w", 1, kind, 5, 6, "eve", "mended")).number
+        for kind in ("REPLAY", "RESOLVE", "SKIP")
+    }
+    replay, resolved = "select tidemark.note_replay(%s, 'facts', 2, %s)", "select tidemark.note_resolved(%s, %s)"
+    for statement in (replay, resolved):
+        for number in overrides.values():
+            assert logins["mallory"].fetch_value(statement, (number, 40)) is None
+        assert logins["eve"].fetch_value(statement, (overrides["SKIP"], 40)) is None
+    assert logins["eve"].fetch_value(replay, (overrides["RESOLVE"], 40)) is None
+    assert logins["eve"].fetch_value(resolved, (overrides["REPLAY"], 40)) is None
+    assert logins["eve"].fetch_value(replay, (overrides["REPLAY"], 40)) is True
+    assert logins["eve"].fetch_value(replay, (overrides["REPLAY"], 40)) is None
+    assert logins["eve"].fetch_value(resolved, (overrides["RESOLVE"], 7)) is True
+    assert sql.execute('select "offset", act from tidemark.replays').fetchall() == [(40, overrides["REPLAY"])]
+    assert sql.execute("select number, act from tidemark.late_resolved").fetchall() == [(7, overrides["RESOLVE"])]
 
 
 def test_policy_is_changed_with_an_audit_entry(logins: dict[str, PostgresSession], sql: psycopg.Connection) -> None:

@@ -441,11 +441,7 @@ class LateCompletions:
         override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
         noted = self._acts.note(fact.stream, override)
         self._acts.close(noted, "applied")
-        inserted = self._session.execute(
-            "insert into tidemark.late_resolved (number, act) values (%s, %s) on conflict do nothing",
-            (fact.number, noted.number),
-        )
-        if not inserted:
+        if not self._session.fetch_value("select tidemark.note_resolved(%s, %s)", (noted.number, fact.number)):
             raise BadRecord("resolved_before", f"late completion {fact.number} of {fact.stream} is resolved already")
         return replace(fact, act=noted.number)
 

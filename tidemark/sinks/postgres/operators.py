@@ -187,12 +187,8 @@ class OverrideLog:
         """
         with self._session.use() as connection, connection.transaction():
             noted = self.note(stream, override)
-            inserted = self._session.execute(
-                'insert into tidemark.replays (topic, partition, "offset", act) values (%s, %s, %s, %s)'
-                " on conflict do nothing",
-                (*origin, noted.number),
-            )
-            if not inserted:
+            arguments = (noted.number, *origin)
+            if not self._session.fetch_value("select tidemark.note_replay(%s, %s, %s, %s)", arguments):
                 raise BadRecord("replayed_before", f"act {self.replays()[origin]} sent this record again")
         return noted
 

@@ -5,7 +5,6 @@ Locks are taken in the order of the functions in `apply`. Rejected records stay 
 until they are known to be in the dead letters (docs/design.md, rule 5).
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -53,7 +52,6 @@ def forget_unsent(connection: Connection, query: str, batch: int) -> None:
     connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-NOTIFICATION_BYTES = 7999  # limit of Postgres
 BATCHES_STORED = 1000  # of each query; a retried commit whose answer was lost is found among them
 
 
@@ -162,28 +160,6 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
             for shard, s in batch.streams()
         ),
     )
-    execute(
-        connection,
-        "select pg_notify('tidemark_positions', streams) from unnest(%s::text[]) as changed (streams)",
-        ((names,) for names in _notifications(s.stream for _, s in batch.streams())),
-    )
-
-
-def _notifications(names: Iterable[str]) -> Iterator[str]:
-    """Names joined by spaces, as many as fit into one notification.
-
-    Each notification takes a lock, and an entry of a queue that blocks every sender when it is full.
-    """
-    joined: list[str] = []
-    size = 0
-    for name in names:
-        size += len(name.encode()) + 1
-        if size > NOTIFICATION_BYTES:
-            yield " ".join(joined)
-            joined, size = [], len(name.encode()) + 1
-        joined.append(name)
-    if joined:
-        yield " ".join(joined)
 
 
 def _write_linear_moves(connection: Connection, batch: Batch) -> None:

@@ -1,6 +1,6 @@
 -- Operator overrides and policies. The record of overrides is append-only by rights: the outcome of an override is written
--- once, by the login that began it, through functions. A policy is changed by a function only, which also writes the audit
--- entry.
+-- once, by the login that began it, through functions. So is the dead letter or the late completion that it is about. A
+-- policy is changed by a function only, which also writes the audit entry.
 
 create table tidemark.acts (
     number      bigint      generated always as identity primary key,
@@ -79,6 +79,30 @@ $$
 $$;
 comment on function tidemark.note_outcome(bigint, text) is
     'Notes the outcome of one''s own override; null: it belongs to another login, or was noted before';
+
+create function tidemark.note_replay(act bigint, of_topic text, of_partition integer, of_offset bigint) returns boolean
+    language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
+$$
+    insert into tidemark.replays (topic, partition, "offset", act)
+    select of_topic, of_partition, of_offset, a.number
+    from tidemark.acts a where a.number = note_replay.act and a.seen_as = session_user and a.kind = 'REPLAY'
+    on conflict do nothing
+    returning true
+$$;
+comment on function tidemark.note_replay(bigint, text, integer, bigint) is
+    'Notes the dead letter that one''s own override replays; null: the override is of another login, or the letter was replayed before';
+
+create function tidemark.note_resolved(act bigint, late bigint) returns boolean
+    language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
+$$
+    insert into tidemark.late_resolved (number, act)
+    select late, a.number
+    from tidemark.acts a where a.number = note_resolved.act and a.seen_as = session_user and a.kind = 'RESOLVE'
+    on conflict do nothing
+    returning true
+$$;
+comment on function tidemark.note_resolved(bigint, bigint) is
+    'Notes the late completion that one''s own override resolves; null: the override is of another login, or it was resolved before';
 
 create function tidemark.change_policy(name text, settings text[], wanted bigint[], by_whom text, reason text)
     returns table (act bigint, outcome text)

@@ -17,6 +17,7 @@ $$;
 
 revoke execute on function tidemark.make_history_day(date), tidemark.drop_history_before(date),
     tidemark.note_sent(bigint, text, integer, bigint), tidemark.note_outcome(bigint, text),
+    tidemark.note_replay(bigint, text, integer, bigint), tidemark.note_resolved(bigint, bigint),
     tidemark.change_policy(text, text[], bigint[], text, text) from public;
 
 do $$
@@ -56,10 +57,10 @@ begin
             execute format(
                 'grant usage on schema tidemark to %1$I;'
                 ' grant select, insert (kind, stream, writer, epoch, prev, id, by, why) on tidemark.acts to %1$I;'
-                ' grant select, insert on tidemark.replays, tidemark.late_resolved to %1$I;'
-                ' grant select on tidemark.policies to %1$I;'
+                ' grant select on tidemark.replays, tidemark.late_resolved, tidemark.policies to %1$I;'
                 ' grant execute on function tidemark.note_sent(bigint, text, integer, bigint),'
-                ' tidemark.note_outcome(bigint, text), tidemark.change_policy(text, text[], bigint[], text, text) to %1$I',
+                ' tidemark.note_outcome(bigint, text), tidemark.note_replay(bigint, text, integer, bigint),'
+                ' tidemark.note_resolved(bigint, bigint), tidemark.change_policy(text, text[], bigint[], text, text) to %1$I',
                 someone);
         end if;
     end loop;
