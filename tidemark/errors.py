@@ -42,7 +42,6 @@ from tidemark.common.errors import Stop as Stop
 from tidemark.common.errors import Stopping as Stopping
 from tidemark.common.errors import StreamNotKnown as StreamNotKnown
 from tidemark.common.errors import TidemarkError as TidemarkError
-from tidemark.common.errors import TokenAhead as TokenAhead
 from tidemark.common.errors import TopicCompacted as TopicCompacted
 from tidemark.common.errors import TopicMissing as TopicMissing
 from tidemark.common.errors import TopicReplaced as TopicReplaced

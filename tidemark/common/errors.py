@@ -121,10 +121,20 @@ class NotReached(Retry):
     token: str
     position: str | None  # None: Redis is recovering
     seconds: float
+    allocated: int | None = None  # the highest ID that any record of the stream named, if known
+    is_ahead: bool = False  # the token is beyond `allocated`
 
     @property
     def progress(self) -> str:
-        return f"it is at {self.position}" if self.position else "Redis has no position of it"
+        if self.position is None:
+            return "Redis has no position of it"
+        if not self.is_ahead:
+            return f"it is at {self.position}"
+        return (
+            f"it is at {self.position}, and the highest ID that Tidemark has read of is {self.allocated}: the record of"
+            " the token's ID has not arrived (the relay or the pipeline has lag, see `tidemark status`), or the token"
+            " belongs to another stream or database"
+        )
 
 
 @message("""Postgres rejects the effects of batch {batch}: {problem}; no single record causes it, so the next batch
@@ -186,14 +196,6 @@ class BadToken(Reject):
 
 class BadCommand(Reject):
     """A text line of the replication protocol is not a command (docs/reference/protocol.md)."""
-
-
-@message("""token {token} is ahead of stream {stream}, whose highest ID is {allocated}: the token belongs to another
-    stream or database""")
-class TokenAhead(Reject):
-    stream: str
-    token: str
-    allocated: int  # the highest ID that any record of the stream named
 
 
 @message("""no record of stream {stream} was published: check its name; to wait for a stream that is created later, set

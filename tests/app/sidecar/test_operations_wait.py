@@ -36,11 +36,26 @@ def test_wait_that_is_over_tells_where_it_stands(pipeline: Pipeline, client: Sid
     assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:not-yet", "m3")
 
 
-def test_token_beyond_anything_allocated(pipeline: Pipeline, client: SidecarClient) -> None:
-    """409 with the current state: waiting longer would be of no use."""
+def test_token_beyond_anything_allocated_is_waited_for_to_the_timeout(
+    pipeline: Pipeline, client: SidecarClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay or the pipeline may have lag. 412 says how far the stream is, and what has not arrived."""
+    monkeypatch.setattr("tidemark.app.sidecar.operations.GRACE", 0.1)
     pipeline.publish(moved("s", 3, w=At(0, 3)))
-    found = client.json(WAIT, 409, params={"token": "m10", "timeout": 0.2})
-    assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:token-ahead", "m3")
+    found = client.json(WAIT, 412, params={"token": "m10", "timeout": 0.5})
+    assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:not-yet", "m3")
+    assert "it is at m3, and the highest ID that Tidemark has read of is 3: " in found["detail"]
+    with later(0.6, lambda: pipeline.publish(moved("s", 10, w=At(3, 10)))):
+        assert client.json(WAIT, params={"token": "m10", "timeout": 20})["token"] == "m10"
+
+
+def test_answer_after_the_timeout_names_the_blocker(pipeline: Pipeline, client: SidecarClient) -> None:
+    """The detail of 412 is for people: it names the writer that blocks the position."""
+    pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
+    found = client.json(WAIT, 412, params={"token": "m8", "timeout": 0.2})
+    assert "s did not reach m8 in " in found["detail"]
+    assert "it is at m3" in found["detail"]
+    assert "it waits for w (" in found["detail"]
 
 
 def test_a_token_carries_what_was_told_to_another_sidecar(pipeline: Pipeline, servers: ReadSideConfig) -> None:

@@ -18,7 +18,6 @@ from tidemark.common.errors import (
     NotReached,
     Refused,
     StreamNotKnown,
-    TokenAhead,
     Unavailable,
 )
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
@@ -114,13 +113,36 @@ def test_time_may_be_over(either: Any, pipeline: Pipeline) -> None:
     assert caught.value.token == "m4~v.9"
 
 
-def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys: Any) -> None:
-    """A token beyond all that Tidemark has heard of is refused after the grace, and not waited for for ever."""
+def test_error_at_the_timeout_says_that_the_token_is_beyond_every_known_id(
+    either: Any, pipeline: Pipeline, keys: Any
+) -> None:
+    """The record of the ID may still come, so the token is refused at the time-out only, with the known IDs."""
     pipeline.move("w", 0, 3)
     keys.set(key("s", "allocated"), "4")
-    with pytest.raises(TokenAhead, match="highest ID is 4") as caught:
-        either.wait("s", "m3~w.5", timeout=60, grace=0.3)
-    assert caught.value.allocated == 4
+    with pytest.raises(NotReached, match=r"at m3, and the highest ID that Tidemark has read of is 4: .* lag") as caught:
+        either.wait("s", "m3~w.5", timeout=0.5, grace=0.1)
+    assert (caught.value.allocated, caught.value.is_ahead) == (4, True)
+    with pytest.raises(NotReached) as caught:
+        either.wait("s", "m4", timeout=0.1)
+    assert not caught.value.is_ahead
+
+
+def test_token_of_a_fact_that_the_relay_has_not_sent_is_waited_for(either: Any, pipeline: Pipeline) -> None:
+    """The relay may be behind for longer than any grace: the wait ends when the position is published."""
+    pipeline.move("w", 0, 3)
+    with later(0.6, lambda: pipeline.move("w", 3, 5)):
+        assert either.wait("s", "m3~w.5", timeout=60, grace=0.1).vector == {"w": 5}
+
+
+def test_wait_without_limit_logs_that_the_token_is_beyond_every_known_id(
+    pipeline: Pipeline, positions: Positions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A false token would be waited for silently otherwise."""
+    monkeypatch.setattr("tidemark.sinks.reader.wait.GRACE", 0.2)
+    pipeline.move("w", 0, 3)
+    with later(0.8, lambda: pipeline.move("w", 3, 5)):
+        positions.wait("s", 5)
+    assert capsys.readouterr().out.count("Waiting for a token beyond every known ID") == 1
 
 
 def test_stream_that_nobody_heard_of_is_said(either: Any, pipeline: Pipeline) -> None:
@@ -168,8 +190,9 @@ def test_token_may_run_ahead_for_a_moment(either: Any, pipeline: Pipeline, keys:
     """A token that was issued before the writer's next heartbeat is waited for."""
     pipeline.move("w", 0, 3)
     keys.set(key("s", "allocated"), "4")
-    with later(0.1, lambda: keys.set(key("s", "allocated"), "5")), pytest.raises(NotReached):
+    with later(0.1, lambda: keys.set(key("s", "allocated"), "5")), pytest.raises(NotReached) as caught:
         either.wait("s", 5, timeout=2.5, grace=2)
+    assert not caught.value.is_ahead
 
 
 def test_backward_streams_are_waited_for(either: Any, pipeline: Pipeline, keys: Any) -> None:

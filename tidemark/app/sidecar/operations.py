@@ -31,7 +31,6 @@ from tidemark.app.sidecar.answers import (
 from tidemark.app.sidecar.event_stream import decode_since, decode_token, encode_places
 from tidemark.app.sidecar.openapi import Operation, OperationCall, json, tagged
 from tidemark.app.sidecar.problems import (
-    Ahead,
     BadRequest,
     Busy,
     NotYet,
@@ -43,7 +42,7 @@ from tidemark.app.sidecar.problems import (
 )
 from tidemark.app.sidecar.service import OpenRequest
 from tidemark.app.sidecar.watch import PipelineAnswer
-from tidemark.common.errors import BadToken, NotReached, Slow, Stop, TokenAhead, Unavailable
+from tidemark.common.errors import BadToken, NotReached, Slow, Stop, Unavailable
 from tidemark.sinks.reader import (
     GRACE,
     TOKEN_PATTERN,
@@ -197,19 +196,14 @@ async def wait(call: OperationCall) -> Response:
     token = decode_token(query.token)
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
-    program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE, refuses_at_timeout=True))
+    program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
     with call.service.limiter.one("wait", call.address) as place:
         try:
             await _carry_out_wait(call, Driver[Standing](program), place)
-        except TokenAhead as problem:
-            detail = (
-                f"writers of {call.stream} have allocated up to {problem.allocated}: the token is of another stream or"
-                " database"
-            )
-            raise Ahead(detail, await _position(call)) from None
-        except NotReached:
-            seconds = time.monotonic() - began
-            raise NotYet(f"{call.stream} did not reach {token} in {seconds:.1f} s", await _position(call)) from None
+        except NotReached as problem:
+            seconds, answer = time.monotonic() - began, await _position(call)
+            detail = f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blockers(answer)}"
+            raise NotYet(detail, answer) from None
         except BadToken as problem:
             raise BadRequest(str(problem)) from None
         return json(await _position(call))
@@ -240,6 +234,13 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: 
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
                 driver.answered(None)
+
+
+def _blockers(answer: StreamAnswer) -> str:
+    """Which writers block the linear position, for people."""
+    if answer.behind is None or not answer.behind.held_by:
+        return ""
+    return "; it waits for " + ", ".join(f"{blocker.writer} ({blocker.reason})" for blocker in answer.behind.held_by)
 
 
 async def _position(call: OperationCall) -> StreamAnswer:
@@ -293,7 +294,7 @@ OPERATIONS = [
         wait,
         StreamAnswer,
         query=WaitQuery,
-        problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Ahead, Busy, RecoveringProblem),
+        problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Busy, RecoveringProblem),
     ),
     Operation(
         "/v1/pipeline",

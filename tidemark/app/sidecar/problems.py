@@ -6,7 +6,6 @@ Problem                     400 to 504; `type` is a stable name, sent as a URN; 
 ├── Unauthorized            401 no token, or one that is not listed
 ├── UnknownStream           404 no server knows the stream
 ├── NotYet                  412 a wait timed out
-├── Ahead                   409 a token is beyond every allocated ID
 ├── Busy                    429 a limit of this process is reached
 ├── RecoveringProblem       503 no server can answer now
 ├── Stops                   503 this process is stopping
@@ -87,12 +86,6 @@ class NotYet(Problem):
     status = HTTPStatus.PRECONDITION_FAILED  # not 408, after which browsers and proxies send a request again
     type = "not-yet"
     title = "The stream has not reached the token"
-
-
-class Ahead(Problem):
-    status = HTTPStatus.CONFLICT
-    type = "token-ahead"
-    title = "The token is beyond anything allocated"
 
 
 class Busy(Problem):

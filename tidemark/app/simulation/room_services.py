@@ -30,7 +30,7 @@ from tidemark.app.simulation.services import (
     hold_open,
     run_threads,
 )
-from tidemark.common.errors import NotReached, Retry, StreamNotKnown, TokenAhead
+from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection
 from tidemark.common.session_settings import SessionConnection
 from tidemark.sinks.reader import Positions, Standing
@@ -427,7 +427,7 @@ class _ClientThread:
                     continue
                 try:
                     snapshot = self._positions.wait(stream, id, self._role.writer, timeout=PATIENCE, grace=PATIENCE)
-                except (NotReached, StreamNotKnown, TokenAhead):
+                except (NotReached, StreamNotKnown):
                     if self._stopping.is_set():
                         return
                     raise

@@ -24,7 +24,7 @@ from tidemark.common.errors import NotReached, Reject, StreamNotKnown
 def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
     """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID).
 
-    Exit code 1 if the time is over, 2 if there is no such stream or TOKEN does not fit it.
+    Exit code 1 if the time is over, 2 if there is no such stream or TOKEN is not one of its tokens.
     """
     settings = loaded()
     from tidemark.sinks.reader import Positions
@@ -40,6 +40,8 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
                 raise CommandStopped(no_stream(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None
+            if problem.is_ahead:
+                raise CommandFailed(str(problem)) from None
             raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` shows what blocks it") from None
     if as_json:
         found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}

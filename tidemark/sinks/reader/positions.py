@@ -108,12 +108,12 @@ class Positions:
             until: a token, or an ID (of `writer`, or of all writers).
             writer: whose ID `until` is.
             timeout: seconds; None: no limit.
-            grace: seconds for which a token may be ahead of every ID that Tidemark has read of.
+            grace: seconds for which Tidemark may not know the stream.
 
         Raises:
-            NotReached: after `timeout`.
+            NotReached: after `timeout`. If `is_ahead`, Tidemark has not read of the ID: the relay or the pipeline has
+                lag, or the token belongs to another stream or database.
             StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
-            TokenAhead: after `grace`, if `until` is beyond every ID that Tidemark has read of.
             BadToken: `until` is not a token of this stream.
             Unavailable: Redis is down at the end of `timeout`.
             Refused: a server answers, but not to this user.

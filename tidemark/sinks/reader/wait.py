@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenAhead, Unavailable
+from tidemark.common.errors import NotReached, StreamNotKnown, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
@@ -23,7 +24,10 @@ from tidemark.sinks.reader.requests import (
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.values.direction import beyond, farther
 
+log = get_logger(__name__)
+
 GRACE = 5.0
+LOG_EVERY = 60.0  # seconds between two warnings that a token is beyond every known ID
 PAUSE = 0.2  # seconds until a Redis that is down is read again
 
 
@@ -166,24 +170,26 @@ class WaitConfig:
 
     Attributes:
         timeout: at most so long; None: no limit.
-        grace: at most so long while the token is ahead of every ID that Tidemark has read of, or the stream is unknown.
-            It may be ahead for a moment: the next heartbeat of its writer announces the ID.
-        refuses_at_timeout: a token that is ahead at the timeout raises `TokenAhead` and not `NotReached`.
+        grace: at most so long while the stream is unknown.
     """
 
     timeout: float | None
     grace: float
-    refuses_at_timeout: bool = False
 
 
 def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | Standing, Answer, None]:
-    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `TokenAhead`, `StreamNotKnown` and, if
-    Redis is down at the deadline, `Unavailable`."""
+    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
+    deadline, `Unavailable`.
+
+    A token beyond every known ID is waited for like any other. The relay and the pipeline may have lag, so only the
+    writer's database knows whether it has given out the ID (Rule 9).
+    """
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout
-    ahead_since: float | None = None
+    unknown_since: float | None = None
+    next_log = began + GRACE
     while True:
         try:
             keys = yield ReadKeys(stream)
@@ -200,20 +206,26 @@ def wait_for_token(
             yield snapshot
             return
         now = clock()
-        if is_known and (keys.allocated is None or not beyond(token.farthest(), keys.allocated)):
-            ahead_since = None
+        if is_known:
+            unknown_since = None
         else:
-            ahead_since = now if ahead_since is None else ahead_since
-            if now - ahead_since >= config.grace or (config.refuses_at_timeout and now >= deadline):
-                raise _ahead(stream, token, keys.allocated)
+            unknown_since = now if unknown_since is None else unknown_since
+            if now - unknown_since >= config.grace:
+                raise StreamNotKnown(stream)
+        is_ahead = keys.allocated is not None and beyond(token.farthest(), keys.allocated)
         if now >= deadline:
             text = str(snapshot.token) if isinstance(snapshot, Standing) else None
-            raise NotReached(stream, str(token), text, deadline - began)
+            raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead)
+        if is_ahead and now >= next_log:
+            next_log = now + LOG_EVERY
+            log.warning(
+                "Waiting for a token beyond every known ID",
+                stream=stream,
+                token=str(token),
+                allocated=keys.allocated,
+                seconds=round(now - began),
+            )
         yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT, deadline - now))
-
-
-def _ahead(stream: str, token: Token, allocated: int | None) -> Reject:
-    return StreamNotKnown(stream) if allocated is None else TokenAhead(stream, str(token), allocated)
 
 
 def target(until: Token | str | int, writer: str | None) -> Token:
