@@ -108,7 +108,7 @@ def postgres(home: Home) -> Iterator[PostgresServer]:
 
 
 @contextmanager
-def _made(postgres: PostgresServer, template: str) -> Iterator[str]:
+def made_database(postgres: PostgresServer, template: str) -> Iterator[str]:
     """The DSN of a database of its own, which begins as the template is."""
     name = f"test_{next(_numbers)}"
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
@@ -122,14 +122,14 @@ def _made(postgres: PostgresServer, template: str) -> Iterator[str]:
 @pytest.fixture
 def database(postgres: PostgresServer) -> Iterator[str]:
     """The DSN of an empty database that only this test uses."""
-    with _made(postgres, "template1") as dsn:
+    with made_database(postgres, "template1") as dsn:
         yield dsn
 
 
 @pytest.fixture
 def another_database(postgres: PostgresServer) -> Iterator[str]:
     """The DSN of a second one."""
-    with _made(postgres, "template1") as dsn:
+    with made_database(postgres, "template1") as dsn:
         yield dsn
 
 
@@ -152,7 +152,7 @@ def _migrated(postgres: PostgresServer) -> str:
 @pytest.fixture
 def migrated(postgres: PostgresServer, _migrated: str) -> Iterator[str]:
     """The DSN of a database with the schema of the sink, which only this test uses."""
-    with _made(postgres, _migrated) as dsn:
+    with made_database(postgres, _migrated) as dsn:
         yield dsn
 
 

@@ -18,6 +18,7 @@ from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.lock_waits import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
+from tidemark.sinks.reader_database import install
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import queries
 from tidemark.sources.relay.metrics import RelayMetrics
@@ -114,6 +115,8 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
                 raise BadSetting("dsn", f"the database has encoding {row and row[0]}; create it WITH ENCODING 'UTF8'")
         applied = SCHEMA.migrate(session)
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        if install(session):
+            say("installed the functions of readers")
         for name in streams:
             made = run_locking(session, f"making stream {name}", partial(_make_stream, name, direction))
             say(f"{'made stream' if made else 'there is stream'} {name}")

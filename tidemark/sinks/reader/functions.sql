@@ -1,0 +1,661 @@
+-- Positions in the database of readers, and the functions by which readers in any language read each fact once
+-- (docs/design.md 6b). `tidemark relay migrate` and `tidemark follow migrate` run this file after `schema.sql`, each time:
+-- tables stay, and functions are replaced.
+
+alter table tidemark_reader.places add column if not exists timeline bigint;
+comment on column tidemark_reader.places.timeline is 'The timeline of the positions by which the place moved last';
+
+create table if not exists tidemark_reader.positions (
+    stream      text        primary key,
+    source      text        not null check (source in ('database', 'published')),
+    linear      bigint      not null,
+    vector      jsonb       not null default '{}',
+    token       text        not null,
+    late        bigint      not null default 0,
+    late_after  bigint      not null default 0,
+    timeline    bigint      not null,
+    updated     timestamptz not null default clock_timestamp()
+);
+comment on table tidemark_reader.positions is 'How far each stream is complete: written by the relay of this database, or by `tidemark follow`';
+comment on column tidemark_reader.positions.source is
+    'database: by the transactions of this database, which has all writers of the stream. published: what Tidemark has published';
+comment on column tidemark_reader.positions.vector is 'Writer -> ID; a writer that is not named is at linear';
+comment on column tidemark_reader.positions.late is 'Number of the newest known late completion';
+comment on column tidemark_reader.positions.late_after is 'Late completions up to this number are not known here';
+comment on column tidemark_reader.positions.timeline is 'When the timeline began (microseconds since 1970). Within one no position goes back';
+
+create table if not exists tidemark_reader.late_completions (
+    stream      text        not null,
+    number      bigint      not null,
+    writer      text        not null,
+    epoch       bigint      not null,
+    prev        bigint      not null,
+    id          bigint      not null,
+    facts       bigint      not null,
+    why         text        not null,
+    primary key (stream, number)
+);
+comment on table tidemark_reader.late_completions is 'The newest late completions of each stream, as Tidemark has published them';
+
+create table if not exists tidemark_reader.timelines (
+    stream      text        not null,
+    timeline    bigint      not null,
+    back_to     bigint      not null,
+    primary key (stream, timeline)
+);
+comment on table tidemark_reader.timelines is 'Timelines that began when IDs beyond back_to could be given out again';
+
+create or replace function tidemark_reader.channel(stream text) returns text
+language sql immutable parallel safe
+return 'tidemark_' || case when octet_length(stream) <= 54 then stream else md5(stream) end;
+comment on function tidemark_reader.channel is
+    'The channel on which moves of the stream are notified: tidemark_ and the name, or its MD5 if the name is longer than 54 bytes';
+
+create or replace function tidemark_reader.clock() returns bigint
+language sql volatile
+return (extract(epoch from clock_timestamp()) * 1000000)::bigint;
+
+create or replace function tidemark_reader.token(linear bigint, vector jsonb) returns text
+language sql immutable parallel safe
+return (
+    select 'm' || linear || coalesce(string_agg(
+        '~' || replace(replace(key, '%', '%25'), '~', '%7E') || '.' || value, '' order by key collate "C"), '')
+    from jsonb_each_text(vector)
+    where abs(value::bigint) > abs(linear)
+);
+
+-- The greater of both positions of each writer; a writer that is not named is at its side's linear position.
+create or replace function tidemark_reader.farther_vector(linear bigint, a_linear bigint, a jsonb, b_linear bigint, b jsonb)
+returns jsonb
+language sql immutable parallel safe
+return (
+    select coalesce(jsonb_object_agg(writer, at), '{}')
+    from (
+        select name.key as writer, case
+            when abs(coalesce((a ->> name.key)::bigint, a_linear)) > abs(coalesce((b ->> name.key)::bigint, b_linear))
+            then coalesce((a ->> name.key)::bigint, a_linear) else coalesce((b ->> name.key)::bigint, b_linear) end as at
+        from (select jsonb_object_keys(a) union select jsonb_object_keys(b)) as name (key)
+    ) as known
+    where abs(at) > abs(linear)
+);
+
+-- The linear position and the vector move on, and never back. What is published moves no position of a stream whose
+-- writers are all in this database: there the transactions decide (docs/design.md 6b).
+create or replace function tidemark_reader.publish(source text, streams text[], linears bigint[], vectors jsonb[] default null)
+returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+#variable_conflict use_column
+declare
+    _moved text[];
+begin
+    with given as (
+        select name, at, coalesce(publish.vectors[number::integer], '{}') as by_writer
+        from unnest(publish.streams, publish.linears) with ordinality as each (name, at, number)
+        order by name  -- in one order, so that two processes do not wait for each other
+    ), moved as (
+        insert into tidemark_reader.positions as known (stream, source, linear, vector, token, timeline)
+        select name, publish.source, at, tidemark_reader.farther_vector(at, at, by_writer, at, '{}'),
+            tidemark_reader.token(at, by_writer), tidemark_reader.clock()
+        from given
+        on conflict (stream) do update set
+            linear = case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
+            vector = tidemark_reader.farther_vector(
+                case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
+                known.linear, known.vector, excluded.linear, excluded.vector),
+            token = tidemark_reader.token(
+                case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
+                tidemark_reader.farther_vector(0, known.linear, known.vector, excluded.linear, excluded.vector)),
+            updated = clock_timestamp()
+        where known.source = excluded.source and known.linear::numeric * excluded.linear >= 0 and (
+            abs(excluded.linear) > abs(known.linear)
+            or known.vector is distinct from tidemark_reader.farther_vector(
+                known.linear, known.linear, known.vector, excluded.linear, excluded.vector)
+        )
+        returning stream
+    )
+    select array_agg(stream) into _moved from moved;
+    perform pg_notify(tidemark_reader.channel(name), '') from unnest(_moved) as name;
+    return coalesce(cardinality(_moved), 0);
+end
+$$;
+
+-- IDs beyond `back_to` may be given out again: a new timeline. Readers that are beyond it are told.
+create or replace function tidemark_reader.went_back(stream text, back_to bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _timeline bigint;
+begin
+    update tidemark_reader.positions as known
+    set linear = went_back.back_to, vector = '{}', token = tidemark_reader.token(went_back.back_to, '{}'),
+        timeline = greatest(known.timeline + 1, tidemark_reader.clock()), updated = clock_timestamp()
+    where known.stream = went_back.stream and known.source = 'database' and abs(known.linear) > abs(went_back.back_to)
+    returning known.timeline into _timeline;
+    if _timeline is null then
+        return false;
+    end if;
+    insert into tidemark_reader.timelines (stream, timeline, back_to)
+    values (went_back.stream, _timeline, went_back.back_to);
+    return true;
+end
+$$;
+
+-- Late completions as Tidemark has published them. `after`: those up to this number are not known here.
+create or replace function tidemark_reader.publish_late(
+    stream text, after bigint, numbers bigint[], writers text[], epochs bigint[], prevs bigint[], ids bigint[],
+    facts bigint[], whys text[], keep integer default 10000
+) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+#variable_conflict use_column
+declare
+    _known tidemark_reader.positions;
+begin
+    select * into _known from tidemark_reader.positions as known where known.stream = publish_late.stream for update;
+    if not found then
+        return;
+    end if;
+    insert into tidemark_reader.late_completions (stream, number, writer, epoch, prev, id, facts, why)
+    select publish_late.stream, each.*
+    from unnest(publish_late.numbers, publish_late.writers, publish_late.epochs, publish_late.prevs, publish_late.ids,
+        publish_late.facts, publish_late.whys) as each (number, writer, epoch, prev, id, facts, why)
+    where each.number > _known.late
+    on conflict do nothing;
+    with gone as (
+        delete from tidemark_reader.late_completions as kept
+        where kept.stream = publish_late.stream and kept.number <= (
+            select listed.number from tidemark_reader.late_completions as listed
+            where listed.stream = publish_late.stream order by listed.number desc offset publish_late.keep limit 1)
+        returning kept.number
+    )
+    update tidemark_reader.positions as known
+    set late = greatest(known.late, (select max(number) from unnest(publish_late.numbers) as number), publish_late.after),
+        late_after = greatest(known.late_after, (select max(number) from gone),
+            case when publish_late.after > known.late then publish_late.after end)
+    where known.stream = publish_late.stream;
+    perform pg_notify(tidemark_reader.channel(publish_late.stream), '');
+end
+$$;
+
+-- As the statement sees it that calls tidemark_reader.take. So a single statement that takes and selects is right too: it
+-- sees every fact up to the position that it sees.
+create or replace function tidemark_reader.positions_of(_stream text) returns tidemark_reader.positions
+language sql stable security definer set search_path = pg_catalog, pg_temp set row_security = off
+return (select known from tidemark_reader.positions as known where known.stream = _stream);
+
+create or replace function tidemark_reader.place_name(_reader text, _partition integer, _partitions integer) returns text
+language plpgsql immutable
+as $$
+begin
+    if _reader is null or _reader = '' then
+        raise exception using errcode = 'invalid_parameter_value', message = 'a reader needs a name';
+    elsif _partitions is null and _partition is null then
+        return _reader;
+    elsif _partitions is null or _partition is null or _partitions < 1 or _partition < 0 or _partition >= _partitions then
+        raise exception using errcode = 'invalid_parameter_value',
+            message = format('there is no partition %s of %s', coalesce(_partition::text, 'NULL'), coalesce(_partitions::text, 'NULL')),
+            hint = 'Partitions are numbered from 0: partition => 0, partitions => 8.';
+    end if;
+    return format('%s[%s/%s]', _reader, _partition, _partitions);
+end
+$$;
+
+create or replace function tidemark_reader.partition_of(key text, partitions integer) returns integer
+language sql immutable parallel safe
+return (('x' || left(md5(key), 8))::bit(32)::bigint % partitions)::integer;
+comment on function tidemark_reader.partition_of is
+    'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions';
+
+-- The place of a reader, locked until the transaction ends. NULL: another copy of the reader holds it, and _wait is false.
+create or replace function tidemark_reader.lock_place(
+    _stream text, _reader text, _mode text, _wait boolean, _since text, _now tidemark_reader.positions
+) returns tidemark_reader.places
+language plpgsql volatile
+as $$
+declare
+    _place tidemark_reader.places;
+    _linear bigint;
+    _positions jsonb := '{}';
+    _timeout text := current_setting('lock_timeout');
+begin
+    loop
+        if _wait then
+            select * into _place from tidemark_reader.places as known
+            where known.reader = _reader and known.stream = _stream for update;
+        else
+            select * into _place from tidemark_reader.places as known
+            where known.reader = _reader and known.stream = _stream for update skip locked;
+        end if;
+        if found and _place.version > 0 then
+            exit;
+        elsif not found and exists (
+            select from tidemark_reader.places as known where known.reader = _reader and known.stream = _stream
+        ) then
+            return null;
+        end if;
+        -- A new reader.
+        if _since is null or _since = 'beginning' then
+            _linear := 0;
+        elsif _since = 'now' then
+            _linear := _now.linear;
+            _positions := _now.vector;
+        else
+            if _since !~ '^(m?(0|-?[1-9][0-9]{0,18}))(~[^~]+\.(0|-?[1-9][0-9]{0,18}))*$' then
+                raise exception using errcode = 'invalid_parameter_value', message = format('%L is not a token', _since),
+                    hint = 'A reader begins at a token such as m7~web.9, at an ID, at ''now'' or at ''beginning''.';
+            end if;
+            _linear := ltrim(split_part(_since, '~', 1), 'm')::bigint;
+            select coalesce(jsonb_object_agg(replace(replace(parts[1], '%7E', '~'), '%25', '%'), parts[2]::bigint), '{}')
+            into _positions
+            from regexp_split_to_table(_since, '~') with ordinality as part (text, number),
+                regexp_match(part.text, '^(.*)\.(-?[0-9]+)$') as parts
+            where number > 1;
+        end if;
+        if _linear::numeric * _now.linear < 0 then
+            raise exception using errcode = 'invalid_parameter_value',
+                message = format('stream %L runs in the other direction than %L', _stream, _since);
+        end if;
+        begin
+            if not _wait then
+                perform set_config('lock_timeout', '20ms', true);
+            end if;
+            insert into tidemark_reader.places as known
+                (reader, stream, mode, linear, positions, late, owed, is_settled, version, timeline)
+            values (_reader, _stream, _mode, _linear, case when _mode = 'vector' then _positions else '{}' end,
+                case when _linear = 0 then _now.late_after else _now.late end, '[]', true, tidemark_reader.clock(),
+                _now.timeline)
+            on conflict (reader, stream) do update
+            set mode = excluded.mode, linear = excluded.linear, positions = excluded.positions, late = excluded.late,
+                version = excluded.version, timeline = excluded.timeline
+            where known.version = 0;
+            perform set_config('lock_timeout', _timeout, true);
+        exception when lock_not_available then
+            if _wait then
+                raise;
+            end if;
+            return null;
+        end;
+    end loop;
+    if _place.mode <> _mode then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('reader %L of stream %L reads in %s mode, not in %s mode', _reader, _stream, _place.mode, _mode),
+            hint = 'Give the reader another name.';
+    end if;
+    return _place;
+end
+$$;
+
+create or replace function tidemark_reader.check_place(_place tidemark_reader.places, _farthest bigint) returns void
+language plpgsql stable
+as $$
+declare
+    _now tidemark_reader.positions;
+    _back_to bigint;
+begin
+    select * into _now from tidemark_reader.positions as known where known.stream = _place.stream;
+    if _now.source = 'database' and abs(_farthest) > abs(_now.linear)
+        and abs(_farthest) > (select max(abs(at::bigint)) from jsonb_each_text(_now.vector || jsonb_build_object('', _now.linear)) as each (name, at)) then
+        _back_to := _now.linear;
+    end if;
+    select coalesce(min(past.back_to * sign(past.back_to)) * sign(_farthest), _back_to)::bigint into _back_to
+    from tidemark_reader.timelines as past
+    where past.stream = _place.stream and past.timeline > _place.timeline and abs(past.back_to) < abs(_farthest);
+    if _back_to is not null then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('reader %L has read stream %L up to ID %s, and the stream went back to ID %s',
+                _place.reader, _place.stream, _farthest, _back_to),
+            detail = 'A sequence was set back, or a part of the database was restored. IDs beyond are given out again.',
+            hint = format('Take back the effects of IDs beyond %s, then move the reader: select tidemark_reader.seek(%L, %L, ''m%s'')',
+                _back_to, _place.stream, _place.reader, _back_to);
+    end if;
+end
+$$;
+
+-- The late completions of the place that come next: the IDs that the reader has passed, at most _most, by writer; and the
+-- place after them. _part of a wide range is handed out at once, and the place says how far.
+create or replace function tidemark_reader.late_of(
+    inout _place tidemark_reader.places, _now tidemark_reader.positions, _most integer, out _ids jsonb
+)
+language plpgsql stable
+as $$
+declare
+    _late tidemark_reader.late_completions;
+    _at bigint;
+    _from bigint;
+    _to bigint;
+    _sign integer;
+    _room bigint := _most;
+begin
+    _ids := '{}';
+    if _now.late <= _place.late then
+        return;
+    elsif _place.late < _now.late_after and _place.linear <> 0 then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('late completions of stream %L from number %s to %s are not listed any more, and reader %L has not had them',
+                _place.stream, _place.late + 1, _now.late_after, _place.reader),
+            hint = format('`tidemark late list` has them. Then: select tidemark_reader.pass_late(%L, %L)', _place.stream, _place.reader);
+    end if;
+    for _late in
+        select * from tidemark_reader.late_completions as listed
+        where listed.stream = _place.stream and listed.number > _place.late and listed.number <= _now.late
+        order by listed.number
+    loop
+        _sign := case when _late.id < 0 then -1 else 1 end;
+        _at := case when _place.mode = 'vector' then coalesce((_place.positions ->> _late.writer)::bigint, _place.linear) else _place.linear end;
+        _from := _late.prev;
+        if (_place.late_part ->> 0)::bigint = _late.number then
+            _from := (_place.late_part ->> 1)::bigint;
+        end if;
+        _to := _sign * least(abs(_late.id), abs(_at));
+        if _late.facts > 0 and abs(_to) > abs(_from) then
+            if _place.mode = 'linear' and _late.facts < abs(_late.id) - abs(_late.prev) and (
+                select count(*) > 1 from jsonb_object_keys(_now.vector || jsonb_build_object(_late.writer, 0))
+            ) then
+                raise exception using errcode = 'object_not_in_prerequisite_state',
+                    message = format('%s facts of writer %L came late in (%s, %s] of stream %L, and other writers have IDs there',
+                        _late.facts, _late.writer, _late.prev, _late.id, _place.stream),
+                    hint = format('Handle the rows of that writer in that range, then: select tidemark_reader.pass_late(%L, %L)',
+                        _place.stream, _place.reader);
+            end if;
+            exit when _room <= 0;
+            if abs(_to) - abs(_from) > _room then
+                _to := _from + _sign * _room;
+                _place.late_part := jsonb_build_array(_late.number, _to);
+            end if;
+            _ids := _ids || jsonb_build_object(_late.writer, coalesce(_ids -> _late.writer, '[]')
+                || (select jsonb_agg(id) from generate_series(_from + _sign, _to, _sign) as id));
+            _room := _room - abs(_to - _from);
+            exit when (_place.late_part ->> 0)::bigint = _late.number and (_place.late_part ->> 1)::bigint = _to;
+        end if;
+        _place.late := _late.number;
+        _place.late_part := null;
+        if _late.facts > 0 and abs(_late.id) > abs(_at) then
+            -- For tidemark.Reader, which skips ranges that are proven to be empty.
+            _place.owed := _place.owed || jsonb_build_array(jsonb_build_array(_late.writer, _late.prev, _late.id));
+        end if;
+    end loop;
+end
+$$;
+
+create or replace function tidemark_reader.save_place(_place tidemark_reader.places, _timeline bigint) returns void
+language sql volatile
+begin atomic
+    update tidemark_reader.places as known
+    set linear = (_place).linear, positions = (_place).positions, late = (_place).late, late_part = (_place).late_part,
+        owed = (
+            select coalesce(jsonb_agg(range), '[]') from jsonb_array_elements((_place).owed) as range
+            where abs((range ->> 2)::bigint) > abs(coalesce(((_place).positions ->> (range ->> 0))::bigint, (_place).linear))
+        ),
+        is_settled = true, timeline = _timeline, updated_at = now(),
+        version = greatest(known.version + 1, tidemark_reader.clock())
+    where known.reader = (_place).reader and known.stream = (_place).stream;
+end;
+
+create or replace function tidemark_reader.check_take(
+    _stream text, _reader text, _most integer, _now tidemark_reader.positions
+) returns void
+language plpgsql stable
+as $$
+begin
+    if _most is null or _most < 1 then
+        raise exception using errcode = 'invalid_parameter_value', message = 'at least one ID is taken: most => 1000';
+    elsif _now.stream is null then
+        raise exception using errcode = 'undefined_object',
+            message = format('this database has no positions of stream %L', _stream),
+            hint = 'Check the name. The relay of this database keeps them, or `tidemark follow`; a new stream needs a moment.';
+    elsif (
+        select count(*) from tidemark_reader.places as other
+        where other.stream = _stream and other.reader <> _reader and other.version > 0
+            and regexp_replace(other.reader, '\[\d+/\d+\]$', '') = regexp_replace(_reader, '\[\d+/\d+\]$', '')
+            and coalesce(substring(other.reader from '/(\d+)\]$'), '') <> coalesce(substring(_reader from '/(\d+)\]$'), '')
+    ) > 0 then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('reader %L of stream %L has places of another number of partitions',
+                regexp_replace(_reader, '\[\d+/\d+\]$', ''), _stream),
+            hint = 'Bring all partitions to one place, then: select tidemark_reader.repartition(stream, reader, partitions)';
+    end if;
+end
+$$;
+
+create or replace function tidemark_reader.take_range(
+    _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
+) returns table (low bigint, high bigint, late bigint[])
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _place tidemark_reader.places;
+    _before tidemark_reader.places;
+    _next record;
+    _ids jsonb;
+begin
+    perform tidemark_reader.check_take(_stream, _reader, _most, _now);
+    _before := tidemark_reader.lock_place(_stream, _reader, 'linear', _wait, _since, _now);
+    if _before.reader is null then
+        return;
+    end if;
+    perform tidemark_reader.check_place(_before, _before.linear);
+    select * into _next from tidemark_reader.late_of(_before, _now, _most);
+    _place := _next._place;
+    _ids := _next._ids;
+    low := _before.linear;
+    high := low;
+    if abs(_now.linear) > abs(low) then
+        high := low + case when _now.linear < 0 then -1 else 1 end * least(_most, abs(_now.linear - low));
+    end if;
+    _place.linear := high;
+    if _place is distinct from _before or _before.timeline is distinct from _now.timeline then
+        perform tidemark_reader.save_place(_place, _now.timeline);
+    end if;
+    select coalesce(array_agg(distinct id::bigint), '{}') into late
+    from jsonb_each(_ids) as each (writer, listed), jsonb_array_elements_text(listed) as id;
+    if high <> low or late <> '{}' then
+        return next;
+    end if;
+end
+$$;
+
+create or replace function tidemark_reader.take(
+    stream text, reader text, most integer default 1000, wait boolean default true, since text default null,
+    partition integer default null, partitions integer default null
+) returns table (low bigint, high bigint, late bigint[])
+language sql stable
+begin atomic
+    select taken.low, taken.high, taken.late
+    from tidemark_reader.take_range(take.stream, tidemark_reader.place_name(take.reader, take.partition, take.partitions),
+        take.most, take.wait, take.since, tidemark_reader.positions_of(take.stream)) as taken;
+end;
+comment on function tidemark_reader.take is
+    'The IDs that the reader reads next, at most `most`: those beyond low up to high, and late, which it passed before their
+facts came. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
+new, or another copy of the reader has the place and wait is false. since: where a new reader begins (a token, an ID, now,
+or beginning). partition and partitions: each partition has a place of its own';
+
+create or replace function tidemark_reader.take_ranges(
+    _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
+) returns table (writer text, low bigint, high bigint, late bigint[])
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+#variable_conflict use_variable
+declare
+    _place tidemark_reader.places;
+    _before tidemark_reader.places;
+    _next record;
+    _ids jsonb;
+    _name text;
+    _goal bigint;
+    _sign integer := case when _now.linear < 0 or _now.token ~ '\.-' then -1 else 1 end;
+    _moved boolean := false;
+    _named text[];
+    _lows bigint[] := '{}';
+    _highs bigint[] := '{}';
+begin
+    perform tidemark_reader.check_take(_stream, _reader, _most, _now);
+    _before := tidemark_reader.lock_place(_stream, _reader, 'vector', _wait, _since, _now);
+    if _before.reader is null then
+        return;
+    end if;
+    perform tidemark_reader.check_place(_before, (
+        select at::bigint from jsonb_each_text(_before.positions || jsonb_build_object('', _before.linear)) as each (name, at)
+        order by abs(at::bigint) desc limit 1));
+    select * into _next from tidemark_reader.late_of(_before, _now, _most);
+    _place := _next._place;
+    _ids := _next._ids;
+    -- NULL, the last, stands for all writers that are not named.
+    select array_agg(name order by name) || null::text into _named from (
+        select jsonb_object_keys(_before.positions) union select jsonb_object_keys(_now.vector)
+        union select jsonb_object_keys(_ids)) as known (name);
+    _place.positions := '{}';
+    for _index in 1 .. cardinality(_named) loop
+        _name := _named[_index];
+        low := coalesce((_before.positions ->> _name)::bigint, _before.linear);
+        _goal := coalesce((_now.vector ->> _name)::bigint, _now.linear);
+        high := low;
+        if abs(_goal) > abs(low) then
+            high := low + _sign * least(_most, abs(_goal - low));
+        end if;
+        _lows := _lows || low;
+        _highs := _highs || high;
+        _moved := _moved or high <> low or _ids ? _name;
+        if _name is not null then
+            _place.positions := _place.positions || jsonb_build_object(_name, high);
+        end if;
+    end loop;
+    _place.linear := _highs[cardinality(_highs)];
+    select coalesce(jsonb_object_agg(name, at), '{}') into _place.positions
+    from jsonb_each(_place.positions) as each (name, at) where at <> to_jsonb(_place.linear);
+    if _place is distinct from _before or _before.timeline is distinct from _now.timeline then
+        perform tidemark_reader.save_place(_place, _now.timeline);
+    end if;
+    if _moved then
+        for _index in 1 .. cardinality(_named) loop
+            writer := _named[_index];
+            low := _lows[_index];
+            high := _highs[_index];
+            select coalesce(array_agg(distinct id::bigint), '{}') into late from jsonb_array_elements_text(_ids -> writer) as id;
+            return next;
+        end loop;
+    end if;
+end
+$$;
+
+create or replace function tidemark_reader.take_vector(
+    stream text, reader text, most integer default 1000, wait boolean default true, since text default null
+) returns table (writer text, low bigint, high bigint, late bigint[])
+language sql stable
+begin atomic
+    select taken.writer, taken.low, taken.high, taken.late
+    from tidemark_reader.take_ranges(take_vector.stream, tidemark_reader.place_name(take_vector.reader, null, null),
+        take_vector.most, take_vector.wait, take_vector.since, tidemark_reader.positions_of(take_vector.stream)) as taken;
+end;
+comment on function tidemark_reader.take_vector is
+    'As take, with a range for each writer, up to its own position: a reader of one writer waits for no other. The row without
+a writer is for all writers that have no row in this answer';
+
+create or replace function tidemark_reader.seek(stream text, reader text, token text) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _mode text;
+    _now tidemark_reader.positions;
+begin
+    select known.mode into _mode from tidemark_reader.places as known
+    where known.stream = seek.stream and known.reader = seek.reader for update;
+    select * into _now from tidemark_reader.positions as known where known.stream = seek.stream;
+    if _mode is null or _now.stream is null then
+        raise exception using errcode = 'undefined_object',
+            message = format('stream %L has no reader %L in this database, or no positions', seek.stream, seek.reader);
+    end if;
+    delete from tidemark_reader.places as known where known.stream = seek.stream and known.reader = seek.reader;
+    delete from tidemark_reader.delivered as known where known.stream = seek.stream and known.reader = seek.reader;
+    perform tidemark_reader.lock_place(seek.stream, seek.reader, _mode, true, seek.token, _now);
+end
+$$;
+comment on function tidemark_reader.seek is
+    'Moves the place of a reader to a token, an ID, now or beginning. A reader that goes back reads facts again. For the owner of the schema';
+
+create or replace function tidemark_reader.pass_late(stream text, reader text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _number bigint;
+begin
+    update tidemark_reader.places as known
+    set late = greatest(positions.late_after, (
+            select min(listed.number) from tidemark_reader.late_completions as listed
+            where listed.stream = known.stream and listed.number > known.late)),
+        late_part = null, version = greatest(known.version + 1, tidemark_reader.clock())
+    from tidemark_reader.positions as positions
+    where known.stream = pass_late.stream and known.reader = pass_late.reader and positions.stream = known.stream
+    returning known.late into _number;
+    return _number;
+end
+$$;
+comment on function tidemark_reader.pass_late is
+    'The reader does not get the next late completion, which somebody has handled by hand; gives its number. For the owner of the schema';
+
+create or replace function tidemark_reader.repartition(stream text, reader text, partitions integer) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _place tidemark_reader.places;
+    _count integer;
+begin
+    perform from tidemark_reader.places as known
+    where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader
+    order by known.reader for update;
+    select count(distinct (known.linear, known.late, known.late_part)) into _count from tidemark_reader.places as known
+    where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader;
+    if _count <> 1 or repartition.partitions < 1 then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('the partitions of reader %L of stream %L are at %s different places', repartition.reader,
+                repartition.stream, _count),
+            hint = 'Stop the writers or the readers until all partitions are at one place: tidemark_reader.places.';
+    end if;
+    select * into _place from tidemark_reader.places as known
+    where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader limit 1;
+    delete from tidemark_reader.places as known
+    where known.stream = repartition.stream and regexp_replace(known.reader, '\[\d+/\d+\]$', '') = repartition.reader;
+    for _index in 0 .. repartition.partitions - 1 loop
+        _place.reader := tidemark_reader.place_name(repartition.reader, _index, repartition.partitions);
+        insert into tidemark_reader.places select (_place).*;
+    end loop;
+end
+$$;
+comment on function tidemark_reader.repartition is
+    'Changes the number of partitions of a reader whose partitions are all at one place. For the owner of the schema';
+
+revoke all on all functions in schema tidemark_reader from public;
+
+-- A role without login, to be granted. A user who may not create roles can still migrate.
+do $$
+begin
+    create role tidemark_take nologin;
+exception when insufficient_privilege or duplicate_object or unique_violation then
+    null;
+end
+$$;
+
+do $$
+begin
+    if to_regrole('tidemark_take') is not null then
+        grant usage on schema tidemark_reader to tidemark_take;
+        grant execute on function
+            tidemark_reader.take(text, text, integer, boolean, text, integer, integer),
+            tidemark_reader.take_vector(text, text, integer, boolean, text),
+            tidemark_reader.take_range(text, text, integer, boolean, text, tidemark_reader.positions),
+            tidemark_reader.take_ranges(text, text, integer, boolean, text, tidemark_reader.positions),
+            tidemark_reader.place_name(text, integer, integer), tidemark_reader.positions_of(text),
+            tidemark_reader.partition_of(text, integer), tidemark_reader.channel(text)
+        to tidemark_take;
+    end if;
+    if to_regrole('tidemark_relay') is not null then
+        grant usage on schema tidemark_reader to tidemark_relay;
+        grant select on tidemark_reader.positions to tidemark_relay;
+        grant execute on function
+            tidemark_reader.publish(text, text[], bigint[], jsonb[]), tidemark_reader.went_back(text, bigint),
+            tidemark_reader.publish_late(text, bigint, bigint[], text[], bigint[], bigint[], bigint[], bigint[], text[], integer)
+        to tidemark_relay;
+    end if;
+end
+$$;
