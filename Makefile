@@ -68,12 +68,12 @@ stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real server
 	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/stories/test_*.py
 
 .PHONY: torture
-torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
-	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture -k 'not rooms'
+torture: setup ## Inject every fault into a stack of its own for SECONDS (600), by the script of SEED, and compare what was read with what was written
+	TORTURE_SECONDS=$(SECONDS) TORTURE_SEED=$(SEED) $(BIN)/pytest -s -n 0 -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k 'not rooms'
 
 .PHONY: rooms-torture
 rooms-torture: setup ## Let everything befall a chat server's rooms and their clients for ten minutes, and hold every answer against the tables
-	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture -k rooms
+	TORTURE_SECONDS=$(SECONDS) $(BIN)/pytest -s -o faulthandler_timeout=$$(($(or $(SECONDS),600) + 900)) tests/torture -k rooms
 
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)

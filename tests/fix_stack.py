@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,23 @@ class Terminal:
             timeout=patience,
             check=False,
         )
+
+    def run_aloud(self, *words: str, patience: float) -> subprocess.CompletedProcess[bytes]:
+        """`run` for what takes long: also prints each line at once, of both outputs together."""
+        lines: list[bytes] = []
+        command = [*_TIDEMARK, *words]
+        with subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder
+        ) as process:
+            timer = threading.Timer(patience, process.kill)
+            timer.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+                lines.append(line)
+            timer.cancel()
+        return subprocess.CompletedProcess(command, process.returncode, b"".join(lines), b"")
 
     @contextmanager
     def up(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:

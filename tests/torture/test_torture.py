@@ -1,24 +1,28 @@
 """The plays of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes each: `make torture` and `make
-rooms-torture`."""
+rooms-torture`, with SECONDS= and SEED= if you like."""
+
+import os
 
 import click
 
 from tests.app.simulation.test_simulate import require_befell, require_right, require_rooms_right
 from tests.fix_stack import Terminal
+from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import Fault
 
-SECONDS = 600
+SECONDS = int(os.environ.get("TORTURE_SECONDS") or 600)
+SEED = os.environ.get("TORTURE_SEED") or None
 
 
 def test_nothing_is_missed_doubled_or_disordered_for_as_long_as_it_lasts(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again."""
     with terminal.up():
-        click.echo(require_right(terminal, SECONDS, set(Fault)))
+        require_right(terminal, SECONDS, set(Fault), SEED, aloud=True)
 
 
 def test_rooms_are_right_for_as_long_as_it_lasts(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again: `make rooms-torture`."""
     with terminal.up():
-        output = require_rooms_right(terminal, SECONDS, set(Fault))
-        require_befell(output, set(Fault))
+        output = require_rooms_right(terminal, SECONDS, RoomsWorkload.faults)
+        require_befell(output, RoomsWorkload.faults)
         click.echo(output)

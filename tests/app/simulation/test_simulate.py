@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from tests.fix_stack import Terminal
+from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import Fault
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
@@ -17,9 +18,10 @@ pytestmark = pytest.mark.slow
 
 SECONDS = 50
 ROOMS_SECONDS = 12
-CATCH_UP_SECONDS = 240.0
-GOING_BACK = {Fault.FAILOVER, Fault.RESTORE}
-QUICK = set(Fault) - GOING_BACK - {Fault.PIPELINE, Fault.KAFKA, Fault.POSTGRES_CRASH}
+CATCH_UP_SECONDS = 720.0
+"""More than a simulation waits for its begin and its end."""
+GOING_BACK = {Fault.FAILOVER, Fault.RESTORE, Fault.RESTORE_IN_PLACE, Fault.SEQUENCE_BACK}
+QUICK = RoomsWorkload.faults - GOING_BACK - {Fault.PIPELINE, Fault.KAFKA, Fault.POSTGRES_CRASH}
 """Faults of rooms after which nobody waits long for the stack."""
 
 
@@ -64,10 +66,15 @@ def require_befell(output: str, faults: Set[Fault]) -> None:
     assert {fault for fault in faults - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in counted} == set()
 
 
-def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
+def require_right(
+    terminal: Terminal, seconds: int, faults: Set[Fault], seed: str | None = None, *, aloud: bool = False
+) -> str:
     """Play with `faults` in a stack that is up; each comes, and in the end everything was read. What it said."""
-    words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--verify"]
-    done = terminal.run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
+    rate = 60 if seconds <= 600 else 20
+    words = ["--seconds", str(seconds), "--rate", str(rate), "--faults", ",".join(sorted(faults)), "--verify"]
+    words += ["--seed", seed] if seed else []
+    run = terminal.run_aloud if aloud else terminal.run
+    done = run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
     output = done.stdout.decode()
     assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     require_befell(output, faults)

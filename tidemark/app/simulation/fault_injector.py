@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tidemark.app.simulation.postgres_failover import PostgresFailover
 from tidemark.app.simulation.processes import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases
-from tidemark.app.simulation.script import OF_SERVERS, Fault, PlannedFault
+from tidemark.app.simulation.script import OF_SERVERS, OF_SOURCES, Fault, PlannedFault
+from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.workload import Workload
 from tidemark.common.log import get_logger
 
@@ -31,14 +32,21 @@ MORE_SERVICES = 2  # than there were at the beginning, at most
 class FaultInjector:
     """Call `start`, then `inject` and `tick`, then `stop_services`; `kill_all` in any case, so that no process is left.
 
-    `servers` are for the faults of Postgres servers.
+    `servers` are for the faults of Postgres servers, `source_faults` for those of tables, sequences and topics.
     """
 
-    def __init__(self, databases: SimulationDatabases, workload: Workload, servers: "Servers | None" = None) -> None:
+    def __init__(
+        self,
+        databases: SimulationDatabases,
+        workload: Workload,
+        servers: "Servers | None" = None,
+        source_faults: SourceFaults | None = None,
+    ) -> None:
         self._databases = databases
         self._workload = workload
         self._writer_plan = workload.plan.writer_plan
         self._servers = servers
+        self._source_faults = source_faults
         self.done: Counter[Fault] = Counter()
         """How often each fault was injected."""
         self._scheduler = sched.scheduler(time.monotonic)
@@ -48,7 +56,7 @@ class FaultInjector:
             else PostgresFailover(servers, self._scheduler, self._count_fault, self._database_users)
         )
         self._relay = SimulatedProcess(
-            "relay", databases.home, lambda _: ProcessRole(databases.facts, databases.effects)
+            "relay", databases.home, lambda _: ProcessRole(databases.relay, databases.effects)
         )
         self._readers = [
             SimulatedProcess(name, databases.home, partial(workload.reader, databases, name))
@@ -88,6 +96,10 @@ class FaultInjector:
                 if self._failover:
                     self._failover.begin(planned)
                 return
+            case fault if fault in OF_SOURCES:
+                if self._source_faults:
+                    self._source_faults.begin(planned)
+                return
             case _:
                 raise ValueError(f"{planned.fault} happens inside transactions")
         if target:
@@ -98,7 +110,9 @@ class FaultInjector:
     @property
     def has_pending(self) -> bool:
         """Whether a server is still to be replaced."""
-        return self._failover is not None and self._failover.pending > 0
+        return (self._failover is not None and self._failover.pending > 0) or (
+            self._source_faults is not None and self._source_faults.pending > 0
+        )
 
     def _comes_back(self, fault: Fault) -> bool:
         return fault in OF_SERVERS and self._databases.home.stack_env.exists()
@@ -111,6 +125,9 @@ class FaultInjector:
         """Do what is due, and start processes again that ended by themselves."""
         if self._failover:
             self._failover.tick()
+        if self._source_faults:
+            for fault, target in self._source_faults.injected():
+                self._count_fault(fault, target)
         self._scheduler.run(blocking=False)
         for member in self._members():
             if member.process and (code := member.process.exit_code) is not None:
@@ -124,6 +141,8 @@ class FaultInjector:
             self._scheduler.cancel(event)
         if self._failover:
             self._failover.end()
+        if self._source_faults:
+            self._source_faults.end()
         self._end([*self._leaving, *(member.detach() for member in self._running())], END_SECONDS)
         self._services = []
         for member in self._members():

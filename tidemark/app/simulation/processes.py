@@ -77,11 +77,16 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationDatabases:
-    """`facts` and `effects` are the DSNs of the services' and the readers' databases; `home` has logs and servers."""
+    """`facts` and `effects` are the DSNs of the services' and the readers' databases; `home` has logs and servers.
+
+    `relay` and `readers` are DSNs of the services' database, too: with the logins of the relay and of the readers.
+    """
 
     home: Home
     facts: str
     effects: str
+    relay: str
+    readers: str
 
 
 @dataclass

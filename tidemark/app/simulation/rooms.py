@@ -29,7 +29,7 @@ from tidemark.app.simulation.room_services import (
     simulated_streams,
 )
 from tidemark.app.simulation.room_truth import Truth
-from tidemark.app.simulation.script import SimulatedStream, Successor
+from tidemark.app.simulation.script import ALL, OF_SOURCES, SimulatedStream, Successor
 from tidemark.app.simulation.workload import ReadCount, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
@@ -419,6 +419,7 @@ class RoomsWorkload(Workload):
     """
 
     readers = (*CLIENTS,)
+    faults = ALL - OF_SOURCES
 
     @property
     def database(self) -> str:

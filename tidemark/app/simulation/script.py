@@ -3,6 +3,7 @@
 The same seed gives the same faults; how the steps of the processes interleave differs.
 """
 
+import math
 import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -48,6 +49,20 @@ class Fault(StrEnum):
     """A standby takes the place of a Postgres, with everything that was committed or without the newest of it."""
     RESTORE = "restore"
     """The services' Postgres is put back to a backup of a few seconds before."""
+    RESTORE_IN_PLACE = "restore-in-place"
+    """The tables and sequences of the services' database are put back under open connections."""
+    ROW_SECURITY = "row-security"
+    """Row level security is switched on for a table that the relay or the readers look at, and off again."""
+    SEQUENCE_BACK = "sequence-back"
+    """A stream's sequence is set below its head."""
+    SEQUENCE_JUMP = "sequence-jump"
+    """A stream's sequence is set beyond its head."""
+    SEQUENCE_CACHE = "sequence-cache"
+    """A stream's sequence gets a CACHE, and loses it again."""
+    OVERSIZED = "oversized"
+    """A service appends a fact above the limit of the facts topic, and the limit is raised later."""
+    CONTROL_NUL = "control-nul"
+    """An operator override with a NUL character in `by` or `why` comes to the control topic."""
 
 
 class Successor(StrEnum):
@@ -60,7 +75,19 @@ class Successor(StrEnum):
 
 
 ALL = frozenset(Fault)
-OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE})
+OF_SOURCES = frozenset(
+    {
+        Fault.RESTORE_IN_PLACE,
+        Fault.ROW_SECURITY,
+        Fault.SEQUENCE_BACK,
+        Fault.SEQUENCE_JUMP,
+        Fault.SEQUENCE_CACHE,
+        Fault.OVERSIZED,
+        Fault.CONTROL_NUL,
+    }
+)
+"""Faults of the tables, sequences and topics that facts come from: `source_faults`."""
+OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE}) | OF_SOURCES
 """What takes a server of the services' own."""
 OF_SERVERS = OF_DATABASES | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
 OF_PROCESSES = ALL - OF_SERVERS
@@ -146,12 +173,25 @@ _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.POSTGRES_CRASH: (45.0, (0.0, 0.0)),
     Fault.FAILOVER: (40.0, (0.5, 5.0)),
     Fault.RESTORE: (45.0, (2.0, 10.0)),
+    Fault.RESTORE_IN_PLACE: (45.0, (1.0, 10.0)),
+    Fault.ROW_SECURITY: (30.0, (1.0, 6.0)),
+    Fault.SEQUENCE_BACK: (30.0, (0.0, 0.0)),
+    Fault.SEQUENCE_JUMP: (30.0, (0.0, 0.0)),
+    Fault.SEQUENCE_CACHE: (40.0, (1.0, 6.0)),
+    Fault.OVERSIZED: (60.0, (1.0, 6.0)),
+    Fault.CONTROL_NUL: (20.0, (0.0, 0.0)),
 }
+
+
+_SLOWER_AFTER, _SLOWEST = 600.0, 3.0
+"""Beyond so many seconds there is more time between two faults, up to so many times: a machine that starts processes
+all the time reads few facts."""
 
 
 def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:
     """Acts in order of time, without end. Each kind comes for the first time within half of `seconds` (may be inf)."""
     random = Random(f"script {seed}")
+    slower = min(max(1.0, seconds / _SLOWER_AFTER), _SLOWEST) if math.isfinite(seconds) else 1.0
     due: list[tuple[float, Fault]] = []
     for fault, (every, _) in _INTERVALS.items():
         first = random.uniform(0.1, 1.0) * min(every, seconds / 2)
@@ -162,4 +202,4 @@ def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[Pl
         at, fault = due[0]
         every, duration = _INTERVALS[fault]
         yield PlannedFault(at, fault, random.random(), random.uniform(*duration))
-        heapreplace(due, (at + every * random.uniform(0.5, 1.5), fault))
+        heapreplace(due, (at + slower * every * random.uniform(0.5, 1.5), fault))

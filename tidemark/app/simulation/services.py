@@ -108,7 +108,7 @@ def connection_errors(*errors: type[Exception]) -> Iterator[None]:
 @contextmanager
 def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     with (
-        connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
+        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError),
         psycopg.connect(dsn, autocommit=True) as connection,
     ):
         yield _WriterConnection(connection, name, connection.execute, connection.transaction)
@@ -138,6 +138,7 @@ def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     import asyncpg  # noqa: PLC0415  # need not be installed
 
     kinds = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
+    kinds += [asyncpg.IntegrityConstraintViolationError, asyncpg.TransactionRollbackError]
     at = conninfo_to_dict(dsn)
     names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
     with connection_errors(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:

@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING
 
 import click
+import psycopg
 
 from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
@@ -18,11 +20,12 @@ from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
 from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.rooms import RoomsWorkload
-from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, fault_schedule
-from tidemark.app.simulation.streams import StreamsWorkload
+from tidemark.app.simulation.script import OF_DATABASES, OF_SOURCES, SimulatedStream, fault_schedule
+from tidemark.app.simulation.source_faults import SourceFaults
+from tidemark.app.simulation.streams import StreamsVerification, StreamsWorkload
 from tidemark.app.simulation.workload import ReadCount, SimulationPlan, Verification, Workload, table
 from tidemark.app.stack.home import Home
-from tidemark.common.errors import Stop, Unavailable
+from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.topics import Topics
 
@@ -33,7 +36,7 @@ WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 ENDING_SECONDS = 60.0  # for faults that have begun
-CATCH_UP_SECONDS = 120.0  # a pipeline that was killed takes half a minute to come back on a busy machine
+CATCH_UP_SECONDS = 300.0  # a pipeline that was killed takes a minute to come back on a busy machine
 
 
 class StreamTaken(Stop):
@@ -47,6 +50,15 @@ class StreamTaken(Stop):
         self.stream = stream
 
 
+class OverridesAccepted(TidemarkError):
+    """Operator overrides with a NUL character were sent, and some are no dead letters."""
+
+    def __init__(self, sent: int, rejected: int) -> None:
+        super().__init__(f"of {sent} operator overrides with a NUL character only {rejected} are dead letters")
+        self.sent = sent
+        self.rejected = rejected
+
+
 def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:
     """Run to the end, or until SIGTERM or Ctrl-C; a second signal ends the process at once.
 
@@ -58,17 +70,21 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
         Unavailable: a server is away.
     """
     with ExitStack() as stack:
+        plan = replace(plan, faults=plan.faults & WORKLOADS[workload_name].faults)
         own = _services_server(settings, plan, stack)
         workload = WORKLOADS[workload_name](plan, verify=verify)
         databases = _prepare_databases(settings, workload, own.server.dsn() if own else settings.postgres())
         stopping = shutdown_event(again=signal.SIG_DFL)
         verification = stack.enter_context(workload.verification(databases, settings.postgres()))
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
-        injector = stack.enter_context(_running(databases, workload, servers))
+        source_faults = _source_faults(settings, plan, databases, verification, stack)
+        injector = stack.enter_context(_running(databases, workload, servers, source_faults))
         _await_begin(injector, verification, stopping)
         _run_faults(injector, plan, stopping, verification, verify=verify)
         if verify:
             _conclude(injector, verification)
+            if source_faults:
+                _require_rejected(settings.postgres(), source_faults.overrides)
 
 
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
@@ -79,7 +95,9 @@ def _prepare_databases(settings: Settings, workload: Workload, services: str) ->
     tables.prepare_writing(facts)
     _require_own(settings, facts, workload.streams)
     workload.make_tables(facts, effects)
-    return SimulationDatabases(Home(settings.home), facts, effects)
+    if not workload.plan.faults & OF_SOURCES:
+        return SimulationDatabases(Home(settings.home), facts, effects, facts, facts)
+    return SimulationDatabases(Home(settings.home), facts, effects, *tables.make_logins(facts, workload.streams))
 
 
 def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
@@ -92,9 +110,11 @@ def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStre
 
 
 @contextmanager
-def _running(databases: SimulationDatabases, workload: Workload, servers: "Servers | None") -> Iterator[FaultInjector]:
+def _running(
+    databases: SimulationDatabases, workload: Workload, servers: "Servers | None", source_faults: SourceFaults | None
+) -> Iterator[FaultInjector]:
     """The processes at work, and in the end none of them."""
-    injector = FaultInjector(databases, workload, servers)
+    injector = FaultInjector(databases, workload, servers, source_faults)
     try:
         injector.start()
         yield injector
@@ -109,6 +129,31 @@ def _services_server(settings: Settings, plan: SimulationPlan, stack: ExitStack)
     from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
 
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
+
+
+def _source_faults(
+    settings: Settings,
+    plan: SimulationPlan,
+    databases: SimulationDatabases,
+    verification: Verification,
+    stack: ExitStack,
+) -> SourceFaults | None:
+    if not (plan.faults & OF_SOURCES and isinstance(verification, StreamsVerification)):
+        return None
+    writer_plan = plan.writer_plan
+    faults = SourceFaults(settings, databases, writer_plan.stream_list(), writer_plan.writer_name(1), verification)
+    return stack.enter_context(faults)
+
+
+def _require_rejected(tidemark: str, overrides: int) -> None:
+    """Raise `OverridesAccepted` if not all of the operator overrides with a NUL character are dead letters."""
+    with psycopg.connect(tidemark) as connection:
+        ((rejected,),) = connection.execute(
+            "select coalesce(sum(records), 0) from tidemark.dead_letters where reason = 'bad_text'"
+        ).fetchall()
+    if rejected < overrides:
+        raise OverridesAccepted(overrides, int(rejected))
+    click.echo(f"operator overrides with a NUL character: {overrides}, dead letters of them: {rejected}")
 
 
 def _await_begin(injector: FaultInjector, verification: Verification, stopping: Event) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
+import psycopg
 from psycopg import sql
 
 from tidemark.app.simulation import tables
@@ -210,7 +211,7 @@ class StreamsVerification(Verification):
         self._forgotten: dict[tuple[Mode, str], StreamsCount] = {}
         self._back: dict[str, int] = {}
         """By stream, the ID behind which the facts of a database that went back are sent again."""
-        self._times = 0
+        self._times: Counter[str] = Counter()
         self._heads: dict[str, int] = {}
         """Behind which its IDs are given out again."""
         self.lost: set[str] = set()
@@ -231,13 +232,27 @@ class StreamsVerification(Verification):
     def services_go_back(self, server: str, how: Successor) -> None:
         """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
         dsn = tables.own_database(server)
-        found = tables.reached(dsn)
-        self._times += 1
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
-            for stream, marks in self._compared.items():
-                _delete(connection, _facts_of(stream), [*marks])
-        self._back = {stream: min(floor, self._back.get(stream, floor)) for stream, (floor, _) in found.items()}
-        self._heads = {stream: min(head, self._heads.get(stream, head)) for stream, (_, head) in found.items()}
+            self.restored_in_place(connection, tables.reached(connection))
+
+    def restored_in_place(self, connection: psycopg.Connection, reached: Mapping[str, tuple[int, int]]) -> None:
+        """On `connection` the tables are what they are going to be; nobody else sees them yet.
+
+        Args:
+            connection: of the services' database.
+            reached: by stream, its floor and the head of its sequence.
+        """
+        for stream, marks in self._compared.items():
+            _delete(connection, _facts_of(stream), [*marks])
+        for stream, (floor, head) in reached.items():
+            self.sequence_goes_back(stream, floor)
+            self._heads[stream] = min(head, self._heads.get(stream, head))
+
+    def sequence_goes_back(self, stream: str, id: int) -> None:
+        """The facts beyond `id` (a magnitude) may be sent again from now on, and IDs beyond it may be given out
+        again."""
+        self._times[stream] += 1
+        self._back[stream] = min(id, self._back.get(stream, id))
 
     def readers_go_back(self, server: str) -> None:
         """The same for the readers', with their places."""
@@ -287,7 +302,7 @@ class StreamsVerification(Verification):
                 of = [
                     Comparison(
                         *(reader, rows, delivered[reader, stream], snapshot[reader, stream]),
-                        *(self._back.get(stream), final, self._times),
+                        *(self._back.get(stream), final, self._times[stream]),
                     )
                     for reader in READERS
                 ]
@@ -399,7 +414,7 @@ class StreamsWorkload(Workload):
 
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         role = ReaderRole("linear" if name == "linear" else "vector", self.plan.writer_plan.stream_names())
-        return ProcessRole(databases.facts, databases.effects, reader=role)
+        return ProcessRole(databases.readers, databases.effects, reader=role)
 
     def verification(self, databases: SimulationDatabases, tidemark: str) -> StreamsVerification:
         timelines = partial(_timelines, tidemark) if self.plan.faults & OF_DATABASES else dict

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
+import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -11,6 +12,7 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import SCHEMA, session_of
 
 APPLICATION = "tidemark simulate"
+LOGINS = ("simulate_relay", "simulate_reader")
 
 _EFFECTS = """
 create schema if not exists demo;
@@ -107,13 +109,32 @@ def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
-def reached(dsn: str) -> dict[str, tuple[int, int]]:
-    """Up to where each stream's IDs are decided, and up to where they were given out, as magnitudes."""
+def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]:
+    """Make logins for the relay and for the readers, with the rights that they need and no more; their DSNs. Row level
+    security does not apply to a superuser."""
+    password = str(conninfo_to_dict(dsn).get("password") or "")
     with _using(dsn) as connection:
-        rows = connection.execute(
-            "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
-            " from tidemark.append_progress join tidemark.append_streams s using (number)"
-        ).fetchall()
+        for login in LOGINS:
+            if not connection.execute("select from pg_roles where rolname = %s", [login]).fetchone():
+                connection.execute(
+                    sql.SQL("create role {} login password {}").format(sql.Identifier(login), sql.Literal(password))
+                )
+        relay, readers = map(sql.Identifier, LOGINS)
+        connection.execute(sql.SQL("grant tidemark_relay to {}").format(relay))
+        connection.execute(sql.SQL("grant usage on schema demo to {}").format(readers))
+        for stream in streams:
+            table = sql.Identifier("demo", stream.name)
+            connection.execute(sql.SQL("grant select on {} to {}").format(table, readers))
+    relay_dsn, readers_dsn = (make_conninfo(dsn, user=login) for login in LOGINS)
+    return relay_dsn, readers_dsn
+
+
+def reached(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
+    """Up to where each stream's IDs are decided, and up to where they were given out, as magnitudes."""
+    rows = connection.execute(
+        "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
+        " from tidemark.append_progress join tidemark.append_streams s using (number)"
+    ).fetchall()
     return {stream: (floor, head) for stream, floor, head in rows}
 
 

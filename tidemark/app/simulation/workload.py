@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import ClassVar, Self
 
 from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
-from tidemark.app.simulation.script import Fault, SimulatedStream, Successor, WriterPlan
+from tidemark.app.simulation.script import ALL, Fault, SimulatedStream, Successor, WriterPlan
 from tidemark.common.errors import TidemarkError
 
 
@@ -115,6 +115,9 @@ class Workload(ABC):
     def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
         self.plan = plan
         self.verify = verify
+
+    faults: ClassVar[Set[Fault]] = ALL
+    """The faults that it can have; others are left out."""
 
     @property
     @abstractmethod

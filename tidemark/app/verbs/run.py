@@ -108,7 +108,8 @@ def simulate(
     """Write and read with real processes that roll back, hang, die, pause, join late and leave.
 
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
-    postgres-crash, failover, restore. For the last three the services use a Postgres of their own.
+    postgres-crash, failover, restore, restore-in-place, row-security, sequence-back, sequence-jump, sequence-cache,
+    oversized, control-nul. From postgres-crash on, the services use a Postgres of their own.
     """
     settings = loaded()
     from tidemark.app.simulation import simulate

@@ -1,0 +1,393 @@
+"""Faults of what facts come from: tables and sequences of the services' database, the facts topic, the control topic.
+
+Most of these faults do not end by themselves. An operator ends them: a thread that follows the logs of relay and
+readers, and runs the remedies that the messages name. A fault that no message names therefore holds its stream until
+the end of the simulation, and is found there.
+"""
+
+import heapq
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import psycopg
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from psycopg import sql
+
+from tidemark.app.settings import Settings
+from tidemark.app.simulation import tables
+from tidemark.app.simulation.processes import SimulationDatabases
+from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
+from tidemark.app.simulation.streams import StreamsVerification
+from tidemark.common.errors import TidemarkError
+from tidemark.common.log import get_logger
+from tidemark.sources.writer import Writer
+
+log = get_logger(__name__)
+
+TICK_SECONDS = 0.2
+REMEDY_SECONDS = 1.0
+AGAIN_AFTER = 2.0  # seconds until a fault is tried again if its server does not answer, or a lock is taken
+BACK, JUMP = 30, 1000  # IDs by which a sequence is set back and forward, at most
+KAFKA_SECONDS = 10.0
+TOPIC_LIMIT = 400_000  # bytes; twice as many fit into the outbox
+_ERRORS = (psycopg.Error, KafkaException, TidemarkError, OSError)
+_RELAY_TABLES = ("append_outbox", "append_progress", "append_streams", "append_writers", "append_sent")
+_SAVED = ("append_outbox", "append_progress", "append_writers", "append_sent")
+_HIDDEN = re.compile(r'(ALTER TABLE ("[^"]+"(?:\."[^"]+")?) DISABLE ROW LEVEL SECURITY)')
+_SEQUENCE = re.compile(r"sequence (\S+) of stream (\S+): .*run: (ALTER SEQUENCE .* NO CYCLE|SELECT setval\(.*?\))")
+_SETVAL = re.compile(r"SELECT setval\('.*', (-?\d+)\)")
+_CONTINUES = re.compile(r"A stream continues .*stream=(\S+)")
+_LARGE = re.compile(r"raise max\.message\.bytes of the topic to at least (\d+)")
+_OVERRIDES = {
+    "SKIP by": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"x\\u0000y","why":"a test"}',
+    "SKIP why": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"me","why":"x\\u0000y"}',
+    "RETIRE by": '{"kind":"RETIRE","stream":"%s","writer":"%s","id":1,"by":"\\u0000","why":"a test"}',
+    "JOIN why": '{"kind":"JOIN","stream":"%s","writer":"%s","id":1,"by":"me","why":"\\u0000"}',
+}
+
+
+@dataclass(order=True)
+class _Job:
+    """`work` returns what the fault befell, or another job that finishes the fault."""
+
+    due: float
+    number: int
+    fault: Fault = field(compare=False)
+    work: Callable[[], "str | _Job"] = field(compare=False)
+
+
+class SourceFaults:
+    """A context manager. `begin` and `injected` are for the thread of the fault injector; a thread of its own does the
+    work."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        databases: SimulationDatabases,
+        streams: Sequence[SimulatedStream],
+        writer: str,
+        verification: StreamsVerification,
+    ) -> None:
+        """`writer` is the writer of oversized facts and the subject of operator overrides."""
+        self._settings = settings
+        self._dsn = databases.facts
+        self._streams = {stream.name: stream for stream in streams}
+        self._writer = writer
+        self._verification = verification
+        self._logs = [_LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", "vector", "linear")]
+        self._planned: SimpleQueue[PlannedFault] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
+        self._jobs: list[_Job] = []
+        self._number = count()
+        self._lasts_until: dict[str, float] = {}
+        """When the fault of a table, a sequence or the topic ends at the earliest."""
+        self._remedies: dict[str, tuple[str, str]] = {}
+        """By stream or table: the sequence or table, and the statement to run."""
+        self._needed_bytes = 0
+        self._overrides = 0
+        self._remedied_at = 0.0
+        self._ending = threading.Event()
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self.pending = 0
+        """Faults that have not been injected yet."""
+        self._thread = threading.Thread(target=self._run, name="source-faults", daemon=True)
+
+    def __enter__(self) -> "SourceFaults":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join(4 * KAFKA_SECONDS)
+
+    @property
+    def overrides(self) -> int:
+        """Operator overrides with a NUL character that Kafka has acknowledged."""
+        return self._overrides
+
+    def begin(self, planned: PlannedFault) -> None:
+        self.pending += 1
+        self._planned.put(planned)
+
+    def injected(self) -> Iterator[tuple[Fault, str]]:
+        """The faults that were injected since the last call. Raises an error that ended the thread."""
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            try:
+                yield self._done.get_nowait()
+            except Empty:
+                return
+
+    def end(self) -> None:
+        """Inject nothing more. Faults end at once, as soon as a message names the remedy."""
+        self._ending.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(TICK_SECONDS):
+                self._work()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _work(self) -> None:
+        now = time.monotonic()
+        if self._ending.is_set():
+            self._jobs.clear()
+            self._lasts_until.clear()
+            self.pending = 0
+        else:
+            self._take_planned(now)
+        while self._jobs and self._jobs[0].due <= time.monotonic() and not self._ending.is_set():
+            self._do(heapq.heappop(self._jobs))
+        if now - self._remedied_at >= REMEDY_SECONDS:
+            self._remedied_at = now
+            self._remedy(now)
+
+    def _take_planned(self, now: float) -> None:
+        while True:
+            try:
+                planned = self._planned.get_nowait()
+            except Empty:
+                return
+            heapq.heappush(self._jobs, self._job(now, planned.fault, partial(self._inject, planned)))
+
+    def _job(self, due: float, fault: Fault, work: "Callable[[], str | _Job]") -> _Job:
+        return _Job(due, next(self._number), fault, work)
+
+    def _do(self, job: _Job) -> None:
+        try:
+            target = job.work()
+        except _ERRORS as problem:
+            log.warning("Trying a fault again", fault=job.fault.value, problem=" ".join(str(problem).split())[:300])
+            job.due = time.monotonic() + AGAIN_AFTER
+            heapq.heappush(self._jobs, job)
+            return
+        if isinstance(target, _Job):
+            heapq.heappush(self._jobs, target)
+        else:
+            self.pending -= 1
+            self._done.put((job.fault, target))
+
+    def _inject(self, planned: PlannedFault) -> "str | _Job":
+        names = [*self._streams]
+        stream, rest = names[int(planned.choice * len(names))], planned.choice * len(names) % 1
+        match planned.fault:
+            case Fault.ROW_SECURITY:
+                return self._hide_rows(planned, stream)
+            case Fault.SEQUENCE_BACK:
+                return self._set_back(stream, 1 + int(rest * BACK))
+            case Fault.SEQUENCE_JUMP:
+                return self._jump(stream, 1 + int(rest * JUMP))
+            case Fault.SEQUENCE_CACHE:
+                return self._cache(planned, stream)
+            case Fault.RESTORE_IN_PLACE:
+                return self._save(planned)
+            case Fault.OVERSIZED:
+                return self._append_oversized(planned, stream, rest)
+            case Fault.CONTROL_NUL:
+                return self._send_override(stream, rest)
+        raise ValueError(f"{planned.fault} is not a fault of sources")
+
+    @contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection]:
+        with psycopg.connect(self._dsn, autocommit=True, connect_timeout=5) as connection:
+            connection.execute("set lock_timeout = '3s'")
+            connection.execute("set statement_timeout = '30s'")
+            connection.execute("set search_path = tidemark, demo")
+            yield connection
+
+    def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
+        """Half of the time the outbox's rows, else those of another table."""
+        others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
+        chosen = planned.choice * 2
+        table = "tidemark.append_outbox" if chosen < 1 else others[int((chosen - 1) * len(others))]
+        with self._connected() as connection:
+            connection.execute(
+                sql.SQL("alter table {} enable row level security").format(sql.Identifier(*table.split(".")))
+            )
+        self._lasts_until[table.split(".")[1]] = time.monotonic() + planned.duration
+        return table
+
+    def _set_back(self, stream: str, by: int) -> str:
+        """By `setval`, or by RESTART if `by` is odd."""
+        with self._verification.paused(), self._connected() as connection:
+            name, head = _sequence(connection, stream)
+            to = max(1, head - by)
+            self._verification.sequence_goes_back(stream, min(to, _floor(connection, stream)))
+            if by % 2:
+                connection.execute(f"alter sequence {name} restart with {self._signed(stream, to + 1)}".encode())
+            else:
+                connection.execute("select setval(%s, %s)", [name, self._signed(stream, to)])
+        return f"{stream}, {'RESTART' if by % 2 else 'setval'} at {to} below {head}"
+
+    def _jump(self, stream: str, by: int) -> str:
+        with self._connected() as connection:
+            name, head = _sequence(connection, stream)
+            connection.execute("select setval(%s, %s)", [name, self._signed(stream, head + by)])
+        return f"{stream}, {by} IDs"
+
+    def _cache(self, planned: PlannedFault, stream: str) -> str:
+        with self._connected() as connection:
+            name, _ = _sequence(connection, stream)
+            connection.execute(f"alter sequence {name} cache 20".encode())
+        self._lasts_until[name] = time.monotonic() + planned.duration
+        return stream
+
+    def _save(self, planned: PlannedFault) -> _Job:
+        """Make a backup in a schema of its own; the job restores it."""
+        with self._connected() as connection, connection.transaction():
+            connection.execute("set transaction isolation level repeatable read")
+            connection.execute("drop schema if exists simulate_backup cascade")
+            connection.execute("create schema simulate_backup")
+            for table, copy in self._saved_tables():
+                connection.execute(sql.SQL("create table {} as table {}").format(copy, table))
+            heads = {stream: _sequence(connection, stream) for stream in self._streams}
+        restore = partial(self._restore, planned, heads)
+        return self._job(time.monotonic() + planned.duration, planned.fault, restore)
+
+    def _restore(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
+        """Put the backup back in one transaction, under the connections of services, relay and readers."""
+        saved = [*self._saved_tables()]
+        with self._verification.paused(), self._connected() as connection:
+            there = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
+            if there != (True,):  # a backup of the whole server was put back meanwhile
+                return self._save(planned)
+            with connection.transaction():
+                locked = sql.SQL(", ").join(table for table, _ in saved)
+                connection.execute(sql.SQL("lock table {} in exclusive mode").format(locked))
+                for table, copy in saved:
+                    connection.execute(sql.SQL("delete from {}").format(table))
+                    connection.execute(sql.SQL("insert into {} select * from {}").format(table, copy))
+                reached = {stream: (_floor(connection, stream), head) for stream, (_, head) in heads.items()}
+                self._verification.restored_in_place(connection, reached)
+                for stream, (name, head) in heads.items():
+                    connection.execute("select setval(%s, %s)", [name, self._signed(stream, max(1, head))])
+            connection.execute("drop schema simulate_backup cascade")
+        return "the services' tables and sequences"
+
+    def _saved_tables(self) -> Iterator[tuple[sql.Identifier, sql.Identifier]]:
+        """Each table, and the name of its copy."""
+        for schema, name in [*(("tidemark", table) for table in _SAVED), *(("demo", name) for name in self._streams)]:
+            yield sql.Identifier(schema, name), sql.Identifier("simulate_backup", f"{schema}_{name}")
+
+    def _append_oversized(self, planned: PlannedFault, stream: str, rest: float) -> str:
+        """Lower the topic's limit, and append a fact of up to twice the limit."""
+        self._set_topic_limit(TOPIC_LIMIT)
+        size = int(TOPIC_LIMIT * (1.1 + 0.9 * rest))
+        with self._connected() as connection, connection.transaction():
+            id = Writer(self._writer).append(connection, stream, {"part": 1, "pad": os.urandom(size // 2).hex()})
+            connection.execute(
+                sql.SQL("insert into {} (stream_id, part, writer, written_at) values (%s, 1, %s, now())").format(
+                    sql.Identifier("demo", stream)
+                ),
+                [id, self._writer],
+            )
+        self._lasts_until["topic"] = time.monotonic() + planned.duration
+        return f"{stream}, ID {id}, {size} bytes"
+
+    def _set_topic_limit(self, limit: int) -> None:
+        entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
+        topic = ConfigResource(ResourceType.TOPIC, self._settings.kafka_facts_topic, incremental_configs=[entry])
+        admin = AdminClient(self._settings.kafka.client())
+        for answer in admin.incremental_alter_configs([topic], request_timeout=KAFKA_SECONDS).values():
+            answer.result(2 * KAFKA_SECONDS)
+
+    def _send_override(self, stream: str, rest: float) -> str:
+        errors: list[object] = []
+        producer = Producer(self._settings.kafka.producer())
+        kind, value = [*_OVERRIDES.items()][int(rest * len(_OVERRIDES))]
+        producer.produce(
+            self._settings.kafka_control_topic,
+            key=stream,
+            value=value % (stream, self._writer),
+            on_delivery=lambda error, _: errors.append(error),
+        )
+        producer.flush(KAFKA_SECONDS)
+        if errors != [None]:
+            raise OSError(f"the record was not acknowledged: {errors}")
+        self._overrides += 1
+        return f"{stream}, {kind}"
+
+    def _remedy(self, now: float) -> None:
+        """Run the remedies that messages name, if the time of the fault is over."""
+        for log_file in self._logs:
+            for line in log_file.new_lines():
+                self._note_remedy(line)
+        try:
+            for subject, (named, statement) in [*self._remedies.items()]:
+                if now >= self._lasts_until.get(named, 0.0):
+                    self._run_remedy(subject, statement)
+                    del self._remedies[subject]
+            if self._needed_bytes and now >= self._lasts_until.get("topic", 0.0):
+                self._set_topic_limit(self._needed_bytes)
+                log.info("An operator raised the topic's limit", bytes=self._needed_bytes)
+                self._needed_bytes = 0
+        except _ERRORS as problem:
+            log.warning("Trying a remedy again", problem=" ".join(str(problem).split())[:300])
+
+    def _note_remedy(self, line: str) -> None:
+        if found := _HIDDEN.search(line):
+            table = found[2].rpartition(".")[2].strip('"')
+            self._remedies[f"table {table}"] = (table, found[1])
+        elif found := _SEQUENCE.search(line):
+            self._remedies[found[2]] = (found[1], found[3])
+        elif found := _CONTINUES.search(line):
+            self._remedies.pop(found[1], None)
+        elif found := _LARGE.search(line):
+            self._needed_bytes = max(self._needed_bytes, int(found[1]))
+
+    def _run_remedy(self, subject: str, statement: str) -> None:
+        with self._verification.paused(), self._connected() as connection:
+            if found := _SETVAL.match(statement):  # the sequence may have gone on since the message
+                back = min(abs(int(found[1])), _floor(connection, subject))
+                self._verification.sequence_goes_back(subject, back)
+            connection.execute(statement.encode())
+        log.info("An operator ran a remedy", statement=statement)
+
+    def _signed(self, stream: str, magnitude: int) -> int:
+        return -magnitude if self._streams[stream].direction == "backward" else magnitude
+
+
+def _sequence(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
+    """The name of the stream's sequence, and the ID that it gave out last (a magnitude)."""
+    ((name,),) = connection.execute(
+        "select ids::text from tidemark.append_streams where stream = %s", [stream]
+    ).fetchall()
+    ((head, is_called),) = connection.execute(f"select abs(last_value), is_called from {name}".encode()).fetchall()
+    return name, head if is_called else head - 1
+
+
+def _floor(connection: psycopg.Connection, stream: str) -> int:
+    return tables.reached(connection)[stream][0]
+
+
+class _LogFile:
+    """The lines that are appended to a log from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+
+    def new_lines(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            read = file.read()
+        self._offset += len(read)
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        return [line.decode(errors="replace").replace("\\'", "'").replace('\\"', '"') for line in lines]
