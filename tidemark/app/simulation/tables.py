@@ -1,7 +1,7 @@
 """The tables of a simulation: those of the services with the facts, and those of the readers with the effects."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import psycopg
 from psycopg import sql
@@ -115,7 +115,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
     password = str(conninfo_to_dict(dsn).get("password") or "")
     with _using(dsn) as connection:
         for login in LOGINS:
-            if not connection.execute("select from pg_roles where rolname = %s", [login]).fetchone():
+            with suppress(psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation):
                 connection.execute(
                     sql.SQL("create role {} login password {}").format(sql.Identifier(login), sql.Literal(password))
                 )
