@@ -80,3 +80,18 @@ def test_a_connection_that_is_cut_breaks_off(
     assert sql.execute("select from demo.events").fetchall() == []
     with pytest.raises(ConnectionLost), driver("host=127.0.0.1 port=1 dbname=none user=none", "web"):
         pass
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_id_that_is_given_out_twice_breaks_off(sql: psycopg.Connection, database: str, driver: Driver) -> None:
+    """As after a sequence was set back: the service tries again, and goes on behind the IDs that are there."""
+
+    def reserve() -> int:
+        with driver(database, "web") as connection, connection.transaction():
+            return connection.reserve("events")
+
+    assert reserve() == 1
+    sql.execute("select setval('tidemark.append_ids_1', 1, false)")
+    with pytest.raises(ConnectionLost):
+        reserve()
+    assert reserve() == 2

@@ -122,8 +122,9 @@ def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
 
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
     # What follows a lost connection inside a transaction is an InvalidRequestError.
+    lost = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError, DBAPIError, InvalidRequestError)
     with (
-        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
+        connection_errors(*lost),
         engine.connect() as connection,
     ):
 
