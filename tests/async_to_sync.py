@@ -57,7 +57,9 @@ WORDS = {
     "__anext__": "__next__",
     "aclose": "close",
     "`anext`": "`next`",
+    "async_await_entry": "await_entry",
     "async_pause": "pause",
+    "async_read_keys": "read_keys",
     "open_async_session": "open_session",
 }
 _WORD = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in sorted(WORDS, key=len, reverse=True)))

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 600}
+MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 900}
 PAGE_WORDS = 1500
 ALL_WORDS = 35_000
 GENERATED = {

@@ -263,18 +263,18 @@ def test_reading_rights_suffice(pipeline: Pipeline, redis_url: str, keys: Any) -
 
 
 def test_one_object_serves_many_threads(pipeline: Pipeline, positions: Positions) -> None:
-    """Twenty threads wait for twenty positions; each gets its own."""
+    """120 threads wait for twenty positions; each gets its own."""
     reached: list[int] = []
 
     def wait(id: int) -> None:
         positions.wait("s", id, timeout=60)
         reached.append(id)
 
-    threads = [threading.Thread(target=wait, args=(id,)) for id in range(1, 21)]
+    threads = [threading.Thread(target=wait, args=(id,)) for id in range(1, 21) for _ in range(6)]
     for thread in threads:
         thread.start()
     for id in range(1, 21):
         pipeline.move("w", id - 1, id)
     for thread in threads:
         thread.join()
-    assert sorted(reached) == [*range(1, 21)]
+    assert sorted(reached) == [id for id in range(1, 21) for _ in range(6)]

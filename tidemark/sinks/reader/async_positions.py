@@ -17,12 +17,11 @@ from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
-    await_entry,
+    async_await_entry,
+    async_read_keys,
     is_filled,
     is_named,
     open_async_session,
-    read_reply,
-    send_request,
 )
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -149,7 +148,7 @@ class AsyncPositions:
             case ReadList() | ReadNewest():
                 return await self._keys(request)
             case ReadName(stream):
-                with self._session.use() as client:
+                async with self._session.use() as client:
                     if await is_named(client, stream):
                         return True
                     filled = bool(await is_filled(client))
@@ -159,8 +158,7 @@ class AsyncPositions:
                 return stored.linear is not None
             case AwaitEntry():
                 try:
-                    with self._session.use() as client:
-                        await await_entry(client, request)
+                    await async_await_entry(self._session, request)
                 except Unavailable:
                     if self._history is None:
                         raise
@@ -176,8 +174,7 @@ class AsyncPositions:
 
     async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
-            with self._session.use() as client:
-                keys = read_reply(request, await send_request(client, request))
+            keys = await async_read_keys(self._session, request)
         except Unavailable as problem:
             if self._history is not None:
                 self._redis_log.pause_after(problem)

@@ -23,8 +23,7 @@ from tidemark.sinks.reader.redis import (
     is_filled,
     is_named,
     open_session,
-    read_reply,
-    send_request,
+    read_keys,
 )
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -159,8 +158,7 @@ class Positions:
                 return stored.linear is not None
             case AwaitEntry():
                 try:
-                    with self._session.use() as client:
-                        await_entry(client, request)
+                    await_entry(self._session, request)
                 except Unavailable:
                     if self._history is None:
                         raise
@@ -176,8 +174,7 @@ class Positions:
 
     def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
-            with self._session.use() as client:
-                keys = read_reply(request, send_request(client, request))
+            keys = read_keys(self._session, request)
         except Unavailable as problem:
             if self._history is not None:
                 self._redis_log.pause_after(problem)

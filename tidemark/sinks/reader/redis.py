@@ -4,9 +4,10 @@ A client of redis-py, for threads or for asyncio, carries the commands out. `pub
 parsed here.
 """
 
+import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,15 @@ import redis.asyncio
 from redis.commands import CoreCommands
 
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.requests import AwaitEntry, ListEntry, ReadKeys, ReadList, ReadNewest, StreamKeys
+from tidemark.sinks.reader.requests import (
+    LONGEST_WAIT,
+    AwaitEntry,
+    ListEntry,
+    ReadKeys,
+    ReadList,
+    ReadNewest,
+    StreamKeys,
+)
 from tidemark.sinks.redis.client import (
     FOREIGN,
     SENTINEL,
@@ -42,21 +51,212 @@ REMEDIES = Remedies(
 
 
 class AsyncSession:
-    """A client for asyncio. `aclose` closes it if it was made here."""
+    """A client for asyncio. `aclose` closes it if it was made here.
+
+    Tasks share connections: one connection reads the keys of all streams, one or two wait for entries of all lists. So
+    the number of tasks that wait is not limited by the connections of the client. A Cluster has one of each per stream.
+    """
 
     def __init__(self, client: Any, *, is_owned: bool) -> None:
         self._client = client
         self._is_owned = is_owned
+        self._is_cluster = isinstance(client, redis.asyncio.RedisCluster)
+        self._others = asyncio.Semaphore(OTHER_CONNECTIONS)
+        self._reads: dict[str, _SharedReads] = {}
+        self._watches: dict[str, _SharedWatch] = {}
 
-    @contextmanager
-    def use(self) -> Iterator[Any]:
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Any]:
         """The client. Turns what redis-py raises into `Unavailable` (call again) and `Refused`."""
+        async with self._others:
+            with translated(self._client):
+                yield self._client
+
+    async def read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+        """Read after this call, perhaps together with what other tasks want to read."""
+        if isinstance(request, ReadList):
+            async with self.use() as client:
+                return read_reply(request, await send_request(client, request))
+        group = request.stream if self._is_cluster else ""
+        reads = self._reads.get(group) or self._reads.setdefault(group, _SharedReads(self._client))
         with translated(self._client):
-            yield self._client
+            return read_reply(request, await reads.reply(request))
+
+    async def await_entry(self, request: AwaitEntry) -> None:
+        """Return when the list has an entry after `request.after`, or after `request.seconds`."""
+        group = request.stream if self._is_cluster else ""
+        watch = self._watches.get(group) or self._watches.setdefault(group, _SharedWatch(self._client))
+        with translated(self._client):
+            await watch.entry(request)
 
     async def aclose(self) -> None:
+        for reads in self._reads.values():
+            await reads.aclose()
+        for watch in self._watches.values():
+            await watch.aclose()
         if self._is_owned:
             await aclose(self._client)
+
+
+OTHER_CONNECTIONS = 32  # of one client for asyncio, for what tasks do not share
+READS_AT_ONCE = 100  # streams in one transaction of Redis
+NEXT_WATCH = 0.05  # seconds for which the second connection waits, until it can take further streams
+
+
+class _SharedReads:
+    """Reads the keys of streams, with one connection. A request joins the read that begins next."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._wanted: dict[ReadNewest | ReadKeys, asyncio.Future[Any]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def reply(self, request: ReadNewest | ReadKeys) -> Any:
+        if request not in self._wanted:
+            self._wanted[request] = asyncio.get_running_loop().create_future()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        # Shielded: a task that is cancelled must not cancel the read of the others.
+        return await asyncio.shield(self._wanted[request])
+
+    async def aclose(self) -> None:
+        await _cancel(self._task)
+
+    async def _run(self) -> None:
+        try:
+            while self._wanted:
+                requests = [*self._wanted][:READS_AT_ONCE]
+                answers = [self._wanted.pop(request) for request in requests]
+                try:
+                    replies = await self._send(requests)
+                except BaseException as error:
+                    _fail(answers, error)
+                    if not isinstance(error, Exception):
+                        raise
+                else:
+                    for answer, reply in zip(answers, replies, strict=True):
+                        problem = next((part for part in reply if isinstance(part, Exception)), None)
+                        if problem is None:
+                            answer.set_result(reply)
+                        else:
+                            _fail([answer], problem)
+        finally:
+            self._task = None
+            _fail([*self._wanted.values()], redis.ConnectionError("the client was closed"))
+            self._wanted.clear()
+
+    async def _send(self, requests: Sequence[ReadNewest | ReadKeys]) -> list[Any]:
+        if isinstance(self._client, redis.asyncio.RedisCluster):
+            return [await send_request(self._client, request) for request in requests]
+        pipe = self._client.pipeline(transaction=True)
+        for request in requests:
+            queue_commands(pipe, request)
+        replies = await pipe.execute(raise_on_error=False)
+        size = len(replies) // len(requests)
+        return [replies[start : start + size] for start in range(0, len(replies), size)]
+
+
+class _SharedWatch:
+    """Waits for new entries of the lists of streams, with one connection that waits long for all of them.
+
+    A stream that is added while that connection waits is waited for by a second one, for short times, until the first
+    one can take the stream.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, int]]] = {}
+        self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by whether it is the first connection
+        self._tasks: dict[bool, asyncio.Task[None]] = {}
+
+    async def entry(self, request: AwaitEntry) -> None:
+        done, after = asyncio.get_running_loop().create_future(), _entry_number(request.after)
+        self._waiting.setdefault(request.stream, {})[done] = after
+        if True not in self._tasks:
+            self._tasks[True] = asyncio.create_task(self._run(is_first=True))
+        elif False not in self._tasks and not self._covers(request.stream, after):
+            self._tasks[False] = asyncio.create_task(self._run(is_first=False))
+        try:
+            await asyncio.wait([done], timeout=request.seconds)
+            if done.done():
+                done.result()
+        finally:
+            self._remove(request.stream, done)
+
+    async def aclose(self) -> None:
+        for task in [*self._tasks.values()]:
+            await _cancel(task)
+
+    def _covers(self, stream: str, after: tuple[int, int]) -> bool:
+        watched = self._watched.get(True)
+        return watched is None or watched.get(stream, (after[0] + 1, 0)) <= after
+
+    async def _run(self, *, is_first: bool) -> None:
+        try:
+            while streams := {
+                stream: min(afters.values())
+                for stream, afters in self._waiting.items()
+                if is_first or not self._covers(stream, min(afters.values()))
+            }:
+                self._watched[is_first] = streams
+                await self._watch(streams, LONGEST_WAIT if is_first else NEXT_WATCH)
+        except BaseException as error:
+            _fail([done for waiting in self._waiting.values() for done in waiting], error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._watched.pop(is_first, None)
+            self._tasks.pop(is_first)
+
+    async def _watch(self, streams: Mapping[str, tuple[int, int]], seconds: float) -> None:
+        lists = {key(stream, "advances"): stream for stream in streams}
+        after = {name: "{}-{}".format(*streams[stream]) for name, stream in lists.items()}
+        reply = await self._client.xread(after, count=1, block=max(1, round(1000 * seconds)))
+        for name, entries in reply.items() if isinstance(reply, dict) else reply or ():
+            stream = lists[_text(name)]
+            first = entries[0] if isinstance(reply, dict) else entries
+            newest = _entry_number(_text(first[0][0]))
+            for done, number in [*self._waiting.get(stream, {}).items()]:
+                if number < newest:
+                    done.set_result(None)
+                    self._remove(stream, done)
+
+    def _remove(self, stream: str, done: "asyncio.Future[None]") -> None:
+        waiting = self._waiting.get(stream, {})
+        waiting.pop(done, None)
+        if not waiting:
+            self._waiting.pop(stream, None)
+
+
+def _entry_number(name: str) -> tuple[int, int]:
+    """The name of an entry of a list of Redis, for comparison."""
+    time, _, number = name.partition("-")
+    return int(time), int(number or 0)
+
+
+def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> None:
+    """Raise `error` in the tasks that wait for the answers. A task that was cancelled fails as if Redis did."""
+    for answer in answers:
+        if not answer.done():
+            cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
+            answer.set_exception(cause)
+            answer.exception()  # every task may have been cancelled
+
+
+async def _cancel(task: "asyncio.Task[None] | None") -> None:
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)  # redis-py may swallow a cancellation while it connects
+
+
+async def async_read_keys(session: AsyncSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+    """`read_keys` for asyncio."""
+    return await session.read_keys(request)
+
+
+async def async_await_entry(session: AsyncSession, request: AwaitEntry) -> None:
+    """`await_entry` for asyncio."""
+    await session.await_entry(request)
 
 
 class CallersSession:
@@ -201,10 +401,17 @@ def is_filled(client: Any) -> Any:
     return client.exists(SENTINEL)
 
 
-def await_entry(client: Any, request: AwaitEntry) -> Any:
-    """Block until the list has a new entry, or until the time is over; for an asyncio client, the coroutine."""
+def read_keys(session: RedisSession | CallersSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+    """Read the keys of a stream."""
+    with session.use() as client:
+        return read_reply(request, send_request(client, request))
+
+
+def await_entry(session: RedisSession | CallersSession, request: AwaitEntry) -> None:
+    """Block until the list has a new entry, or until the time is over."""
     milliseconds = max(1, round(1000 * request.seconds))  # 0 would block for ever
-    return client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
+    with session.use() as client:
+        client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
 def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:

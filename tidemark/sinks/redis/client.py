@@ -27,6 +27,8 @@ from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailab
 FOREIGN = (problems.RedisError, problems.RedisClusterException)
 """The errors that redis-py raises."""
 
+MAX_CONNECTIONS = 10_000  # of a client; the limit of redis-py would be 100, and each waiting thread has a connection
+
 _OUTAGES = (
     problems.ConnectionError,  # also: loading its data, too many clients, no Sentinel knows the primary
     problems.TimeoutError,
@@ -205,6 +207,7 @@ class RedisAddress:
     def _options(self, timeout: float) -> dict[str, Any]:
         return {
             "decode_responses": True,
+            "max_connections": MAX_CONNECTIONS,
             "encoding_errors": "backslashreplace",  # a value that somebody else has written must not end a reader
             **self._transport(timeout),
             "credential_provider": self._credentials(),
