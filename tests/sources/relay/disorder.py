@@ -184,10 +184,30 @@ class DisorderedWorld(World):
         if self._saved is None or any(service.open for service in self.services) or self.prepared:
             return
         with self._admin.transaction():
-            for table in SAVED:
-                self._admin.execute(f"delete from {table}".encode())
-                self._admin.execute(f"insert into {table} select * from {self._copy(table)}".encode())
-            self._admin.execute("select setval(%s, %s)", [self.sequence, self._saved])
+            self._put_back(self._saved)
+
+    def promote(self, ahead: int) -> None:
+        """A standby that is as far as the backup takes the place of the server: every connection breaks, and open
+        transactions are lost. Its rows are as a relay wrote them, and its sequence may be some IDs ahead, as the
+        write-ahead log has it."""
+        if self._saved is None or self.prepared:
+            return
+        for relay in self.relays:
+            relay.die()
+            relay.promotions += 1
+        for service in [*self.services, self.bystander, self.operator]:
+            if service.pid is not None:
+                self._admin.execute("select pg_terminate_backend(%s, 5000)", [service.pid])
+            service.end()
+        with self._admin.transaction():
+            self._put_back(self._saved + self._sign * ahead)
+            self._admin.execute("update tidemark.append_progress set written_by = pg_current_xact_id()::xid")
+
+    def _put_back(self, head: int) -> None:
+        for table in SAVED:
+            self._admin.execute(f"delete from {table}".encode())
+            self._admin.execute(f"insert into {table} select * from {self._copy(table)}".encode())
+        self._admin.execute("select setval(%s, %s)", [self.sequence, head])
 
     def _alter(self, statement: str) -> None:
         self._admin.execute("set lock_timeout = 50")

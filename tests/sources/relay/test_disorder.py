@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.test_decider import Appending, relays
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import queries, sequences
+from tidemark.sources.relay import epochs, queries, sequences
 from tidemark.sources.relay.queries import AppendStream
 from tidemark.sources.relay.sequences import StreamSnapshot
 from tidemark.streaming.values.intervals import Intervals
@@ -57,9 +57,14 @@ class Disordered(Appending):
         self.tell(relay)
         self.world.restore()
 
+    @rule(ahead=st.sampled_from([0, 1, 32]))
+    def promote(self, ahead: int) -> None:
+        self.world.promote(ahead)
+
 
 def test_every_committed_fact_is_published_or_late_or_its_stream_is_held(ready: str) -> None:
-    """Filtered sessions, sequences that go back or jump or keep a cache, rows below the floor, restores in place."""
+    """Filtered sessions, sequences that go back or jump or keep a cache, rows below the floor, restores in place,
+    standbys that lag and are promoted."""
     Disordered.dsn = ready
     run_state_machine_as_test(
         Disordered, settings=settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
@@ -129,6 +134,18 @@ def restored_under(world: DisorderedWorld) -> None:
     assert world.core.named
 
 
+def promoted(world: DisorderedWorld) -> None:
+    """A standby that lags takes over, and services go on before a relay is there."""
+    world.save()
+    appended(world, 0, 1, 0)
+    world.relays[0].finish()
+    world.promote(ahead=0)
+    for service in (0, 1, 0, 1, 0):
+        world.services[service].append(world.stream, 1)
+    world.finish()
+    assert world.core.timelines
+
+
 def blind(_: object) -> dict[int, sequences.StrayRows]:
     """No look for stray rows."""
     return {}
@@ -156,6 +173,7 @@ Scene = Callable[[DisorderedWorld], None]
 MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
     (set_back, [(sequences, "stray_rows", blind)]),
     (restored, [(sequences, "heads", trusting)]),
+    (promoted, [(epochs, "_turn", lambda *_: None)]),
     (restored_under, [(sequences, "find_regressions", lambda _: [])]),
     (cached, [(sequences, "heads", careless), (sequences, "unfit", lambda *_: {})]),
     (filled_in, [(queries, "raise_floor", thorough)]),

@@ -6,6 +6,7 @@ sent at once, which is the worst case: whatever happens afterwards, it cannot be
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 
 import psutil
@@ -146,6 +147,8 @@ class SteppedRelay:
         self.unacknowledged: list[Decision] = []
         self.refused = False
         """Whether a person has to mend something first."""
+        self.promotions = 0
+        """How often a standby took the place of the server."""
 
     def die(self) -> None:
         if self._session is not None:
@@ -254,7 +257,9 @@ class SteppedRelay:
         self.die()
 
     def _acted(self, connection: Connection) -> list[StreamEpoch]:
-        found = epochs.begin(connection, server_history(connection, "here", OUTBOX), WRITER, self._unknown_writers)
+        history = server_history(connection, "here", OUTBOX)
+        history = replace(history, database=f"{history.database}/{self.promotions}")
+        found = epochs.begin(connection, history, WRITER, self._unknown_writers)
         self._unknown_writers = {}
         self._sent([records.encode(record) for each in found for record in each.acts()])
         return found

@@ -27,7 +27,10 @@ class Image:
 
 @dataclass
 class BrokenWriters(Writers):
-    """`contents`: which row each ID has; no two rows are the same one. `twins` live beside a process of their name."""
+    """`contents`: which row each ID has; no two rows are the same one. `twins` live beside a process of their name.
+
+    `cache`: how many IDs a session of a worker takes from the sequence at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +38,8 @@ class BrokenWriters(Writers):
         self.is_called = False
         """The sequence: `RESTART WITH` one beyond the floor was all so far."""
         self.is_filtered = False
+        self.cache = 1
+        self._cached: dict[int, list[int]] = {}
         self.database = 1
         self.contents: dict[int, int] = {}
         self.twins: dict[str, Process] = {}
@@ -49,7 +54,24 @@ class BrokenWriters(Writers):
 
     def take(self, name: str) -> None:
         self.is_called = True
-        super().take(name)
+        if self.cache == 1:
+            super().take(name)
+        elif process := self.live.get(name):
+            cached = self._cached.setdefault(id(process), [])
+            if not cached:
+                cached += range(self.head + 1, self.head + 1 + self.cache)
+                self.head += self.cache
+            process.taken.append(cached.pop(0))
+
+    def alter(self, cache: int) -> None:
+        """`ALTER SEQUENCE ... CACHE`: no session keeps IDs from before."""
+        self.cache = cache
+        self._cached.clear()
+
+    def jump(self, by: int) -> None:
+        """`setval` beyond the head."""
+        self.is_called = True
+        self.head += by
 
     def waste(self) -> None:
         self.is_called = True
@@ -101,6 +123,7 @@ class BrokenWriters(Writers):
     def promote(self) -> None:
         """Transactions are lost, processes live on and keep the IDs that they have."""
         self.database += 1
+        self._cached.clear()
         self._lose_transactions()
         self.head = self._image.head
         self.facts, self.contents = dict(self._image.facts), dict(self._image.contents)
@@ -152,6 +175,7 @@ class Bridge:
     database: int = 1
     seen: int = FLOOR
     believes_filter: bool = False
+    checks_sequence: bool = True
     decider: StreamDecider = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,6 +193,8 @@ class Bridge:
                 self._begin()
             self._receive(count)
             self._see()
+            if self.checks_sequence and self.writers.cache > 1:
+                return
             if self.decider.wants_observation:
                 self.decider.observe(self.head(), self.writers.running_transactions())
             self._read()
@@ -272,6 +298,7 @@ class Bridge:
         """Everything is in order again, workers begin anew, and nothing is open: then everything is told."""
         writers = self.writers
         writers.is_filtered = False
+        writers.alter(cache=1)
         for name in NAMES:
             writers.untwin(name, committing=True)
             writers.kill(name, committing=True)

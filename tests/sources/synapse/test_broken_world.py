@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sources.synapse.broken_world import Bridge, BrokenWriters
+from tests.sources.synapse.broken_world import FLOOR, Bridge, BrokenWriters
 from tests.sources.synapse.world import NAMES
 from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.facts import StreamFact
@@ -33,6 +33,8 @@ WEIGHTS = {
     "promote": 1,
     "set_back": 1,
     "filter": 1,
+    "cache": 1,
+    "jump": 1,
     "retried": 1,
 }
 
@@ -62,6 +64,10 @@ def play(script: Iterable[Act], bridge: Bridge) -> Bridge:
                 writers.end_orphan(commits=flag)
             case "set_back":
                 writers.set_back(value, rows=flag)
+            case "cache":
+                writers.alter(cache=4 if flag else 1)
+            case "jump":
+                writers.jump(value)
             case "filter":
                 writers.is_filtered = not writers.is_filtered
             case "step":
@@ -127,6 +133,25 @@ def test_filtered_session_proves_nothing() -> None:
     play(script, Bridge(BrokenWriters())).finish()
     with pytest.raises(AssertionError, match="stepped over"):
         play(script, Bridge(BrokenWriters(), believes_filter=True))
+
+
+def test_sequence_with_a_cache_holds_its_stream() -> None:
+    """Without the check, a position passes an ID that a session keeps, and the fact of that ID is late."""
+    script: list[Act] = [*BEGUN, ("cache", 0, True), *one(0), *one(1), *one(0)]
+    held = play(script, Bridge(BrokenWriters()))
+    assert {*held.sent_upto.values()} == {FLOOR}
+    play([("cache", 0, False), ("step", 0, True)], held).finish()
+    assert not held.late
+    careless = play(script, Bridge(BrokenWriters(), checks_sequence=False))
+    careless.finish()
+    assert careless.late
+
+
+def test_sequence_that_jumps_gives_no_facts_between() -> None:
+    script: list[Act] = [*BEGUN, *one(0), ("jump", 9, True), *one(1)]
+    bridge = play(script, Bridge(BrokenWriters()))
+    bridge.finish()
+    assert (len(bridge.regular), bridge.late, bridge.timelines) == (2, set(), 0)
 
 
 class _TakesNoCallForZero(Bridge):
