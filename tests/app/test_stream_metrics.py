@@ -27,15 +27,13 @@ from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
-from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.core.writers import LinearPosition, WriterState
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.direction import Direction
-from tidemark.streaming.values.limits import Evidence
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Evidence, Policies
 
 
 def a_backward_stream() -> StreamState:

@@ -8,8 +8,7 @@ from tests.streaming.builders import Shard, join, position, rdata
 from tidemark.app.pipeline.stream_metrics import SINGLE, StreamCollector, ThresholdLog
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
-from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Bounds, Policies
 
 
 class Watched:

@@ -8,8 +8,8 @@ from tests.streaming.small_world import WRITERS, Size, World
 from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.store import Fact, StreamInput
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.stream_input import Fact, StreamInput
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import Bounds, Evidence
 from tidemark.streaming.wire.runs import Marker, RunColumns

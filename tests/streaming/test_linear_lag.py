@@ -4,10 +4,9 @@ import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
 from tidemark.app.diagnosis import open_ranges
-from tidemark.streaming.core import linear
-from tidemark.streaming.core.effects import Summary, summarize
-from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.linear_lag import LinearLag
+from tidemark.streaming.core import writers as linear
+from tidemark.streaming.core.effects import LinearLag, Summary, summarize
+from tidemark.streaming.core.writers import LinearPosition
 
 
 def held(summary: Summary) -> list[tuple[str, str, int | None]]:

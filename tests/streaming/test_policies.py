@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
-from tidemark.streaming.values.limits import Bounds
-from tidemark.streaming.values.policies import DAY, POLICY_SETTINGS, Policies
+from tidemark.streaming.values.limits import DAY, POLICY_SETTINGS, Bounds, Policies
 
 NAMES = st.text("ab*", min_size=1, max_size=4)
 GIVEN = st.dictionaries(NAMES, st.dictionaries(st.sampled_from(["pending_bound", "gap_seconds"]), st.integers(1, 9)))

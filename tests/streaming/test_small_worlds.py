@@ -15,12 +15,12 @@ from tests.examples import WORLDS
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
-from tidemark.streaming.core import batch, stream, stream_input, writers
+from tidemark.streaming.core import batch, stream, writers
+from tidemark.streaming.core import store as stream_input
 from tidemark.streaming.core.chain import Chain
-from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.outcome import BatchOutcome
+from tidemark.streaming.core.classify import BatchOutcome
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.core.writers import LinearPosition, WriterState
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.values.limits import Evidence
 from tidemark.streaming.wire.runs import Marker, Run

@@ -14,10 +14,8 @@ from tests.streaming.builders import STREAM, Record, Sent, Shard, join, packets,
 from tidemark.streaming.core.batch import StreamBatch
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.effects import blockers
-from tidemark.streaming.core.store import States
-from tidemark.streaming.core.stream_input import group_by_stream
-from tidemark.streaming.core.writer_codec import PackedTable, StoredWriter, Straggler
-from tidemark.streaming.core.writer_table import Writers
+from tidemark.streaming.core.store import States, group_by_stream
+from tidemark.streaming.core.writer_table import PackedTable, StoredWriter, Straggler, Writers
 from tidemark.streaming.core.writers import WriterState
 from tidemark.streaming.values.limits import NOTHING, Bounds
 from tidemark.streaming.wire.runs import UNBOUNDED, RunColumns

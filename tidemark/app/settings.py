@@ -18,7 +18,7 @@ from tidemark.app.sidecar_settings import SidecarSettings
 from tidemark.app.stack_env import read_stack_env, stack_env
 from tidemark.common.errors import BadSetting
 from tidemark.common.home_directory import default_home
-from tidemark.streaming.values.policies import POLICY_SETTINGS
+from tidemark.streaming.values.limits import POLICY_SETTINGS
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}

@@ -22,10 +22,9 @@ from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.effects import StreamEffects
-from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import Writers
-from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.core.writers import LinearPosition, WriterState
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import EMPTY
 from tidemark.streaming.values.limits import Evidence

@@ -12,7 +12,7 @@ from tidemark.app.cli import main
 from tidemark.app.verbs import overrides as acts
 from tidemark.app.verbs.overrides import IdRange
 from tidemark.common.errors import BadRecord
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import CURRENT_EPOCH, Join, Marker, Retire, Skip, Timeline
 
 

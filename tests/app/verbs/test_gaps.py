@@ -7,7 +7,7 @@ from tests.streaming.builders import STREAM, Shard, join, opened, position, rdat
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.overrides import attempt
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Retire
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidemark.streaming.core.linear_lag import BlockReason, LinearLag
+from tidemark.streaming.core.effects import BlockReason, LinearLag
 
 StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]

@@ -11,10 +11,10 @@ from tidemark.app.diagnosis.lag_json import last_seen, moment
 from tidemark.app.diagnosis.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.linear_lag import is_brief, linear_lag
+from tidemark.streaming.core.effects import is_brief, linear_lag
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 
 NO_POLICIES = Policies()
 

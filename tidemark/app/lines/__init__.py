@@ -1,5 +1,4 @@
 """The line protocol: positions and rows as lines of text, over TCP or a Redis channel (docs/reference/protocol.md).
 
-It runs in the process of the sidecar, on its event loop. `protocol`, `announcer` and `rows` are pure; `hub`, `server`,
-`channel` and `channel_leader` hold the sockets; `client` is a client.
+It runs in the process of the sidecar, on its event loop. `protocol`, `announcer` and `rows` are pure; XX
 """

@@ -17,7 +17,7 @@ from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 
 log = get_logger(__name__)
 

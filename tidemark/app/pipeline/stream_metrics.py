@@ -22,11 +22,10 @@ from tidemark.app.pipeline.metrics import STREAM_GAUGES
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, summarize
+from tidemark.streaming.core.effects import BRIEF_WAIT, LinearBlocker, ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.core.fast_path import caught_up
-from tidemark.streaming.core.linear_lag import BRIEF_WAIT, LinearBlocker
 from tidemark.streaming.core.store import ShardedStates
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 
 QUIET = Summary(0, 0, None, [], 0, None)
 """The summary of every stream without pending records, gaps, linear lag and unknown writers: one object for all."""

@@ -62,7 +62,7 @@ from tidemark.streaming.engine.checkpoint import locked, query_folder, store_fol
 from tidemark.streaming.engine.jvm import is_local
 from tidemark.streaming.engine.spark import executors
 from tidemark.streaming.ingest.compact import RefusedOffsets
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Topic
 
 log = get_logger(__name__)

@@ -29,7 +29,7 @@ class ReadSideConfig:
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
-    """Of streams without a policy: see `streaming.values.policies`."""
+    """Of streams without a policy: see `streaming.values.limits`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import Blocker, blockers, summarize
+from tidemark.streaming.core.effects import Blocker, LinearLag, blockers, summarize
 from tidemark.streaming.core.fast_path import caught_up
-from tidemark.streaming.core.linear_lag import LinearLag
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Policies
 
 T = TypeVar("T")
 

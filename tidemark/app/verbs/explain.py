@@ -28,7 +28,7 @@ from tidemark.sinks.postgres.inspect import (
 from tidemark.sinks.postgres.positions import EarlierWriter
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.linear_lag import BRIEF_WAIT
+from tidemark.streaming.core.effects import BRIEF_WAIT
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Evidence

@@ -44,8 +44,7 @@ from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import OperatorOverride, StreamEffects
 from tidemark.streaming.core.store import States
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.values.limits import Bounds, Reason
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Bounds, Policies, Reason
 from tidemark.streaming.wire import records, runs
 from tidemark.streaming.wire.records import ANY_WRITER, Topic
 from tidemark.streaming.wire.runs import PackedRuns

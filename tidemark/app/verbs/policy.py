@@ -9,8 +9,7 @@ import click
 from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, loaded, tell
 from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.values.limits import fitting
-from tidemark.streaming.values.policies import POLICY_SETTINGS, Policies
+from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, fitting
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings

@@ -30,8 +30,7 @@ from tidemark.streaming.ingest.compact import pack
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import RecordBatch
 from tidemark.streaming.values.direction import beyond
-from tidemark.streaming.values.limits import Bounds, Evidence
-from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.values.limits import Bounds, Evidence, Policies
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Topic
 from tidemark.streaming.wire.runs import Packet

@@ -25,8 +25,7 @@ from tidemark.sinks.postgres.requeues import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import Blocker, Summary, summarize
-from tidemark.streaming.core.linear_lag import LinearBlocker, LinearLag, is_brief
+from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, Summary, is_brief, summarize
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}

@@ -171,7 +171,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
     """Delete rows that are past their retention, except advances (`drop_before`). Call it outside a transaction."""
     hide_expired(connection, today, retention)
     oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
-    # The most specific policy counts, as in `streaming.values.policies`.
+    # The most specific policy counts, as in `streaming.values.limits`.
     is_expired: LiteralString = """ < %s - coalesce((
         select value from tidemark.policies p where setting = 'history_days'
             and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))

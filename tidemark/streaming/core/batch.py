@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.classify import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.effects import (
     Gap,
     GapClosed,
@@ -30,10 +31,8 @@ from tidemark.streaming.core.effects import (
     summarize,
 )
 from tidemark.streaming.core.fast_path import advance_in_order
-from tidemark.streaming.core.outcome import BatchOutcome, LateRange, Refusal
-from tidemark.streaming.core.store import UNREADABLE, States
+from tidemark.streaming.core.store import UNREADABLE, Fact, Partition, States, StreamInput, group_by_stream, segments
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.stream_input import Fact, Partition, StreamInput, group_by_stream, segments
 from tidemark.streaming.core.writers import PartialRows, UnjoinedWriter, WriterState
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Bounds, Encoded, Reason, Rejected

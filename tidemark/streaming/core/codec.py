@@ -13,18 +13,17 @@ import msgspec
 
 from tidemark.common.errors import StateTooNew
 from tidemark.streaming.core.effects import RequeuedRange
-from tidemark.streaming.core.linear import LinearPosition
 from tidemark.streaming.core.stream import StreamState
-from tidemark.streaming.core.writer_codec import (
+from tidemark.streaming.core.writer_table import (
     EMPTY,
     PackedTable,
     Pairs,
     StoredChain,
     StoredWriter,
     WaitingWriter,
+    Writers,
 )
-from tidemark.streaming.core.writer_table import Writers
-from tidemark.streaming.core.writers import UnjoinedWriter, UnjoinedWriters
+from tidemark.streaming.core.writers import LinearPosition, UnjoinedWriter, UnjoinedWriters
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 from tidemark.streaming.values.limits import Encoded

@@ -19,9 +19,8 @@ from tidemark.streaming.core import writer_table
 from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
 from tidemark.streaming.core.codec import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
 from tidemark.streaming.core.effects import StreamEffects, Summary, WriterAdvance, WriterRow
-from tidemark.streaming.core.store import States
-from tidemark.streaming.core.stream_input import StreamInput
-from tidemark.streaming.core.writer_codec import COLUMNS, StoredChain, StoredWriter
+from tidemark.streaming.core.store import States, StreamInput
+from tidemark.streaming.core.writer_table import COLUMNS, StoredChain, StoredWriter
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Ascending, Ids, are_different, extended, last_of
 from tidemark.streaming.values.limits import Bounds

@@ -16,13 +16,12 @@ import msgspec
 import numpy as np
 
 from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
-from tidemark.streaming.core.classify import Classifier, Completed
-from tidemark.streaming.core.linear import LinearPosition
-from tidemark.streaming.core.outcome import BatchOutcome, Refusal, RollbackSignal, TimelineStart
+from tidemark.streaming.core.classify import BatchOutcome, Classifier, Completed, Refusal, RollbackSignal, TimelineStart
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
     OVERFLOW_SLOT,
     Incarnation,
+    LinearPosition,
     PartialRows,
     UnjoinedWriter,
     UnjoinedWriters,

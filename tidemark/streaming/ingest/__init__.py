@@ -8,10 +8,10 @@ The way of a record:
    and lost records. Its consumer comes from `consumer`.
 3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in
    another, offsets and times as arrays of numbers. No Python object exists for a record.
-4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `incarnations` numbers each
+4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `record_batch` numbers each
    (stream, writer, epoch), so that edges can be rows of an array (`record_batch.Edges`).
 5. When a task has read a range, `compact` cuts the edges at the JOIN and RETIRE records of their stream, sorts and
-   links them into chains (`edge_chains.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of
+   links them into chains (`compact.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of
    140 bytes becomes about 13 bytes. The state function takes the packets from here (`core.batch`).
 
 Each step that handles single records exists twice, and both forms give the same result:
@@ -19,7 +19,7 @@ Each step that handles single records exists twice, and both forms give the same
     step                   fast form                          slow form
     consume a message      native_consumer (C, by ctypes)     consumer.ObjectConsumer (confluent-kafka)
     copy its bytes         kernels.gather                     ctypes.string_at
-    decode a record        field_scan.scan, with json_scan    wire.records.read
+    decode a record        field_scan.scan, with kernels      wire.records.read
     sort edges             kernels.arrange                    numpy
 
 `wire.records.read` defines what a record means. The scanner takes a record only if its meaning is certain, and leaves
@@ -28,14 +28,14 @@ all others to `read`; only `read` gives the reason for a rejection.
 The slow forms are used in three cases:
 
 - There are few records. Loading numba takes 0.4 s of CPU, so a process with little traffic never loads it. The limits
-  are `Decoder.FEW`, `edge_chains.FEW` and `native_consumer._FEW`.
+  are `Decoder.FEW`, `compact.FEW` and `native_consumer._FEW`.
 - numba is missing or broken (`jit_loader`). A record then takes about 12 µs of CPU instead of 0.5 µs.
 - confluent-kafka hides the symbols of librdkafka (`consumer`). A message then takes about 2 µs instead of 0.3 µs.
 
 In the last two cases the worker logs one warning that begins with "Slow decoding". The pipeline repeats the warning in
 its own log. Nothing else changes.
 
-Compiled code (`field_scan`, `json_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
+Compiled code (`field_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
 An image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate
 nothing: their callers pass arrays with enough room, and get back how much was used.
 """

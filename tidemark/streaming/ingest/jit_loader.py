@@ -1,7 +1,7 @@
 """Loads the modules of compiled code, which need numba. If numba is missing or broken, their callers use slower code.
 
-`decode` then decodes each record in Python, `edge_chains` sorts with numpy, and `native_consumer` copies messages one
-by one.
+`decode` then decodes each record in Python, `compact` sorts with numpy, and `native_consumer` copies messages one by
+one.
 """
 
 from functools import cache
