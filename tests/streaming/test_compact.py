@@ -18,7 +18,7 @@ from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.common.errors import BadRecord
 from tidemark.streaming.core.effects import ShardEffects
-from tidemark.streaming.ingest import edge_chains
+from tidemark.streaming.ingest import compact as edge_chains
 from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import PlannedRange

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
-from tidemark.streaming.ingest import field_scan, json_scan
+from tidemark.streaming.ingest import field_scan
+from tidemark.streaming.ingest import kernels as json_scan
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.incarnations import Incarnations, MissingIncarnation
-from tidemark.streaming.ingest.record_batch import Edges, RecordBatch
+from tidemark.streaming.ingest.record_batch import Edges, Incarnations, MissingIncarnation, RecordBatch
 from tidemark.streaming.wire.records import ROW, Topic, read
 
 ODD = [*(value or b"" for value, _ in BAD.values()), *GOOD.values()]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.streaming.test_field_scan import ODD, written
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.jit_cache import compiled
-from tidemark.streaming.ingest.json_scan import peek, plain, word
+from tidemark.streaming.ingest.kernels import peek, plain, word
 from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.wire.records import Topic
 

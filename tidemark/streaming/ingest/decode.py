@@ -15,9 +15,8 @@ import numpy as np
 from msgspec import Raw
 
 from tidemark.common.errors import BadRecord
-from tidemark.streaming.ingest.incarnations import Incarnations
 from tidemark.streaming.ingest.jit_loader import load_field_scan
-from tidemark.streaming.ingest.record_batch import Edges, RecordBatch
+from tidemark.streaming.ingest.record_batch import Edges, Incarnations, RecordBatch
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import MAX_ID, ROW, Kind, Topic, is_name, is_writer

@@ -8,9 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidemark.streaming.ingest.incarnations import Incarnations, IncarnationTable, MissingIncarnation
 from tidemark.streaming.ingest.jit_cache import cached, compiled
-from tidemark.streaming.ingest.json_scan import (
+from tidemark.streaming.ingest.kernels import (
     CLOSE_LIST,
     CLOSE_OBJECT,
     COLON,
@@ -28,7 +27,14 @@ from tidemark.streaming.ingest.json_scan import (
     value,
     word,
 )
-from tidemark.streaming.ingest.record_batch import Bytes, Edges, RecordBatch
+from tidemark.streaming.ingest.record_batch import (
+    Bytes,
+    Edges,
+    Incarnations,
+    IncarnationTable,
+    MissingIncarnation,
+    RecordBatch,
+)
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.records import ANY_WRITER, LONGEST_NAME, ROW, Kind
 

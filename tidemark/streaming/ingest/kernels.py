@@ -1,7 +1,12 @@
-"""Compiled functions over whole arrays: sorting edges into their groups, gathering bytes, and calls of librdkafka.
+"""Compiled functions: sorting edges into their groups, gathering bytes, calls of librdkafka, and scanning JSON.
 
-They need numba, which takes 0.4 s of CPU to load. `edge_chains` and `native_consumer` load this module only for large
+They need numba, which takes 0.4 s of CPU to load. `compact` and `native_consumer` load this module only for large
 inputs (`jit_loader`).
+
+The functions from `word` on find the end of JSON values (RFC 8259) in an array of bytes, without decoding them. Each
+starts at the index `at` and returns the index after the item that it scans. It returns -1 if the bytes before `end` are
+not certain to be JSON in UTF-8. It also returns -1 for legal but rare items: very long numbers, and values that are
+nested very deeply.
 """
 
 from typing import Any, Final
@@ -13,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tidemark.streaming.ingest.jit_cache import cached, compiled
-from tidemark.streaming.ingest.record_batch import Edges
+from tidemark.streaming.ingest.record_batch import Bytes, Edges
 from tidemark.streaming.values.intervals import Ids
 
 MOST_STEPS: Final = 32
@@ -135,3 +140,280 @@ def compile_all() -> None:
     gather(none, none, 0)
     times(0, none, none)
     release(0, none)
+
+
+QUOTE, BACKSLASH, _SPACE = map(ord, '"\\ ')
+_FIRST: Final = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1])
+
+_BIT, _INT = ir.IntType(1), ir.IntType(64)
+_SIXTEEN = ir.VectorType(ir.IntType(8), 16)
+
+
+def _loaded(kind: Any, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    return builder.load(builder.bitcast(builder.gep(array.data, [arguments[1]]), kind.as_pointer()), align=1)
+
+
+@_intrinsic  # type: ignore[untyped-decorator]
+def peek(_typing: Any, data: Any, _at: Any) -> Any:
+    """One byte. numba's own indexing checks each time for a negative index."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.zext(_loaded(ir.IntType(8), context, builder, signature, arguments), _INT)
+
+    return types.int64(data, types.int64), generate
+
+
+@_intrinsic  # type: ignore[untyped-decorator]
+def _eight(_typing: Any, data: Any, _at: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _loaded(_INT, context, builder, signature, arguments)
+
+    return types.int64(data, types.int64), generate
+
+
+@_intrinsic  # type: ignore[untyped-decorator]
+def plain(_typing: Any, data: Any, _at: Any) -> Any:
+    """How many of the next sixteen bytes, from the first on, are characters of a JSON string without escapes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        loaded = _loaded(_SIXTEEN, context, builder, signature, arguments)
+        special = builder.icmp_signed("<", loaded, ir.Constant(_SIXTEEN, [_SPACE] * 16))  # and non-ASCII
+        for character_ in (QUOTE, BACKSLASH):
+            special = builder.or_(
+                special, builder.icmp_unsigned("==", loaded, ir.Constant(_SIXTEEN, [character_] * 16))
+            )
+        bits = builder.zext(builder.bitcast(special, ir.IntType(16)), _INT)
+        return builder.cttz(builder.or_(bits, ir.Constant(_INT, 1 << 16)), ir.Constant(_BIT, 1))
+
+    return types.int64(data, types.int64), generate
+
+
+@compiled(inline=True)
+def word(data: Bytes, at: int, count: int) -> int:
+    """The next `count` bytes, at most eight, as a little-endian number."""
+    if at + 8 <= len(data):
+        return _eight(data, at) & _FIRST[count]  # type: ignore[no-any-return]
+    number_ = 0
+    for index in range(count):
+        number_ |= peek(data, at + index) << (8 * index)
+    return number_
+
+
+COLON, COMMA, MINUS, POINT = map(ord, ":,-.")
+OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
+NINE, ZERO = ord("9"), ord("0")
+_SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
+_T, _F, _U, _E, _PLUS = map(ord, "tfue+")
+_LOWER: Final = 0x20  # the bit by which lower-case letters differ from upper-case ones
+_TRUE, _FALSE, _NULL = (int.from_bytes(literal, "little") for literal in (b"true", b"alse", b"null"))
+_ESCAPED: Final = np.zeros(256, np.bool_)
+_ESCAPED[[*b'"\\/bfnrt']] = True
+_HEX: Final = np.full(256, -1)
+for _written in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX[[*_written]] = range(16)
+_PLAIN: Final = np.arange(256) < 0x80  # as `words.plain` has it
+_PLAIN[:_SPACE] = False
+_PLAIN[[QUOTE, BACKSLASH]] = False
+
+_DEEPEST: Final = 60
+_LONGEST: Final = 300
+
+
+@compiled(inline=True)
+def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
+    """Whether two ranges have the same bytes."""
+    if left_end - left_at != right_end - right_at:
+        return False
+    while left_at < left_end:
+        count = min(8, left_end - left_at)
+        if word(left, left_at, count) != word(right, right_at, count):
+            return False
+        left_at += count
+        right_at += count
+    return True
+
+
+@compiled(inline=True)
+def space(data: Bytes, at: int, end: int) -> int:
+    """The index after any white space. Returns -1 only if `at` is -1."""
+    while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
+        at += 1
+    return at
+
+
+@compiled()
+def character(data: Bytes, at: int, end: int) -> int:
+    """The index after a character of several bytes (RFC 3629)."""
+    first, low, high, more = peek(data, at), 0x80, 0xBF, 1
+    if first >= 0xF0:
+        more = 3
+        low = 0x90 if first == 0xF0 else low
+        high = 0x8F if first == 0xF4 else high
+    elif first >= 0xE0:
+        more = 2
+        low = 0xA0 if first == 0xE0 else low
+        high = 0x9F if first == 0xED else high
+    if not 0xC2 <= first <= 0xF4 or at + more >= end or not low <= peek(data, at + 1) <= high:
+        return -1
+    for index in range(at + 2, at + more + 1):
+        if not 0x80 <= peek(data, index) <= 0xBF:
+            return -1
+    return at + more + 1
+
+
+@compiled(inline=True)
+def _unit(data: Bytes, at: int, end: int) -> int:
+    """The number in `u` and four hexadecimal digits; -1 if they are not at `at`."""
+    if at + 5 > end or peek(data, at) != _U:
+        return -1
+    unit = 0
+    for index in range(at + 1, at + 5):
+        if _HEX[peek(data, index)] < 0:
+            return -1
+        unit = unit << 4 | _HEX[peek(data, index)]
+    return unit
+
+
+@compiled()
+def _escape(data: Bytes, at: int, end: int) -> int:
+    """The index after an escape whose backslash is before `at`."""
+    if at < end and _ESCAPED[peek(data, at)]:
+        return at + 1
+    unit = _unit(data, at, end)
+    if unit >> 11 != 0xD800 >> 11:
+        return at + 5 if unit >= 0 else -1
+    # The first half of a surrogate pair, and the second must follow.
+    if unit >> 10 == 0xD800 >> 10 and at + 5 < end and peek(data, at + 5) == BACKSLASH:
+        return at + 11 if _unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
+    return -1
+
+
+@compiled(inline=True)
+def plain_end(data: Bytes, at: int, end: int) -> int:
+    """The index after any characters of one byte without escapes. It may be larger than `end`."""
+    while at + 16 <= len(data):
+        count = plain(data, at)
+        at += count
+        if count < 16 or at >= end:
+            return at
+    while at < end and _PLAIN[peek(data, at)]:
+        at += 1
+    return at
+
+
+@compiled(inline=True)
+def string(data: Bytes, at: int, end: int) -> int:
+    """The index after the closing quote of a string whose content begins at `at`."""
+    while at >= 0:
+        at = plain_end(data, at, end)
+        if at >= end or peek(data, at) < _SPACE:
+            return -1
+        if peek(data, at) == QUOTE:
+            return at + 1
+        at = _escape(data, at + 1, end) if peek(data, at) == BACKSLASH else character(data, at, end)
+    return -1
+
+
+@compiled(inline=True)
+def _digits(data: Bytes, at: int, end: int) -> int:
+    """The index after any digits."""
+    while at < end and ZERO <= peek(data, at) <= NINE:
+        at += 1
+    return at
+
+
+@compiled(inline=True)
+def number(data: Bytes, at: int, end: int) -> int:
+    """The index after a number. The caller checks the byte after it."""
+    whole = at + 1 if at < end and peek(data, at) == MINUS else at
+    behind = _digits(data, whole, end)
+    if behind == whole or (peek(data, whole) == ZERO and behind > whole + 1):
+        return -1
+    if behind < end and peek(data, behind) == POINT:
+        fraction = behind + 1
+        behind = _digits(data, fraction, end)
+        if behind == fraction:
+            return -1
+    if behind < end and peek(data, behind) | _LOWER == _E:
+        signed = behind + 1 < end and (peek(data, behind + 1) == MINUS or peek(data, behind + 1) == _PLUS)
+        exponent = behind + 2 if signed else behind + 1
+        behind = _digits(data, exponent, end)
+        if behind == exponent:
+            return -1
+    return behind if behind - at <= _LONGEST else -1
+
+
+@compiled(inline=True)
+def _literal(data: Bytes, at: int, end: int, expected: int) -> int:
+    return at + 4 if at + 4 <= end and word(data, at, 4) == expected else -1
+
+
+@compiled(inline=True)
+def _key(data: Bytes, at: int, end: int) -> int:
+    """The index after the colon of a key. White space may come first."""
+    at = space(data, at, end)
+    if at >= end or peek(data, at) != QUOTE:
+        return -1
+    at = string(data, at + 1, end)
+    if at < 0:
+        return -1
+    at = space(data, at, end)
+    return at + 1 if at < end and peek(data, at) == COLON else -1
+
+
+@compiled()
+def value(data: Bytes, at: int, end: int) -> int:
+    """The index after any value. White space may come first."""
+    depth, objects = 0, 0  # a bit for each open list or object: 1 for an object
+    while True:
+        at = space(data, at, end)
+        if at >= end:
+            return -1
+        first = peek(data, at)
+        if first in (OPEN_OBJECT, OPEN_LIST):
+            inside = space(data, at + 1, end)
+            if inside >= end or depth == _DEEPEST:
+                return -1
+            if peek(data, inside) == first + 2:  # in ASCII, } is { + 2 and ] is [ + 2
+                at = inside + 1
+            else:
+                depth += 1
+                objects <<= 1
+                at = inside
+                if first == OPEN_OBJECT:
+                    objects |= 1
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                continue
+        elif first == QUOTE:
+            at = string(data, at + 1, end)
+        elif first == MINUS or ZERO <= first <= NINE:
+            at = number(data, at, end)
+        elif first == _T:
+            at = _literal(data, at, end, _TRUE)
+        elif first == _F:
+            at = _literal(data, at + 1, end, _FALSE)
+        else:
+            at = _literal(data, at, end, _NULL)
+        if at < 0:
+            return -1
+        while depth:
+            at = space(data, at, end)
+            if at >= end:
+                return -1
+            if peek(data, at) == COMMA:
+                at += 1
+                if objects & 1:
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                break
+            if peek(data, at) != (CLOSE_OBJECT if objects & 1 else CLOSE_LIST):
+                return -1
+            at += 1
+            depth -= 1
+            objects >>= 1
+        else:
+            return at

@@ -1,5 +1,7 @@
-"""Columns of a task: the records as Kafka's client hands them over, and the edges that are decoded from them."""
+"""Columns of a task: the records as Kafka's client returns them, the edges decoded from them, and the numbers for their
+incarnations (stream, writer, epoch)."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.values.intervals import Ids
-from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.records import Topic, is_name, is_writer
 from tidemark.streaming.wire.runs import Mask
 
 Bytes = npt.NDArray[np.uint8]
@@ -115,3 +117,136 @@ def read_only(data: Bytes) -> Bytes:
 def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
     _, bounds, data = pa.array(parts, pa.large_binary()).buffers()
     return read_only(np.frombuffer(data or b"", np.uint8)), np.frombuffer(bounds, np.int64)[: len(parts) + 1]
+
+
+Incarnation = tuple[str, str, int]
+
+_SEED = secrets.randbits(62)
+_LINE = 64  # bytes of the processor's cache
+_FEW = 500  # incarnations: fewer are read again without a prefetch
+
+
+class IncarnationTable(NamedTuple):
+    """A hash table of incarnations that compiled code reads and extends.
+
+    `counts`: the number of incarnations, and the length of all their names. `names`: the names of streams and writers
+    in one array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and
+    the epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that
+    nobody can send names with equal hashes.
+    """
+
+    seed: int
+    counts: Ids
+    names: Bytes
+    bounds: Ids
+    hashes: Ids
+    legal: Mask
+    slots: Ids
+
+    def all(self) -> list[Incarnation]:
+        count, names = int(self.counts[0]), self.names[: self.counts[1]].tobytes()
+        return [
+            (names[stream:writer].decode(), names[writer:end].decode(), epoch)
+            for stream, writer, end, epoch in self.bounds[:count].tolist()
+        ]
+
+
+class MissingIncarnation(NamedTuple):
+    """An incarnation that is not in the table, with the bounds of its names in the values, and its hash."""
+
+    stream: int
+    stream_end: int
+    writer: int
+    writer_end: int
+    epoch: int
+    hash: int
+
+
+class Incarnations:
+    """Numbers incarnations: from 0 upwards in `table`, from -1 downwards outside of it. One may have a number of both.
+
+    The numbers depend on the order in which the incarnations come; `ranked` gives numbers that do not.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Incarnation, int] = {}
+        self.table = IncarnationTable(
+            _SEED,
+            np.zeros(2, np.int64),
+            np.empty(4096, np.uint8),
+            np.empty((128, 4), np.int64),
+            np.empty(128, np.int64),
+            np.empty(128, np.bool_),
+            np.full(256, -1, np.int64),
+        )
+
+    def number(self, stream: str, writer: str, epoch: int) -> int:
+        """The number of an incarnation, new or known."""
+        return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
+
+    def add(self, missing: MissingIncarnation, values: Bytes) -> None:
+        """Add an incarnation that compiled code could not add: the table is full, or a name is not plain ASCII.
+
+        Args:
+            missing: the incarnation.
+            values: the array of bytes that contains its names.
+        """
+        stream, writer = (
+            values[missing.stream : missing.stream_end].tobytes(),
+            values[missing.writer : missing.writer_end].tobytes(),
+        )
+        number, begin = self.table.counts.tolist()
+        middle, end = begin + len(stream), begin + len(stream) + len(writer)
+        self._make_room(number + 1, end)
+        table = self.table
+        table.counts[:] = number + 1, end
+        table.names[begin:end] = np.frombuffer(stream + writer, np.uint8)
+        table.bounds[number] = begin, middle, end, missing.epoch
+        table.hashes[number] = missing.hash
+        table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
+        _put(table.slots, missing.hash, number)
+
+    def prefetch(self, records: int) -> None:
+        """Read the table in order before a large scan: random cache misses cost ten times as much.
+
+        Args:
+            records: how many will be scanned. For few records or a small table this does nothing.
+        """
+        table, (count, length) = self.table, self.table.counts.tolist()
+        if _FEW < count <= 4 * records:
+            for array in (table.slots, table.hashes[:count], table.bounds[:count].ravel(), table.legal[:count]):
+                array[:: _LINE // array.itemsize].sum()
+            table.names[:length:_LINE].sum()
+
+    def _make_room(self, incarnations: int, names: int) -> None:
+        table = self.table
+        if incarnations > len(table.hashes):
+            slots = np.full(8 * len(table.slots), -1, np.int64)
+            for number, hashed in enumerate(table.hashes.tolist()):
+                _put(slots, hashed, number)
+            longer: Any = {name: _longer(getattr(table, name)) for name in ("bounds", "hashes", "legal")}
+            self.table = table._replace(slots=slots, **longer)
+        while names > len(self.table.names):
+            self.table = self.table._replace(names=_longer(self.table.names))
+
+    def ranked(self) -> tuple[list[Incarnation], Ids]:
+        """All incarnations in sorted order, and for each number its rank. The same records give the same ranks."""
+        listed = [*self.table.all(), *reversed(self._numbers)]
+        ordered = sorted({*listed})
+        rank = {incarnation: rank_ for rank_, incarnation in enumerate(ordered)}
+        return ordered, np.array([rank[incarnation] for incarnation in listed], np.int64)
+
+
+def _put(slots: Ids, hashed: int, number: int) -> None:
+    """Put a number into its slot. `field_scan.number_of` probes in the same way."""
+    mask = len(slots) - 1
+    slot = (hashed ^ (hashed >> 32)) & mask
+    while slots[slot] >= 0:
+        slot = (slot + 1) & mask
+    slots[slot] = number
+
+
+def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    longer = np.empty((8 * len(array), *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer
