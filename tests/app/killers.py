@@ -3,7 +3,7 @@
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
 The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `requeue` (`step` of
-`sinks.requeue.Requeuer`), each of which counts as a batch; the batch counts from 1 in this process.
+`sinks.dead_letters.Requeuer`), each of which counts as a batch; the batch counts from 1 in this process.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import threading
 from typing import Any
 
 from tidemark.app.cli import main
+from tidemark.sinks.dead_letters import Requeuer
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.requeue import Requeuer
 
 
 def strike(number: signal.Signals, step: str, batch: int) -> None:

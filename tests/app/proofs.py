@@ -20,7 +20,7 @@ from tests.waiting import eventually
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.verify import RedisKeys, RedisTokens
 from tidemark.common.errors import Unavailable
-from tidemark.sinks.postgres.audit import Audit
+from tidemark.sinks.postgres.status import Audit
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics

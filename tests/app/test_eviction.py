@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.app.serving.eviction import IdleConnection, NoFreeSlot, SlotPool, network_of, pick_victims
+from tidemark.app.serving.tls_listener import IdleConnection, NoFreeSlot, SlotPool, network_of, pick_victims
 
 
 def test_the_oldest_of_whoever_has_most_give_way() -> None:

@@ -21,8 +21,7 @@ from tests.fix_tls import Authority
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import Refused
-from tidemark.common.kafka_errors import ErrorListener
-from tidemark.common.partition_reader import PartitionReader
+from tidemark.common.kafka import ErrorListener, PartitionReader
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.common.failure_cause import CAUSE_MAX, failure_cause
+from tidemark.common.environment import CAUSE_MAX, failure_cause
 
 SPARK = """\
 NOTE: Picked up JDK_JAVA_OPTIONS: -XX:+UseSerialGC

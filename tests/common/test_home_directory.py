@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.common.home_directory import default_home, is_own, temporary_home
+from tidemark.common.environment import default_home, is_own, temporary_home
 
 
 @pytest.fixture(autouse=True)

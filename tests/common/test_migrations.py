@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.common import lock_waits
+from tidemark.common import migrations as lock_waits
 from tidemark.common.errors import PrerequisitePending
 from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink

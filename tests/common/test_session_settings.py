@@ -12,8 +12,12 @@ from psycopg.errors import LockNotAvailable
 from tests.odd_settings import ODD, make_odd
 from tests.services.pgbouncer import PgBouncer
 from tidemark.common.errors import Refused
-from tidemark.common.postgres_session import PostgresSession
-from tidemark.common.session_settings import SESSION_SETTINGS, AsyncSessionConnection, SessionConnection
+from tidemark.common.postgres_session import (
+    SESSION_SETTINGS,
+    AsyncSessionConnection,
+    PostgresSession,
+    SessionConnection,
+)
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sources.relay.queries import session_of as relay_session
 

@@ -24,10 +24,9 @@ from tidemark.app.verbs.reseed import Reseed
 from tidemark.app.verbs.status import WriterStatus
 from tidemark.app.verbs.trace import IdTrace
 from tidemark.app.verbs.verify import Difference
-from tidemark.sinks.postgres.audit import HistoryFault
 from tidemark.sinks.postgres.inspect import LateFact
 from tidemark.sinks.postgres.operators import OverrideEntry
-from tidemark.sinks.postgres.status import BridgeStatus, LaggingPartition
+from tidemark.sinks.postgres.status import BridgeStatus, HistoryFault, LaggingPartition
 from tidemark.streaming.core.effects import WriterAdvance
 
 Age = Annotated[float, Meta(ge=0, description="Seconds.")]

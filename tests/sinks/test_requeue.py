@@ -12,10 +12,10 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
+from tidemark.sinks.dead_letters import RequeueConfig, Requeuer
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.requeues import PendingRequeue, RequeueStatus
+from tidemark.sinks.postgres.positions import PendingRequeue, RequeueStatus
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.requeue import RequeueConfig, Requeuer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.core.effects import RequeuedRange, WriterRow
 from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row

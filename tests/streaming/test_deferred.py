@@ -23,7 +23,7 @@ from tests.streaming.builders import (
     void,
 )
 from tests.streaming.protocol import Database
-from tidemark.sinks.requeue import is_edge
+from tidemark.sinks.dead_letters import is_edge
 from tidemark.streaming.core import chain as chains
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import DeferredRange, merge_ranges

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.streaming.builders import Record, Shard, Taken, as_json, packed
 from tests.streaming.protocol import Database
-from tidemark.sinks.requeue import is_edge
+from tidemark.sinks.dead_letters import is_edge
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Topic

@@ -16,7 +16,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
-from tidemark.common.lock_waits import run_locking
+from tidemark.common.migrations import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sinks.reader_database import install
 from tidemark.sources.producer import FOR_EVER, topic_producer

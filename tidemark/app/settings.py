@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, masked, variable
 from tidemark.app.sidecar_settings import SidecarSettings
 from tidemark.app.stack_env import read_stack_env, stack_env
+from tidemark.common.environment import default_home
 from tidemark.common.errors import BadSetting
-from tidemark.common.home_directory import default_home
 from tidemark.streaming.values.limits import POLICY_SETTINGS
 
 # Written to `stack.env` for people and their programs; read by none of ours.

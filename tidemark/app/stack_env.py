@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tidemark.app.connections import PREFIX
-from tidemark.common.home_directory import default_home, is_own
+from tidemark.common.environment import default_home, is_own
 
 _FOR_SHELLS = "# For the shell alone: what it inherited would lead psql and curl elsewhere."
 

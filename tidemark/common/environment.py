@@ -1,13 +1,16 @@
-"""Environment variables of child processes, and variables of the user that would misconfigure Tidemark's servers.
+"""Environment variables and output of child processes, and the directory of Tidemark's files.
 
 A server of the local stack gets only the variables that it needs. Nothing else is inherited: a `PGHOST`, a proxy or JVM
-options in the user's shell are meant for other programs.
+options in the user's shell are meant for other programs. `default_home` is a directory that this user may write to.
+`failure_cause` finds the line of a program's output that says why the program ended.
 """
 
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
@@ -108,3 +111,77 @@ def _is_found_by_path() -> bool:
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
+
+
+def default_home() -> Path:
+    """The directory to use if TIDEMARK_HOME is not set: `~/.cache/tidemark`.
+
+    If this user has no home directory, or may not write there, it is a directory among the temporary files, with the
+    user's number in its name. Does not create anything.
+    """
+    with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
+        home = os.environ.get("HOME") or Path("~").expanduser()
+        if home and (path := Path(home, ".cache", "tidemark").absolute()) and _is_writable(path):
+            return path
+    return temporary_home()
+
+
+def temporary_home() -> Path:
+    """The directory among the temporary files. Other users could have made it: see `is_own`."""
+    return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
+
+
+def is_own(path: Path) -> bool:
+    """True if this user may trust `path`: an entry among the temporary files must belong to the user."""
+    try:
+        return not path.is_relative_to(temporary_home()) or path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return True
+
+
+def _is_writable(path: Path) -> bool:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+CAUSE_MAX = 400
+"""Maximum length of a cause in characters."""
+
+_FRAME = re.compile(
+    r"\s*at [\w.$/<>@]+\(.*\)|\s*\.\.\. \d+ (more|common frames)|Traceback \(most recent call last\):"
+    r"|\s+File \".*\", line .*|\s+[\^~]+\s*|(NOTE: )?Picked up \w+:.*"
+    r"|Error: Could not create the Java Virtual Machine\."
+    r"|Error: A fatal exception has occurred\. Program will exit\.|\s*"
+)
+_STAMP = re.compile(
+    r"\[?\d\d(\d\d)?[-/]\d\d[-/]\d\d[T ][\d:.,]+(Z| \w{3,4})?\]? *(\[\d+\] *)?"
+    r"(\[?(FATAL|ERROR|WARN|error|critical) *\]?:? +)?"
+)
+_INITIALIZATION = "Error occurred during initialization of VM"
+_SENTENCE = re.compile(
+    r"fatal|panic|error|exception|unrecognized|conflicting|cannot|could not|failed|refused|denied|no such|not found",
+    re.IGNORECASE,
+)
+
+
+def is_noise(line: str) -> bool:
+    """True if a line is blank, a stack frame, or advice that does not name a cause."""
+    return _FRAME.fullmatch(line) is not None
+
+
+def failure_cause(lines: Iterable[str]) -> str:
+    """Return the cause as one line of at most `CAUSE_MAX` characters; empty if the program wrote nothing.
+
+    Uses the innermost cause of a Java exception, else the last line that reads like an error, else the last line.
+    """
+    sentences = [line.strip() for line in lines if not is_noise(line)]
+    if not sentences:
+        return ""
+    causes = [line for line in sentences if line.startswith("Caused by:")]
+    problems = [line for line in sentences if _SENTENCE.search(line)]
+    chosen = (causes or problems or sentences)[-1]
+    if _INITIALIZATION in sentences:  # the sentence after this line names the problem
+        chosen = " ".join(sentences[sentences.index(_INITIALIZATION) :][1:2]) or _INITIALIZATION
+    text = _STAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
+    text = re.sub(r'^Exception in thread "[^"]*" ', "", text)
+    return text if len(text) <= CAUSE_MAX else f"{text[: CAUSE_MAX - 3]}..."

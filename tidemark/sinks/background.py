@@ -12,9 +12,9 @@ from typing import Self
 from tidemark.common.errors import LeaseLost, Stop, TidemarkError
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
-from tidemark.sinks.postgres.batch_wait import BatchWait
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.postgres.transaction import BatchWait
 
 log = get_logger(__name__)
 

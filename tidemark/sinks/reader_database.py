@@ -13,7 +13,7 @@ from importlib.resources import files
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.common.lock_waits import run_locking
+from tidemark.common.migrations import run_locking
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 COMMAND = "tidemark follow migrate"

@@ -13,8 +13,7 @@ from typing import Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemark.common.errors import BadRecord, TopicMissing, Unavailable
-from tidemark.common.kafka_errors import ErrorListener, concerns_group
-from tidemark.common.partition_reader import PartitionReader
+from tidemark.common.kafka import ErrorListener, PartitionReader, concerns_group
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void, read
 

@@ -6,7 +6,7 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.common.kafka_errors import ErrorListener, kafka_error
+from tidemark.common.kafka import ErrorListener, kafka_error
 from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
 

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry, Unavailable
-from tidemark.common.lock_waits import sessions_of, with_lockers
 from tidemark.common.log import get_logger
-from tidemark.common.migrations import Migrations
+from tidemark.common.migrations import Migrations, sessions_of, with_lockers
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, TransactionReports

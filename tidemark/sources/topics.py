@@ -1,6 +1,7 @@
-"""The topics as the brokers know them: made where that is allowed, described, and measured. Decides nothing.
+"""Topics: created if that is allowed, described, measured, and compared with what was stored about them.
 
-What a finding means for the start of the query is decided in `sources.topic_checks`.
+A stream is in one partition, in one order, and nothing is read twice or skipped (docs/design.md 3). So a topic that was
+created again, repartitioned, or truncated stops the pipeline, until an operator accepts the loss.
 """
 
 import time
@@ -12,7 +13,7 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCol
 from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
 from tidemark.common.errors import TopicMissing, Unavailable
-from tidemark.common.kafka_errors import ErrorListener, kafka_error
+from tidemark.common.kafka import ErrorListener, kafka_error
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topic_checks import Partition, RememberedTopic, TopicState
 

@@ -20,8 +20,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
-from tidemark.common.postgres_session import address, first_line
-from tidemark.common.session_settings import hidden_rows
+from tidemark.common.postgres_session import address, first_line, hidden_rows
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 from tidemark.streaming.wire.records import row as encoded
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tidemark.app.read_side.replay import KEPT_SECONDS, BufferedReplay, ReplayBuffer, reached
 from tidemark.app.read_side.subscription import EventBatch
-from tidemark.sinks.postgres.changes import DurableMark
+from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.reader.merge import EventMerge
 from tidemark.streaming.values.limits import Evidence

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.app.read_side.replay import CACHE_BYTES, CACHED_FOR, MOST, POSITION, ResponseCache, Resumptions, lowest
-from tidemark.sinks.postgres.changes import DurableMark
+from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
 from tidemark.sinks.reader.history import MissedChanges
 

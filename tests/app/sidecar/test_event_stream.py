@@ -4,7 +4,7 @@ import asyncio
 
 from tidemark.app.read_side.replay import PAGE, MissedMoves, SingleFlight
 from tidemark.app.sidecar.event_stream import encode_missed_moves
-from tidemark.sinks.postgres.changes import StreamChange
+from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 

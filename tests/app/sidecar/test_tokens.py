@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tidemark.app.serving.tls_listener import CHECK_EVERY
 from tidemark.app.sidecar.app import Tokens
 from tidemark.common.errors import BadSetting
-from tidemark.common.file_watcher import CHECK_EVERY
 
 
 class Clock:

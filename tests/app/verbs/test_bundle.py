@@ -15,7 +15,7 @@ from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
 from tidemark.common.environment import child_environment
-from tidemark.sinks.postgres.audit import TABLES
+from tidemark.sinks.postgres.status import TABLES
 
 NO_POSITION = "http://127.0.0.1:1/metrics"
 ALL_AWAY = {

@@ -7,7 +7,7 @@ from tests.app.sidecar.given import At, moved
 from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, opened, packing, position, rdata
 from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.app.verbs import status
-from tidemark.sinks.postgres.requeues import RequeueStatus
+from tidemark.sinks.postgres.positions import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, Condition, SinkFault
 from tidemark.streaming.values.limits import Bounds
 

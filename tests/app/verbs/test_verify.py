@@ -15,7 +15,7 @@ from tidemark.app.cli import main
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.verify import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
-from tidemark.sinks.postgres.audit import Audit
+from tidemark.sinks.postgres.status import Audit
 from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
-from tidemark.sinks.postgres.changes import DurableMark, FullChanges
+from tidemark.sinks.postgres.history import DurableMark, FullChanges
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig

@@ -13,7 +13,7 @@ from tests.sinks.given import entries
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, LeaseLost, Refused, Unavailable
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.client import key
+from tidemark.sinks.redis.client import group_by_slot, key
 from tidemark.sinks.redis.publish import (
     MOVES_PER_CALL,
     AdvanceEntry,
@@ -24,7 +24,6 @@ from tidemark.sinks.redis.publish import (
     RedisConfig,
     _moves,
 )
-from tidemark.sinks.redis.scripts import group_by_slot
 
 LARGEST = 2**63 - 1
 

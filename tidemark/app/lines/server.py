@@ -1,6 +1,9 @@
 """The line protocol over TCP: the server, and its connections.
 
 A connection takes its lines in turns with the others. A client that does not read what it is sent is disconnected.
+
+`ServerSession` is the protocol of one connection without a socket: what to send, and when to disconnect. Times are
+seconds of a clock that only goes forward, and are passed in.
 """
 
 import asyncio
@@ -26,8 +29,7 @@ from tidemark.app.lines.protocol import (
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.serving.eviction import NoFreeSlot, SlotPool
-from tidemark.app.serving.tls_listener import ListenerConfig, TlsListener
+from tidemark.app.serving.tls_listener import ListenerConfig, NoFreeSlot, SlotPool, TlsListener
 from tidemark.common.errors import BadCommand
 from tidemark.common.log import get_logger
 from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, LineSplitter, RelayedCommand, encoded

@@ -16,8 +16,8 @@ from tidemark.app.pipeline import class_archive
 from tidemark.app.pipeline.preflight import Start
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
+from tidemark.common.environment import failure_cause
 from tidemark.common.errors import BadSetting, QueryFailed, SparkDied, Stopping
-from tidemark.common.failure_cause import failure_cause
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.engine import checkpoint
 from tidemark.streaming.engine.executors import Cluster, Pods, address_towards

@@ -44,7 +44,7 @@ from tidemark.common.errors import (
 )
 from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
-from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
+from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig, RequeueConfig, Requeuer
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.operators import PolicyTable
@@ -53,7 +53,6 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sinks.requeue import RequeueConfig, Requeuer
 from tidemark.sources.producer import producer_settings
 from tidemark.sources.topic_checks import Acceptance
 from tidemark.sources.topics import Topics

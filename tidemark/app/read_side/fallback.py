@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.changes import StreamChange
+from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader import (
     Answer,
     AwaitEntry,

@@ -20,7 +20,7 @@ from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, StreamChange
+from tidemark.sinks.postgres.history import ChangesSince, DurableMark, StreamChange
 from tidemark.sinks.reader import (
     LONGEST_WAIT,
     Answer,

@@ -13,8 +13,8 @@ from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.read_side.single_flight import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark
-from tidemark.sinks.postgres.requeues import RequeueStatus
+from tidemark.sinks.postgres.history import ChangesSince, DurableMark
+from tidemark.sinks.postgres.positions import RequeueStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory

@@ -21,7 +21,7 @@ from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.subscription import EventBatch
 from tidemark.common.errors import TidemarkError
-from tidemark.sinks.postgres.changes import DurableMark, StreamChange
+from tidemark.sinks.postgres.history import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 

@@ -17,7 +17,7 @@ from tidemark.app.read_side.postgres_reader import Details, PostgresReader
 from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.changes import StreamChange
+from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader import MonotonicPositions, PublishedPositions
 from tidemark.streaming.values.direction import beyond
 

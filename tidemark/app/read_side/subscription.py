@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tidemark.sinks.postgres.changes import DurableMark
+from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond
 

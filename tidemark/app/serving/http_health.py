@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback
-from tidemark.app.serving.eviction import IdleConnection, pick_victims
+from tidemark.app.serving.tls_listener import IdleConnection, pick_victims
 from tidemark.common.errors import BadSetting
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.serving.eviction import SHARE, FairQueue, NoFreeSlot, SlotPool, network_of
+from tidemark.app.serving.tls_listener import SHARE, FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
 _PER_TURN = 4  # requests that start in one turn of the event loop

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemark.app.connections import host_name
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics, open_read_side
+from tidemark.app.serving.tls_listener import FileWatcher
 from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
@@ -43,7 +44,6 @@ from tidemark.app.sidecar.problems import (
 )
 from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.common.errors import BadSetting
-from tidemark.common.file_watcher import FileWatcher
 from tidemark.common.log import get_logger
 from tidemark.streaming.wire.records import is_name
 

@@ -24,7 +24,7 @@ from tidemark.app.read_side.subscription import EventBatch, Started
 from tidemark.app.sidecar.answers import LinearMoveAnswer, move_answer, stream_answer
 from tidemark.app.sidecar.problems import BadRequest, Stops
 from tidemark.common.errors import BadToken
-from tidemark.sinks.postgres.changes import DurableMark
+from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Advance, Event, EventMerge, Late, LateLost, Place, Reread, Token
 from tidemark.streaming.values.direction import beyond
 

@@ -42,7 +42,7 @@ from tidemark.app.sidecar.operations import existing
 from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.watch import PipelineAnswer, Watch, WatchedStreamAnswer, Watcher
 from tidemark.common.errors import Stop, Unavailable
-from tidemark.sinks.postgres.changes import DurableMark
+from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 

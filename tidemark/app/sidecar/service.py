@@ -9,7 +9,7 @@ from typing import Any
 
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
-from tidemark.app.serving.eviction import FairQueue, NoFreeSlot, SlotPool, network_of
+from tidemark.app.serving.tls_listener import FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.event_stream import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch

@@ -31,8 +31,7 @@ from tidemark.app.simulation.services import (
     run_threads,
 )
 from tidemark.common.errors import NotReached, Retry, StreamNotKnown
-from tidemark.common.postgres_session import Connection
-from tidemark.common.session_settings import SessionConnection
+from tidemark.common.postgres_session import Connection, SessionConnection
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches

@@ -30,9 +30,8 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from tidemark.app.stack.home import Home, named_user
-from tidemark.common.environment import child_environment, server_environment
+from tidemark.common.environment import child_environment, failure_cause, server_environment
 from tidemark.common.errors import TidemarkError
-from tidemark.common.failure_cause import failure_cause
 
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0

@@ -23,7 +23,7 @@ from tidemark.app.output import as_object, count, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
-from tidemark.sinks.postgres import audit as dump
+from tidemark.sinks.postgres import status as dump
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig

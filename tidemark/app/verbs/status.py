@@ -21,7 +21,7 @@ from tidemark.app.diagnosis.lag_json import behind_answer, last_seen
 from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
-from tidemark.sinks.postgres.requeues import RequeueStatus
+from tidemark.sinks.postgres.positions import RequeueStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec

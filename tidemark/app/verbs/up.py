@@ -27,9 +27,8 @@ from tidemark.app.stack.processes import STORY, ServerProcess, redis_program
 from tidemark.app.stack.up import LocalStack, Supervisor
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
-from tidemark.common.environment import Foreign, child_environment, forget
+from tidemark.common.environment import Foreign, child_environment, forget, is_own, temporary_home
 from tidemark.common.errors import BadSetting
-from tidemark.common.home_directory import is_own, temporary_home
 from tidemark.sinks.postgres.database import migrate
 
 BUSY_SECONDS = 300.0

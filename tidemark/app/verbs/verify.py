@@ -22,7 +22,7 @@ from tidemark.app.commands import Amount, OurCommand, loaded
 from tidemark.app.output import as_object, count, echo, one_line, progress
 from tidemark.app.serving.tls_listener import trusting
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
-from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
+from tidemark.sinks.postgres.status import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sinks.redis.snapshot import RedisPositions

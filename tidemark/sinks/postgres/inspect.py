@@ -10,10 +10,10 @@ from typing import Any, LiteralString, Self
 
 from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, fetch_all, fetch_one, fetch_value
-from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
 from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, PolicyTable
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
+from tidemark.sinks.postgres.status import STATES
 from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence

@@ -21,8 +21,8 @@ from typing import LiteralString, Self
 from psycopg.errors import LockNotAvailable
 
 from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
-from tidemark.common.lock_waits import run_locking, sessions_of
 from tidemark.common.log import get_logger
+from tidemark.common.migrations import run_locking, sessions_of
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
 from tidemark.sinks.postgres.database import session_of
 

@@ -17,8 +17,7 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.errors import LockNotAvailable
 
-from tidemark.common.postgres_session import Connection, PostgresSession, fetch_all, fetch_value
-from tidemark.common.session_settings import SessionConnection
+from tidemark.common.postgres_session import Connection, PostgresSession, SessionConnection, fetch_all, fetch_value
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.positions import forget_writer_numbers
 

@@ -14,18 +14,24 @@ import msgspec
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Dsn, fetch_value
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import changes, history, requeues, retention, transaction
-from tidemark.sinks.postgres.audit import STATES
-from tidemark.sinks.postgres.batch_wait import BatchWait
-from tidemark.sinks.postgres.changes import ChangesSince, DurableMark, FullChanges
+from tidemark.sinks.postgres import history, retention, transaction
+from tidemark.sinks.postgres import history as changes
+from tidemark.sinks.postgres import positions as requeues
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
-from tidemark.sinks.postgres.history import PageBounds, StoredAdvance, StoredLate, StoredPage
+from tidemark.sinks.postgres.history import (
+    ChangesSince,
+    DurableMark,
+    FullChanges,
+    PageBounds,
+    StoredAdvance,
+    StoredLate,
+    StoredPage,
+)
 from tidemark.sinks.postgres.operators import PolicyTable
-from tidemark.sinks.postgres.positions import forget_retired, stored_positions
-from tidemark.sinks.postgres.requeues import PendingRequeue
+from tidemark.sinks.postgres.positions import PendingRequeue, forget_retired, stored_positions
 from tidemark.sinks.postgres.retention import Retention, RetentionClock
-from tidemark.sinks.postgres.status import Conditions, note_faults, note_lagging
-from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
+from tidemark.sinks.postgres.status import STATES, Conditions, note_faults, note_lagging
+from tidemark.sinks.postgres.transaction import BatchWait, UnsentDeadLetters, apply
 from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.values.limits import Bounds, Encoded
 

@@ -11,7 +11,7 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.session_settings import BACKEND, AsyncSessionConnection, unprepared_where_pooled
+from tidemark.common.postgres_session import BACKEND, AsyncSessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable

@@ -9,7 +9,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import ReaderModeChanged, Refused, TransactionEnded
-from tidemark.common.session_settings import hidden_from
+from tidemark.common.postgres_session import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows

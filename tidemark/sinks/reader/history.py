@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.common.postgres_session import Dsn
-from tidemark.sinks.postgres.changes import DurableMark, StreamChange
-from tidemark.sinks.postgres.history import PageBounds, StoredAdvance, StoredLate
+from tidemark.sinks.postgres.history import DurableMark, PageBounds, StoredAdvance, StoredLate, StreamChange
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys

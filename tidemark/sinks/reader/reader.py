@@ -13,7 +13,7 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.session_settings import BACKEND, SessionConnection, unprepared_where_pooled
+from tidemark.common.postgres_session import BACKEND, SessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode

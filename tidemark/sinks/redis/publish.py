@@ -22,14 +22,16 @@ from tidemark.sinks.redis.client import (
     RedisAddress,
     RedisSession,
     Remedies,
+    Script,
     StreamFault,
     database_of,
     database_suffix,
+    group_by_slot,
     of_stream,
     redis_address,
+    slots,
     sound,
 )
-from tidemark.sinks.redis.scripts import Script, group_by_slot, slots
 from tidemark.sinks.redis.snapshot import RedisPositions, entry_time, fencing_token, read_snapshots
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterAdvance
 

@@ -7,8 +7,7 @@ import msgspec
 
 from tidemark.common.errors import BadToken
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.client import STREAMS, StreamFault, key, sound
-from tidemark.sinks.redis.scripts import Script, group_by_slot, slots
+from tidemark.sinks.redis.client import STREAMS, Script, StreamFault, group_by_slot, key, slots, sound
 
 _PAGE = 1000  # entries of a list in one read
 _STREAMS_PER_CALL = 100  # such a call blocks the server for less than a millisecond

@@ -18,9 +18,8 @@ from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 
-from tidemark.common.environment import LOCALE, Foreign, forget
+from tidemark.common.environment import LOCALE, Foreign, failure_cause, forget, is_noise
 from tidemark.common.errors import SparkDied
-from tidemark.common.failure_cause import failure_cause, is_noise
 from tidemark.common.log import get_logger
 from tidemark.streaming.ingest.jit_loader import SLOW_DECODING
 

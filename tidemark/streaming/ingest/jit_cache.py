@@ -23,7 +23,7 @@ import numpy as np
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from tidemark.common.home_directory import default_home
+from tidemark.common.environment import default_home
 from tidemark.common.log import get_logger
 
 log = get_logger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemark.common.errors import Unavailable
-from tidemark.common.kafka_errors import ErrorListener, concerns_group
+from tidemark.common.kafka import ErrorListener, concerns_group
 from tidemark.streaming.ingest.consumer import open_consumer
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic

@@ -2,13 +2,18 @@
 
 A request of librdkafka only fails with a time-out. The reason (a wrong password, a refused connection) goes to a
 callback. `ErrorListener` is this callback: it remembers the reason, so that one message can contain both.
+
+`PartitionReader` is a consumer that reads one partition from any offset: for records that were read before and are
+needed again. It is not thread-safe. All its methods raise `KafkaException` or `Unavailable`; after an error the owner
+closes the reader.
 """
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemark.common.errors import Refused, TidemarkError, Unavailable
 
@@ -107,3 +112,82 @@ class ErrorListener:
         """Translate the error of a failed request. If it is only a time-out, use the reason from the callback."""
         is_vague = error.code() in _VAGUE
         return kafka_error(self._reason if is_vague and self._reason is not None else error, self.where)
+
+
+class PartitionReader:
+    """Reads any partition from any offset.
+
+    Args:
+        client: settings of librdkafka.
+        errors: remembers why the brokers are unreachable.
+        patience: seconds without progress after which a method raises `Unavailable`.
+        isolation: `read_committed` or `read_uncommitted`.
+    """
+
+    def __init__(self, client: Mapping[str, str], errors: ErrorListener, patience: float, isolation: str) -> None:
+        self._where = client["bootstrap.servers"]
+        self._patience = patience
+        self._consumer = Consumer(
+            {
+                **client,
+                "group.id": "tidemark-dead-letters",  # librdkafka needs a group; offsets are never committed
+                "enable.auto.commit": "false",
+                "enable.auto.offset.store": "false",
+                "enable.partition.eof": "true",
+                "auto.offset.reset": "error",
+                "isolation.level": isolation,
+                "error_cb": errors,
+            }
+        )
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
+        """The oldest offset, and the offset of the next record.
+
+        Args:
+            known: offset of a record that was seen before. The method waits, at most for the patience, until the next
+                offset is beyond it: a broker that has just started may not show its newest records.
+        """
+        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
+        while True:
+            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(
+                target, timeout=self._patience, cached=False
+            )
+            if offsets[1] > known or time.monotonic() > deadline:
+                return offsets
+            time.sleep(0.1)
+
+    def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
+        """Yield records from the offset `start`, then None at the end of the partition.
+
+        Ends without None if retention removes records that are not read yet.
+        """
+        self._consumer.assign([TopicPartition(topic, partition, start)])
+        try:
+            yield from self._records(start)
+        finally:
+            self._consumer.unassign()
+
+    def _records(self, start: int) -> Iterator[Message | None]:
+        deadline = time.monotonic() + self._patience
+        while True:
+            records = self._consumer.consume(num_messages=500, timeout=0.2)
+            if records:
+                deadline = time.monotonic() + self._patience
+            elif time.monotonic() > deadline:
+                raise Unavailable("Kafka", self._where, f"no answer for records from offset {start}")
+            for record in records:
+                error = record.error()
+                if error is None:
+                    yield record
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    yield None
+                    return
+                elif concerns_group(error):
+                    continue
+                elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                    return
+                else:
+                    raise KafkaException(error)
