@@ -23,8 +23,8 @@ from joserfc.jwk import RSAKey
 from tests.fix_tls import Authority
 from tests.jvm_classes import ArchivedKafka
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER
 from tidemark.app.stack.processes import LOOPBACK, free_port
+from tidemark.app.stack.up import BROKER
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 USER = "tide"

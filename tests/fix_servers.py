@@ -22,9 +22,9 @@ from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, DEMO, JDBC, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess, free_port
+from tidemark.app.stack.up import BROKER, DEMO, JDBC, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection

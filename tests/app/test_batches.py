@@ -14,7 +14,7 @@ from tidemark.common.errors import BatchTooLarge, LeaseLost, QueryFailed, Stoppi
 from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
-from tidemark.sources.topic_checks import RememberedTopic
+from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
 

@@ -16,8 +16,8 @@ from tidemark.app.pipeline import kafka_lag as end_offsets
 from tidemark.app.pipeline import metrics
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.stream_metrics import StreamCollector
-from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.processes import KafkaServer
+from tidemark.app.stack.up import BROKER, JarList, fetch_jars
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup

@@ -16,8 +16,7 @@ from tests.app.lines.given import served
 from tests.app.sidecar.given import At, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.lines.channel import Channel
-from tidemark.app.lines.channel_leader import ChannelConfig
+from tidemark.app.lines.channel import Channel, ChannelConfig
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import RedisServer, free_port

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemark.app.signals import SHUTDOWN_SIGNALS, shutdown_event
+from tidemark.app.logs import SHUTDOWN_SIGNALS, shutdown_event
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,7 @@ from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topic_checks import RememberedTopic
-from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.sources.topics import RememberedTopic, TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow

@@ -16,8 +16,7 @@ from tests.sources.rooms.memory import MemoryRooms
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.reading import Upto, sync
-from tidemark.sources.rooms.rules import RoomEvent, depth_after
-from tidemark.sources.rooms.states import LONGEST_CHAIN
+from tidemark.sources.rooms.rules import LONGEST_CHAIN, RoomEvent, depth_after
 from tidemark.sources.rooms.tables import SCHEMA
 
 

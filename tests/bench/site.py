@@ -14,9 +14,9 @@ import redis
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
+from tidemark.app.stack.up import BROKER, JarList, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection

@@ -13,9 +13,9 @@ from tests.jvm_classes import ArchivedKafka
 from tests.play.cast import Cast
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import LOOPBACK, RedisServer, free_port
+from tidemark.app.stack.up import BROKER
 
 CLUSTER = "TAAAAAAAAAAAAAAAAAAAAA"
 ALL = 3

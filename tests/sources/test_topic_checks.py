@@ -10,7 +10,7 @@ from tidemark.common.errors import (
     TopicCompacted,
     TopicReplaced,
 )
-from tidemark.sources.topic_checks import (
+from tidemark.sources.topics import (
     Acceptance,
     Partition,
     RememberedTopic,

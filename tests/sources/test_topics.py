@@ -12,8 +12,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topic_checks import Partition, require_uncompacted
-from tidemark.sources.topics import TopicPlan, Topics, plans
+from tidemark.sources.topics import Partition, TopicPlan, Topics, plans, require_uncompacted
 
 
 def test_missing_topics_are_made_once_with_the_planned_settings(connection: KafkaConnection, prefix: str) -> None:

@@ -1,13 +1,16 @@
-"""Log lines on stderr: as text for people, or as JSON for machines.
+"""Log lines on stderr: as text for people, or as JSON for machines. Also shutdown signals as an event.
 
-One line is one event, also for lines of libraries and
-for unexpected errors. `RepeatedLog` bounds the lines that clients can cause."""
+One line is one event, also for lines of libraries and for unexpected errors. `RepeatedLog` bounds the lines that
+clients can cause. `shutdown_event` turns the signals that end a process into an event that it can wait for.
+"""
 
+import _thread
 import logging
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -140,3 +143,37 @@ class RepeatedLog:
 
 
 _NUMBERS: dict[Level, int] = {"info": 20, "warning": 30}
+
+
+SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def shutdown_event(
+    then: Callable[[], object] = lambda: None,
+    *,
+    numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
+    again: signal.Handlers = signal.SIG_IGN,
+) -> threading.Event:
+    """The event that the first of these signals sets. To be called on the main thread.
+
+    Python runs signal handlers on the main thread, possibly while it has the event's lock inside `wait`. Calling `set`
+    there could deadlock, so a helper thread does it; starting it with `_thread` takes no lock.
+
+    Args:
+        then: called on the helper thread after the event is set.
+        numbers: the signals.
+        again: handler of a second signal of the same number.
+    """
+    shutdown = threading.Event()
+
+    def finish() -> None:
+        shutdown.set()
+        then()
+
+    def handle(number: int, _: object) -> None:
+        signal.signal(number, again)
+        _thread.start_new_thread(finish, ())
+
+    for number in numbers:
+        signal.signal(number, handle)
+    return shutdown

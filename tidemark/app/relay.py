@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from psycopg import errors
 
 from tidemark.app.connections import host_port
+from tidemark.app.logs import shutdown_event
 from tidemark.app.serving import http_health as probes
 from tidemark.app.settings import Settings
-from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.common.migrations import run_locking

@@ -9,10 +9,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from tidemark.app.logs import shutdown_event
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.serving import http_health as probes
 from tidemark.app.settings import Settings
-from tidemark.app.signals import shutdown_event
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Stopping
 from tidemark.common.postgres_session import PostgresSession

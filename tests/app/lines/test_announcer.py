@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
+from tidemark.app.lines.rows import AnnouncedPositions, Announcement
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 W = ("s", "w")

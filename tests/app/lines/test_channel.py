@@ -19,10 +19,9 @@ from tests.fix_servers import deaf
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.lines import channel_leader as speaker_module
+from tidemark.app.lines import channel as speaker_module
 from tidemark.app.lines import hub as hub_module
-from tidemark.app.lines.channel import Channel
-from tidemark.app.lines.channel_leader import ANSWER_EVERY, ChannelConfig
+from tidemark.app.lines.channel import ANSWER_EVERY, Channel, ChannelConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig

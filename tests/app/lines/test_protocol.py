@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.protocol import (
+from tidemark.app.lines.server import (
     Disconnect,
     KeepAlive,
     Reaction,

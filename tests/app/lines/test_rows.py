@@ -11,8 +11,7 @@ from tests.play.cast import Cast
 from tests.play.simulation import Simulation
 from tests.play.test_core_agrees import NO_BOUNDS, WILD
 from tests.streaming.builders import IN_FACTS, packed
-from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.rows import RowBuffer, Writer
+from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.sinks.reader import events
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States

@@ -10,8 +10,7 @@ import pytest
 from tests.app.lines.given import NO_POSITION, RELAYED, LineClient, client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.lines.protocol import KeepAlive
-from tidemark.app.lines.server import LineServerConfig
+from tidemark.app.lines.server import KeepAlive, LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
 
 BRISK = LineServerConfig(keep_alive=KeepAlive(interval=0.2, timeout=0.6), tick=0.05)

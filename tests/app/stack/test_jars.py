@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.stack.jars import BROKER, JarsUnavailable, fetch_jars
+from tidemark.app.stack.up import BROKER, JarsUnavailable, fetch_jars
 
 
 def _fake_java(directory: Path, script: str) -> str:

@@ -10,16 +10,20 @@ from tidemark.sources.rooms.rules import (
     Around,
     HeldAs,
     KnownEvent,
+    MemoryGroups,
     RoomChange,
     RoomEvent,
+    State,
     Stay,
     Timeline,
     chosen_prevs,
+    given_state,
+    group_at,
     joins,
+    merged,
     moved,
     persisted,
 )
-from tidemark.sources.rooms.states import MemoryGroups, State, given_state, group_at, merged
 
 
 @dataclass

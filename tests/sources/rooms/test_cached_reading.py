@@ -12,10 +12,10 @@ from tests.sources.rooms.dags import an_event
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import persisting
-from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import RoomStore, following
 from tidemark.sources.rooms.reading import Upto, current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.tables import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 
 SLOW_ROOM, QUICK_ROOMS = "!slow", ("!one", "!two")
 MEMBER_NAMES = ("@ada", "@bob", "@eve")

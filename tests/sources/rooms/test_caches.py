@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tidemark.sources.rooms.caches import Caches
+from tidemark.sources.rooms.tables import Caches
 
 
 class Shelf:

@@ -17,8 +17,7 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.reading import Upto, current_state, joined_rooms, members_of, messages, state_at
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, BadEvent, HeldAs, RoomEvent
-from tidemark.sources.rooms.states import LONGEST_CHAIN
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, LONGEST_CHAIN, MEMBER, BadEvent, HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import PostgresGroups
 
 STORE = RoomStore(WriterAppender("web"), RoomStreams())

@@ -6,8 +6,16 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.sources.rooms.dags import ROOM, an_event, dags
 from tests.sources.rooms.memory import MemoryRooms
-from tidemark.sources.rooms.rules import RoomEvent
-from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, MemoryGroups, Placed, State, compacted, resolved
+from tidemark.sources.rooms.rules import (
+    LONGEST_CHAIN,
+    KeyHolder,
+    MemoryGroups,
+    Placed,
+    RoomEvent,
+    State,
+    compacted,
+    resolved,
+)
 
 states = st.dictionaries(
     st.tuples(st.just("topic"), st.sampled_from("abc")), st.builds(KeyHolder, st.integers(1, 3), st.sampled_from("xyz"))

@@ -1,31 +1,208 @@
-"""Sidecars among each other, and the line protocol on a channel of Redis, one command a message.
+"""The line protocol on a channel of Redis, one command in a message, between sidecars and their clients.
 
-Every sidecar relays commands, in both directions, so that they reach the clients of all sidecars. One sidecar alone
-announces positions, and only on a channel that is configured (`channel_leader`). Nothing is resent: a command that
-comes while Redis is down is lost, as the protocol allows.
+Every sidecar relays commands, in both directions, so that they reach the clients of all sidecars. Only one sidecar, the
+leader, announces positions, and only on a channel that is configured. Nothing is resent: a command that comes while
+Redis is down is lost, as the protocol allows.
+
+The leader answers REPLICATE. It holds a lease in Redis, and a script that checks the lease sends every line. So two
+sidecars never announce, even if one was frozen and wakes up. The same script stores how far writers were announced. So
+the next leader knows what the last one announced. It begins with a POSITION for every writer, which makes subscribers
+below the position fetch.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from importlib.resources import files
 from typing import Any
 
-from tidemark.app.lines.channel_leader import ChannelConfig, ChannelLeader
-from tidemark.app.lines.hub import Hub
+import msgspec
+from redis.asyncio.lock import Lock
+from redis.exceptions import LockNotOwnedError, RedisError
+
+from tidemark.app.lines.hub import FORGET_EVERY, Hub
+from tidemark.app.lines.rows import AnnouncedPositions, Announcement, Writer
 from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
+from tidemark.app.read_side import metrics
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader import translated
-from tidemark.sinks.redis.client import database_of, in_database, lines_channel
-from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateCommand, parse
+from tidemark.sinks.redis.client import database_of, in_database, lines_channel, tag
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, RelayedCommand, ReplicateCommand, parse
 
 log = get_logger(__name__)
+
+AT_ONCE = 500  # lines of one script, about: other clients of Redis wait meanwhile
+ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
+
+_SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelConfig:
+    """`lease` in seconds: how long the channel is silent after the leader was killed."""
+
+    channel: str
+    lease: float = 3.0
+
+
+class _LeaseLost(Exception):
+    """Another sidecar has the lease."""
+
+
+class ChannelLeader:
+    """For one event loop. `client` is of redis.asyncio. Waits for the lease, and announces while it has it, until
+    cancelled."""
+
+    def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
+        self._hub = hub
+        self._client = client
+        self._config = config
+        self._token = uuid.uuid4().hex
+        self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("leader", "announced")]
+        self._lock = Lock(client, self._keys[0], timeout=config.lease, blocking=False, thread_local=False)
+        self._publish_script = client.register_script(_SCRIPT)
+        self._announcements: deque[Announcement] = deque()
+        self._wake = asyncio.Event()
+        self._unanswered = False  # whether a REPLICATE waits for its answer
+        self._answered_at = 0.0
+
+    def replicate(self) -> None:
+        """Answer with all positions, soon."""
+        self._unanswered = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        problem = None
+        while True:
+            try:
+                with translated(self._client):
+                    if await self._lock.acquire(token=self._token):
+                        await self._lead()
+                problem = None
+            except _LeaseLost:
+                log.info("Another sidecar leads the channel now", channel=self._config.channel)
+            except (Unavailable, Stop) as error:
+                if problem is None:
+                    log.warning("Cannot announce on the Redis channel", problem=str(error))
+                problem = error
+            await asyncio.sleep(self._config.lease / 3)
+
+    async def _lead(self) -> None:
+        log.info("Leading the channel", channel=self._config.channel)
+        renewing = asyncio.create_task(self._renew())
+        self._hub.subscribe(self._announce)
+        metrics.SPEAKER.set(1)
+        try:
+            announced = AnnouncedPositions(await self._announced())
+            await self._hub.wait_until_started()
+            self._announcements.clear()  # their positions are sent now
+            await self._answer(announced)
+            checked_at = -FORGET_EVERY
+            while not renewing.done():
+                self._wake.clear()
+                if time.monotonic() - checked_at >= FORGET_EVERY:
+                    checked_at = time.monotonic()
+                    await self._forget(announced)
+                while self._announcements:
+                    await self._publish(self._batch(announced))
+                if self._unanswered and time.monotonic() - self._answered_at >= ANSWER_EVERY:
+                    await self._answer(announced)
+                await self._wait(renewing)
+            renewing.result()
+        finally:
+            metrics.SPEAKER.set(0)
+            self._hub.unsubscribe(self._announce)
+            await cancel_until_done(renewing)
+            await self._release()
+
+    def _announce(self, announcements: Sequence[Announcement]) -> None:
+        self._announcements.extend(announcements)
+        self._wake.set()
+
+    async def _wait(self, renewing: asyncio.Task[None]) -> None:
+        waking = asyncio.ensure_future(self._wake.wait())
+        pause = ANSWER_EVERY if self._unanswered else None
+        await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        waking.cancel()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease / 3)
+            try:
+                await self._lock.reacquire()
+            except LockNotOwnedError:
+                raise _LeaseLost from None
+
+    async def _release(self) -> None:
+        """Release the lease, so that the next leader need not wait until it expires."""
+        try:
+            await self._lock.release()
+        except RedisError as problem:
+            log.info("Could not release the lease of the channel; it expires by itself", problem=str(problem))
+
+    async def _announced(self) -> dict[Writer, int]:
+        stored = await self._client.hgetall(self._keys[1])
+        return {(stream, writer): int(id) for name, id in stored.items() for stream, writer in [name.split(" ")]}
+
+    async def _answer(self, announced: AnnouncedPositions) -> None:
+        self._unanswered, self._answered_at = False, time.monotonic()
+        for chunk in _chunks(announced.restate(self._hub.positions())):
+            await self._publish([chunk])
+
+    def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
+        """The commands of the next announcements, each announcement complete."""
+        batch: list[Sequence[PositionCommand | RdataCommand]] = []
+        while self._announcements and sum(map(len, batch)) < AT_ONCE:
+            batch.append(announced.next(self._announcements.popleft()))
+        return batch
+
+    async def _forget(self, announced: AnnouncedPositions) -> None:
+        left_writers = await self._hub.left_writers(announced.positions)
+        announced.forget(left_writers)
+        for start in range(0, len(left_writers), AT_ONCE):
+            await self._run_script([], [], [" ".join(writer) for writer in left_writers[start : start + AT_ONCE]])
+
+    async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
+        commands_to_send = [command for group in commands for command in group]
+        if not commands_to_send:
+            return
+        positions = {
+            f"{command.stream} {command.writer}": str(command.id)
+            for command in commands_to_send
+            if command.id is not None
+        }
+        await self._run_script(
+            [str(_upwards(command)) for command in commands_to_send],
+            [word for pair in positions.items() for word in pair],
+            [],
+        )
+        metrics.LINES_OUT.inc(len(commands_to_send))
+
+    async def _run_script(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
+        packed = msgspec.msgpack.encode((lines, positions, left_writers))
+        if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
+            raise _LeaseLost
+
+
+def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
+    return (positions[start : start + AT_ONCE] for start in range(0, len(positions), AT_ONCE))
+
+
+def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
+    """In the form of Synapse's workers: IDs of a backward stream ascend too."""
+    if isinstance(command, PositionCommand):
+        return replace(command, prev=abs(command.prev), id=abs(command.id))
+    return command if command.id is None else replace(command, id=abs(command.id))
+
 
 MAX_QUEUED = 10_000  # commands that wait for Redis
 MAX_QUEUED_CHARACTERS = 8 << 20  # of all of them together: one command may have 64 KiB

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.rows import RowBuffer, Writer
+from tidemark.app.lines.rows import Announcement, Announcer, RowBuffer, Writer
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started

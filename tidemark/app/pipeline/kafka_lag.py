@@ -15,8 +15,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.pipeline.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
-from tidemark.sources.topic_checks import RememberedTopic, require_same, require_uncompacted
-from tidemark.sources.topics import Topics
+from tidemark.sources.topics import RememberedTopic, Topics, require_same, require_uncompacted
 
 Partition = tuple[str, int]
 

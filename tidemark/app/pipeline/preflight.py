@@ -12,8 +12,15 @@ from tidemark.common.errors import ShardsChanged
 from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
-from tidemark.sources.topic_checks import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import (
+    Acceptance,
+    RememberedTopic,
+    Topics,
+    TopicState,
+    plans,
+    require_uncompacted,
+    starting_offsets,
+)
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard

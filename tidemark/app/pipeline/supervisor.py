@@ -18,15 +18,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from tidemark.app.logs import shutdown_event
 from tidemark.app.pipeline import engine, metrics
-from tidemark.app.pipeline.batches import Batches, tracing
-from tidemark.app.pipeline.isolation import Isolation
+from tidemark.app.pipeline.batches import Batches, Isolation, tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.preflight import Start, prepare
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.serving import http_health as probes
 from tidemark.app.settings import Settings
-from tidemark.app.signals import shutdown_event
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import (
@@ -54,8 +53,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.producer import producer_settings
-from tidemark.sources.topic_checks import Acceptance
-from tidemark.sources.topics import Topics
+from tidemark.sources.topics import Acceptance, Topics
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import locked, query_folder, store_folder
 from tidemark.streaming.engine.jvm import is_local

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import uvicorn
 
 from tidemark.app.connections import THIS_MACHINE, host_port, is_loopback
-from tidemark.app.lines.channel import Channel
-from tidemark.app.lines.channel_leader import ChannelConfig
+from tidemark.app.lines.channel import Channel, ChannelConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.logs import shutdown_event
 from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig
@@ -29,7 +29,6 @@ from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.signals import shutdown_event
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sources.kafka_lookup import Tail

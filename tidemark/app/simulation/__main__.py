@@ -12,8 +12,8 @@ import threading
 import msgspec
 
 from tidemark.app import logs, relay
+from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import load
-from tidemark.app.signals import shutdown_event
 from tidemark.app.simulation import room_services, services
 from tidemark.app.simulation.processes import ProcessRole
 from tidemark.common.errors import TidemarkError

@@ -34,7 +34,6 @@ from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection, SessionConnection
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.reading import (
     Upto,
@@ -47,8 +46,8 @@ from tidemark.sources.rooms.reading import (
     opened,
     sync,
 )
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
-from tidemark.sources.rooms.states import KeyHolder, State, resolved
+from tidemark.sources.rooms.rules import MEMBER, HeldAs, KeyHolder, RoomEvent, State, resolved
+from tidemark.sources.rooms.tables import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 
 ROOMS = 12
 ROOM_MEMBERS = ("@ada", "@bob")

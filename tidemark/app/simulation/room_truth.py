@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, RoomEvent, joins
-from tidemark.sources.rooms.states import KeyHolder, StateKey
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, KeyHolder, RoomEvent, StateKey, joins
 
 
 class Truth:

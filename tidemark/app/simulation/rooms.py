@@ -34,10 +34,10 @@ from tidemark.app.simulation.workload import ReadCount, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.rooms import caches, tables
+from tidemark.sources.rooms import tables
+from tidemark.sources.rooms import tables as caches
 from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state, incarnation
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent, Stay
-from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
+from tidemark.sources.rooms.rules import LONGEST_CHAIN, MEMBER, HeldAs, KeyHolder, RoomEvent, State, Stay
 
 
 @dataclass(frozen=True, slots=True)

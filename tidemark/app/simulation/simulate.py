@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 import psycopg
 
+from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import Settings
-from tidemark.app.signals import shutdown_event
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
 from tidemark.app.simulation.processes import SimulationDatabases

@@ -21,10 +21,9 @@ from tidemark.app.output import progress
 from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.processes import STORY, ServerProcess, redis_program
-from tidemark.app.stack.up import LocalStack, Supervisor
+from tidemark.app.stack.up import DEMO, SERVERS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
 from tidemark.common.environment import Foreign, child_environment, forget, is_own, temporary_home

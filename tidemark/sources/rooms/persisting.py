@@ -15,24 +15,28 @@ import psycopg
 
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms.caches import ALL_OF_ROOM, ROOMS_OF, STATE
 from tidemark.sources.rooms.rules import (
     DEEPEST_EVENT,
     MEMBER,
     Around,
     BadEvent,
     HeldAs,
+    KeyHolder,
     KnownEvent,
     RoomChange,
     RoomEvent,
+    State,
     Timeline,
     chosen_prevs,
     depth_after,
+    difference,
+    given_state,
+    group_at,
+    merged,
     moved,
     persisted,
 )
-from tidemark.sources.rooms.states import KeyHolder, State, difference, given_state, group_at, merged
-from tidemark.sources.rooms.tables import LockedRoom, PostgresGroups
+from tidemark.sources.rooms.tables import ALL_OF_ROOM, ROOMS_OF, STATE, LockedRoom, PostgresGroups
 from tidemark.sources.writer import Writer
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character

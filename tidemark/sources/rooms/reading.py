@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.caches import ROOMS_OF
-from tidemark.sources.rooms.rules import JOINED, Stay
-from tidemark.sources.rooms.states import KeyHolder, State, resolved
-from tidemark.sources.rooms.tables import as_json, state_of
+from tidemark.sources.rooms.rules import JOINED, KeyHolder, State, Stay, resolved
+from tidemark.sources.rooms.tables import ROOMS_OF, as_json, state_of
 
 
 @dataclass(frozen=True, slots=True)
