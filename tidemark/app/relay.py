@@ -146,7 +146,7 @@ def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> Non
     """End the writer's epochs, which the relay publishes when everything below is published.
 
     Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished
-    facts.
+    facts, or the next ID has a row already because the sequence was set back.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
@@ -177,7 +177,7 @@ def _retired(session: PostgresSession, writer: str, stream: str) -> int:
     with session.use() as connection:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
-        except (errors.ObjectInUse, errors.ObjectNotInPrerequisiteState) as error:
+        except (errors.ObjectInUse, errors.ObjectNotInPrerequisiteState, errors.UniqueViolation) as error:
             raise PrerequisitePending(f"the end of {writer}", session.where, first_line(error)) from error
         except (errors.UndefinedObject, errors.InvalidParameterValue) as error:
             do = error.diag.message_hint or "give another name"

@@ -83,6 +83,7 @@ def require_right(
         assert found, output
         assert int(found[1]) == int(found[2]) > 100
     assert all(terminal.said(f"{server} ended") for server in ("pipeline", "redis", "kafka", "postgres"))
+    assert "Traceback" not in terminal.home.log("simulate-relay").read_text()
     return output
 
 

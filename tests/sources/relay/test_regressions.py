@@ -105,6 +105,39 @@ def test_a_sequence_that_is_set_back_is_a_new_timeline(world: DisorderedWorld) -
     world.finish()
 
 
+def test_a_beat_at_the_id_of_a_row_writes_nothing(world: DisorderedWorld) -> None:
+    """The sequence was set back since the last look, and rows wait in the outbox: the relay goes on."""
+    published(world, 2, "web")
+    relay = world.relays[0]
+    for _ in range(3):
+        world.services[0].append(world.stream, 1, "web")
+    relay.round()
+    world.services[0].append(world.stream, 1)
+    relay.round()
+    world.move(-3)
+    before = relay._decider
+    assert before is not None
+    assert before.chain_count > 1
+    relay.beat()
+    assert relay._decider is before
+    world.finish()
+
+
+def test_a_blocked_stream_gets_no_beat(world: DisorderedWorld) -> None:
+    """A beat takes an ID, and there may be no sequence to take the ID from. Other streams go on."""
+    published(world, 2, "web")
+    world.services[0].append(world.stream, 1)
+    relay = world.relays[0]
+    relay.round()
+    world.options("cache 20")
+    relay.round()
+    assert "CACHE 20" in world.held
+    relay.beat()
+    assert world._admin.execute("select from tidemark.append_outbox where writer = '*'").fetchall() == []
+    world.options(FIT)
+    world.finish()
+
+
 def test_a_sequence_that_jumps_back_and_forth_between_two_looks(world: DisorderedWorld) -> None:
     """The facts below the floor are late, those beyond are published."""
     published(world, 9)

@@ -129,7 +129,7 @@ class Service:
             self._connection.close()
 
 
-_DIED = (psycopg.Error, Unavailable, Refused)
+_DIED = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.ProgrammingError, Unavailable, Refused)
 
 
 class SteppedRelay:

@@ -237,9 +237,10 @@ class Decider:
         return [decided]
 
     def beat(self) -> Generator[str]:
-        """Write a beat for each stream with several writers, one of which has a chain that ends below the head."""
+        """Write a beat for each stream with several writers, one of which has a chain that ends below the head. A
+        stream that is blocked gets none."""
         for each in self._streams.values():
-            if each.chains is not None and each.chains.behind(each.evidence.head):
+            if each.problem is None and each.chains is not None and each.chains.behind(each.evidence.head):
                 yield "beat"
                 queries.beat(self._connection, each.stream_epoch.stream)
 

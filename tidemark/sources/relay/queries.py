@@ -5,8 +5,10 @@ by the files in `migrations/` and has a version of its own; see `common.migratio
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from psycopg import errors
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
@@ -163,8 +165,13 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> No
 
 
 def beat(connection: Connection, stream: AppendStream) -> None:
-    """Give out an ID that belongs to no writer, at which the chain of every writer is cut."""
-    connection.execute("select tidemark.append_beat(%s)", [stream.name])
+    """Give out an ID that belongs to no writer, at which the chain of every writer is cut.
+
+    Nothing happens if the ID has a row already: the sequence was set back since the last round, and the next round
+    begins a new timeline or blocks the stream.
+    """
+    with suppress(errors.UniqueViolation):
+        connection.execute("select tidemark.append_beat(%s)", [stream.name])
 
 
 def raise_floor(
