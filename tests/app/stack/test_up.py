@@ -169,6 +169,22 @@ def test_a_start_that_hangs_has_failed(own_home: Home) -> None:
     assert not server.running
 
 
+def test_what_an_idle_server_does_is_no_sign_of_work(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle JVM takes two hundredths of a core for ever."""
+    monkeypatch.setattr(server_module, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(server_module, "WORK_SHARE", 0.5)  # a short test has no time for the real one
+    server = SlowServer(own_home, free_port())
+    server.script = """
+import time
+while True:
+    end = time.process_time() + 0.01
+    while time.process_time() < end: pass
+    time.sleep(0.1)
+"""
+    with pytest.raises(StartFailed, match="no activity for 3 s"):
+        server.start()
+
+
 def test_a_failure_tells_nothing_of_the_start_before(own_home: Home) -> None:
     """Each start appends to the same log."""
     own_home.log("listener").write_text("FATAL: an old story\n")

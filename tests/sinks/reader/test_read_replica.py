@@ -26,12 +26,19 @@ def replica(postgres: PostgresServer) -> Iterator[Replica]:
         server.stop()
 
 
+def _await_database(replica: Replica, name: str) -> None:
+    """The replica replays `create database` later than the primary."""
+    with psycopg.connect(replica.dsn("postgres"), autocommit=True) as standby:
+        eventually(lambda: standby.execute("select 1 from pg_database where datname = %s", [name]).fetchone())
+
+
 @pytest.mark.parametrize("form", ["threads", "asyncio"])
 def test_replica_is_waited_for(service: ReadingService, pipeline: Pipeline, replica: Replica, form: str) -> None:
     """A replica that stands still holds the reader back; what it misses is read when it has replayed it."""
     service.form = form
     name = service.sql.info.dbname
     given = {"source": replica.dsn(name), "primary": service.dsn}
+    _await_database(replica, name)
     service.write(1)
     pipeline.move("w", 0, 1)
     service.until(lambda: service.ids() == [1], **given)

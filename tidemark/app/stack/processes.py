@@ -35,8 +35,8 @@ from tidemark.common.errors import TidemarkError
 
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0
-WORK_SECONDS = 0.5
-"""CPU time that an idle server does not use within its patience."""
+WORK_SECONDS, WORK_SHARE = 0.5, 0.04
+"""CPU time that shows work, and the share of a core that it must be at least: an idle Kafka or Spark takes 0.02."""
 _POLL_SECONDS = 0.05
 _LOWEST, _EPHEMERAL = 20_000, 32_768
 _STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
@@ -212,7 +212,8 @@ class ActivityMonitor:
         if now - self._checked >= 1.0:
             self._checked = now
             size, used = self._log.stat().st_size, self._cpu_seconds()
-            if size != self._size or used >= self._used + WORK_SECONDS:
+            worked = used - self._used >= max(WORK_SECONDS, WORK_SHARE * (now - self._last))
+            if size != self._size or worked:
                 self._size, self._used, self._last = size, used, now
         return now - self._last
 

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from tidemark.app.connections import Connections, variable
 from tidemark.app.settings import Settings
@@ -31,6 +34,7 @@ from tidemark.app.stack.processes import (
     RelayProcess,
     ServerProcess,
     SidecarProcess,
+    end,
     free_port,
     obstacle,
 )
@@ -41,6 +45,12 @@ from tidemark.common.errors import Stop
 _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
 # Ivy prints the reason at the end of a line about an address, or as `:: module: not found`.
 _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
+
+ATTEMPTS = 5
+SILENT_SECONDS = 60.0
+"""Ivy waits without a limit for a connection that has died. After so long without a byte it is started again."""
+SILENT = "nothing came from the network"
+_POLL_SECONDS = 0.2
 
 BROKER = "kafka"
 JDBC = "jdbc"
@@ -130,22 +140,44 @@ def _retrieve(
     command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
     command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
     log = description.with_suffix(".log")
-    problem = "no reason given"
-    with (
-        log.open("w") as record,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as ivy,
-    ):
-        assert ivy.stdout is not None
-        for line in ivy.stdout:
-            record.write(line)
-            if step := _STEP.match(line):
-                progress(step[1] or step[2])
-            elif failure := _FAILURE.search(line):
-                problem = failure[1] or failure[2]
-    if ivy.returncode != 0:
-        raise JarsUnavailable(problem, log)
+    problem: str | None = None
+    for attempt in range(1, ATTEMPTS + 1):
+        with log.open("w") as record:
+            ivy = psutil.Popen(command, env=environment, stdout=record, stderr=subprocess.STDOUT)
+        try:
+            problem = _follow(ivy, log, directory / "cache", progress)
+        finally:
+            end(ivy, signal.SIGKILL, seconds=10)
+        if problem is None:
+            return
+        if problem != SILENT:
+            break
+        progress(f"{description.stem}: {SILENT}, attempt {attempt} of {ATTEMPTS}")
+    raise JarsUnavailable(str(problem), log)
+
+
+def _follow(ivy: psutil.Popen, log: Path, cache: Path, progress: Callable[[str], None]) -> str | None:
+    """Report the steps of a running Ivy. Returns None if it has fetched everything, and what went wrong otherwise."""
+    problem, rest = "no reason given", ""
+    received, last = -1, time.monotonic()
+    with log.open(errors="replace") as output:
+        ended = False
+        while not ended:
+            ended = ivy.poll() is not None  # before the rest of the output is read
+            *lines, rest = (rest + output.read()).split("\n")
+            for line in lines:
+                if step := _STEP.match(line):
+                    progress(step[1] or step[2])
+                elif failure := _FAILURE.search(line):
+                    problem = failure[1] or failure[2]
+            if not ended:
+                size = log.stat().st_size + sum(file.stat().st_size for file in cache.rglob("*.part"))
+                if size != received:
+                    received, last = size, time.monotonic()
+                elif time.monotonic() - last > SILENT_SECONDS:
+                    return SILENT
+                time.sleep(_POLL_SECONDS)
+    return None if ivy.returncode == 0 else problem
 
 
 def _ivy() -> Path:
