@@ -396,6 +396,8 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
 
 # Asked for by alerts and panels, and there only in trouble, or beside a relay.
 SELDOM = {
+    "tidemark_source_silent_seconds",
+    "tidemark_source_blocked_seconds",
     "tidemark_relay_blocked_streams",
     "tidemark_relay_oversized_facts",
     "tidemark_bound_used_ratio",
@@ -429,6 +431,61 @@ def relaying(site: Site) -> Iterator[int]:
             yield port
         finally:
             process.terminate()
+
+
+def test_a_relay_that_is_killed_is_missed(shared: Site) -> None:
+    """A stream is complete only as long as its relay sends something: `status`, `gaps`, the page's own answer and the
+    metrics say so, and until it runs again. What a running relay holds back has its cause in the same places."""
+    name = f"{shared.database}_watched"
+    with psycopg.connect(shared.postgres.dsn("postgres"), autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    dsn = shared.postgres.dsn(name)
+    relay.migrate(dsn, ["watched"], "forward", lambda _: None)
+    variables = child_environment({**shared.variables, "TIDEMARK_HEARTBEAT_SECONDS": "1"})
+
+    def started() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-m", "tidemark", "relay", "--dsn", dsn], env=variables)
+
+    def told(*words: str) -> str:
+        return CliRunner(env=shared.variables).invoke(main, [*words, "watched"]).stdout
+
+    def complete() -> bool:
+        return told("gaps").strip() == "no gaps: nothing is blocked" and f"the relay {name}" not in told("status")
+
+    def shows(metric: str) -> bool:
+        return shared.first.metric(f'{metric}{{stream="watched",writer="{name}"}}') is not None
+
+    process = started()
+    try:
+        with (
+            psycopg.connect(dsn, autocommit=True) as service,
+            sidecar(ReadSideConfig(shared.redis_url, shared.dsn)) as client,
+        ):
+            service.execute("select tidemark.append('watched', '1')")
+            eventually(lambda: shared.positions("watched").get("linear") == 1, PATIENCE, lambda: "the first fact")
+            eventually(complete, PATIENCE)
+            service.execute("alter sequence tidemark.append_ids_1 cache 20")
+            eventually(lambda: f"the relay {name} has sent nothing new for" in told("status"), PATIENCE)
+            assert "alter sequence" in told("gaps").lower()
+            eventually(lambda: shows("tidemark_source_blocked_seconds"))
+            service.execute("alter sequence tidemark.append_ids_1 cache 1")
+            eventually(complete, PATIENCE)
+            process.kill()
+            process.wait()
+            service.execute("select tidemark.append('watched', '2')")
+            eventually(lambda: f"no heartbeat from the relay {name} for" in told("status"), PATIENCE)
+            assert f"Start the relay of {name}" in told("gaps")
+            eventually(lambda: shows("tidemark_source_silent_seconds"))
+            with client.stream("GET", "/v1/watch") as watch:
+                lines = watch.iter_lines()
+                data = next(it for it in lines if it.startswith("data:") and '"stream":"watched"' in it)
+            assert '"verdict":"no heartbeat"' in data
+            process = started()
+            eventually(complete, PATIENCE)
+            assert shared.positions("watched")["linear"] == 2
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 @pytest.mark.skipif(not IS_THERE, reason="there is no Prometheus: Debian's package prometheus has it")

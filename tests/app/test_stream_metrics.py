@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
-from tests.streaming.builders import STREAM, Shard, join, position, rdata, retire
+from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata, retire
 from tests.waiting import eventually
 from tidemark.app.pipeline import kafka_lag as end_offsets
 from tidemark.app.pipeline import metrics
@@ -399,3 +399,31 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:
         eventually(lambda: noticing.failure, 30, lambda: "the failure")
     assert isinstance(noticing.failure, TopicMissing)
+
+
+def test_a_source_that_misses_its_heartbeat_or_holds_back_has_a_series() -> None:
+    """From the states at a start, too: but no heartbeat is missed that no pipeline could have read."""
+    clock, shard = [1000.0], Shard(now=1_000_000)
+    shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop", heartbeat=30))
+    registry, board = CollectorRegistry(), StreamCollector(now=lambda: clock[0])
+    registry.register(board)
+    series = {"stream": STREAM, "writer": "shop"}
+
+    def values() -> list[float | None]:
+        names = "tidemark_source_silent_seconds", "tidemark_source_blocked_seconds"
+        return [registry.get_sample_value(name, series) for name in names]
+
+    clock[0] = 5000.0
+    board.load(loaded(shard.states), {})
+    clock[0] = 5065.0
+    assert values() == [None, None]
+    clock[0] = 5066.0
+    assert values() == [5066.0 - 1001, None]
+    shard.now = 5_066_000
+    done = shard.feed(opened("shop", heartbeat=30, blocked="the sequence has a CACHE"))
+    board.update([ShardEffects(0, 0, [done], [], [])])
+    clock[0] = 5077.0
+    assert values() == [None, 10.0]
+    done = shard.feed(rdata("shop", 2, epoch=1), opened("shop"))
+    board.update([ShardEffects(0, 0, [done], [], [])])
+    assert values() == [None, None]

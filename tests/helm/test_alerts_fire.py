@@ -94,6 +94,7 @@ QUIET: Series = {
     f"tidemark_synapse_silent_writers{{{BRIDGE},{STREAM}}}": always(0),
     f"tidemark_synapse_late_total{{{BRIDGE},{STREAM}}}": always(0),
     f"tidemark_synapse_oversized{{{BRIDGE},{STREAM}}}": always(0),
+    f"tidemark_synapse_blocked_streams{{{BRIDGE},{STREAM}}}": always(0),
     BEHIND % "event1": always(0),
     BEHIND % "event2": always(0),
 }
@@ -275,6 +276,25 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a fact is too large for the topic": (
         {one("tidemark_relay_oversized_facts"): since(10)},
         {"TidemarkRelayFactTooLarge"},
+    ),
+    "a relay sends no heartbeat": (
+        {f"tidemark_source_silent_seconds{{{POD},{WRITER}}}": f"_x10 66+60x{HOUR}"},
+        {"TidemarkSourceSilent"},
+    ),
+    "no heartbeat was read, and the pipeline lags: the relay may run": (
+        {
+            f"tidemark_source_silent_seconds{{{POD},{WRITER}}}": f"_x10 66+60x{HOUR}",
+            f'tidemark_kafka_lag_seconds{{{POD},topic="tidemark.facts",partition="0"}}': ages(10),
+        },
+        set(),
+    ),
+    "a relay reports what it holds back": (
+        {f"tidemark_source_blocked_seconds{{{POD},{WRITER}}}": f"_x10 0+60x{HOUR}"},
+        {"TidemarkSourceBlocked"},
+    ),
+    "a sequence of Synapse is unfit": (
+        {one("tidemark_synapse_blocked_streams"): since(10)},
+        {"TidemarkBridgeStreamBlocked"},
     ),
     "the bridge to Synapse is gone": (
         {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if BRIDGE in series},

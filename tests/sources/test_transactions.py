@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from tidemark.sources.transactions import OpenTransaction, TransactionReports
+from tidemark.sources.transactions import OpenTransaction, SourceReports
 from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -21,13 +21,13 @@ def held(
     )
 
 
-def said(reports: TransactionReports, *found: OpenTransaction) -> dict[str, list[str]]:
+def said(reports: SourceReports, *found: OpenTransaction) -> dict[str, list[str]]:
     return {record.stream: record.transactions for record in reports.due(found, NOW)}
 
 
 def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
     """At first also that nobody does, for a relay before may have named some; then nothing until others hold it."""
-    reports = TransactionReports(TELLERS | {"items": ("shop", 7)})
+    reports = SourceReports(TELLERS | {"items": ("shop", 7)})
     assert said(reports) == {"orders": [], "items": []}
     assert said(reports) == {}
     process = "pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
@@ -42,23 +42,53 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
 
 def test_it_is_told_in_the_name_and_epoch_of_the_database() -> None:
     """Only a writer that has joined may say who holds its IDs."""
-    (record,) = TransactionReports(TELLERS).due([held(7)], NOW)
+    (record,) = SourceReports(TELLERS).due([held(7)], NOW)
     assert (record.stream, record.writer, record.epoch) == ("orders", "shop", 7)
 
 
 def test_what_transactions_usually_take_is_not_told() -> None:
     """Short ones come and go; of each a record would be one for every fact."""
-    assert said(TransactionReports(TELLERS), held(7, seconds=1)) == {"orders": []}
+    assert said(SourceReports(TELLERS), held(7, seconds=1)) == {"orders": []}
 
 
 def test_no_value_of_a_query_leaves_the_database() -> None:
     """They are the service's own; the query without them is named, so that people find it in the service's code."""
-    assert "secret" not in str(said(TransactionReports(TELLERS), held(7), held(None)))
+    assert "secret" not in str(said(SourceReports(TELLERS), held(7), held(None)))
 
 
 def test_what_is_told_has_a_bound() -> None:
     """Of very many the oldest are named, the others counted; no line is longer than the pipeline takes."""
-    (lines,) = said(TransactionReports(TELLERS), *(held(pid, application="x" * 900) for pid in range(30))).values()
+    (lines,) = said(SourceReports(TELLERS), *(held(pid, application="x" * 900) for pid in range(30))).values()
     assert len(lines) == MOST_TRANSACTIONS
     assert lines[-1] == f"and {30 - MOST_TRANSACTIONS + 1} more"
     assert max(map(len, lines)) == LONGEST_TRANSACTION
+
+
+def test_each_stream_sends_a_heartbeat_in_its_time_and_all_at_once() -> None:
+    """Spark wakes up once for all of them. A heartbeat repeats all that is reported."""
+    reports = SourceReports(TELLERS | {"items": ("shop", 7)}, 30)
+    assert [it.heartbeat for it in reports.due([], NOW)] == [30, 30]
+    assert [*reports.due([], NOW + timedelta(seconds=29))] == []
+    assert [it.stream for it in reports.due([held(7)], NOW + timedelta(seconds=29))] == ["orders"]
+    beats = [*reports.due([held(7)], NOW + timedelta(seconds=30), {"items": "the sequence has a CACHE"})]
+    assert [(it.stream, len(it.transactions), it.blocked) for it in beats] == [
+        ("orders", 1, ""),
+        ("items", 0, "the sequence has a CACHE"),
+    ]
+    assert [*reports.due([held(7)], NOW + timedelta(seconds=31), {"items": "the sequence has a CACHE"})] == []
+    assert [it.stream for it in reports.due([held(7)], NOW + timedelta(seconds=32))] == ["items"]
+
+
+def test_a_clock_that_is_set_back_stops_no_heartbeat() -> None:
+    reports = SourceReports(TELLERS, 30)
+    assert len([*reports.due([], NOW)]) == 1
+    assert len([*reports.due([], NOW - timedelta(days=1))]) == 1
+    assert len([*reports.due([], NOW - timedelta(days=1) + timedelta(seconds=30))]) == 1
+
+
+def test_very_many_streams_have_a_heartbeat_less_often() -> None:
+    """They say so: 20 records a second at the most."""
+    reports = SourceReports({f"s{number}": ("shop", 1) for number in range(2000)}, 30)
+    assert {it.heartbeat for it in reports.due([], NOW)} == {100}
+    assert [*reports.due([], NOW + timedelta(seconds=99))] == []
+    assert len([*reports.due([], NOW + timedelta(seconds=100))]) == 2000

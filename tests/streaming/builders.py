@@ -49,6 +49,8 @@ class Record:
     beyond: bool = False
     transactions: tuple[str, ...] = ()
     told: int | None = None
+    blocked: str = ""
+    heartbeat: int = 0
 
     @property
     def control(self) -> bool:
@@ -96,8 +98,8 @@ def skip(writer: str, prev: int, id: int, epoch: int = 1, *, beyond: bool = Fals
     return Record("SKIP", writer, epoch, prev, id, by="ann", beyond=beyond)
 
 
-def opened(writer: str, *transactions: str, epoch: int = 1) -> Record:
-    return Record("OPEN", writer, epoch, transactions=transactions)
+def opened(writer: str, *transactions: str, epoch: int = 1, blocked: str = "", heartbeat: int = 0) -> Record:
+    return Record("OPEN", writer, epoch, transactions=transactions, blocked=blocked, heartbeat=heartbeat)
 
 
 def forced(record: Record, *, beyond: bool = False) -> Record:
@@ -175,6 +177,8 @@ def _packet(item: Sent) -> Packet:
                 record.beyond,
                 [*record.transactions],
                 None if told is None else abs(told),
+                record.blocked,
+                record.heartbeat,
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, PackedRuns.of(runs), rows, markers, [])
@@ -235,7 +239,7 @@ def as_json(record: Record) -> bytes:
     if record.kind in (*EDGES, "SKIP"):
         value |= {"prev": record.prev, "row": {}}
     if record.kind == "OPEN":
-        value |= {"transactions": record.transactions}
+        value |= {"transactions": record.transactions, "blocked": record.blocked, "heartbeat": record.heartbeat}
     if record.kind == "JOIN":
         value |= {"unseen": record.unseen}
     if record.timeline is not None:

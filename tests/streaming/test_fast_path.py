@@ -65,8 +65,9 @@ class Twins:
             stream = codec.decode(stored)
             signed, summary = stream.direction.signed, effects.summarize(stream)
             positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
-            if summary == effects.Summary(0, 0, None, [], 0, None):
-                assert caught_up(stored) in (None, (signed(stream.linear.position), positions))
+            if summary == effects.Summary(0, 0, None, [], 0, None, sources=summary.sources):
+                at_rest = (signed(stream.linear.position), positions, summary.sources)
+                assert caught_up(stored) in (None, at_rest)
             else:
                 assert caught_up(stored) is None
 
@@ -246,11 +247,11 @@ def test_what_a_writer_says_of_its_transactions_stays() -> None:
 def test_a_stream_at_rest_is_read_without_its_objects() -> None:
     """With the retired ones among its writers; a gap, or an idle writer behind it, is more to be told."""
     twins = two_writers()
-    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4})
+    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3, "b": 4}, [])
     twins.send(retire("b", 4))
-    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3})
+    assert caught_up(twins.shard.states[STREAM]) == (4, {"a": 3}, [])
     twins.send(position("a", 3, 9, 1))
-    assert caught_up(twins.shard.states[STREAM]) == (9, {"a": 9})
+    assert caught_up(twins.shard.states[STREAM]) == (9, {"a": 9}, [])
     twins.send(rdata("a", 11, 10, 1))
     assert caught_up(twins.shard.states[STREAM]) is None
 

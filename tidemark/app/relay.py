@@ -63,6 +63,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             plan.writer,
             metrics,
             halt,
+            heartbeat=settings.heartbeat_seconds,
         ).run()
 
 

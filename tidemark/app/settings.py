@@ -224,6 +224,11 @@ class Settings(SidecarSettings, Connections):
     )
     silent_seconds: Positive = Field(60, description="Seconds without a record after which a writer counts as silent.")
 
+    heartbeat_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
+        30,
+        description="Seconds in which a relay or bridge sends at least one record of each stream; 0 = no promise.",
+    )
+
     up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free one.")
     up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free one.")
     up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")

@@ -98,6 +98,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
             streams,
             metrics,
             halt,
+            heartbeat=settings.heartbeat_seconds,
         ).run()
 
 

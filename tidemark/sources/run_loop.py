@@ -7,7 +7,8 @@ advisory lock of its session and works; the others are on standby until that ses
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -18,7 +19,7 @@ from tidemark.common.log import get_logger
 from tidemark.common.migrations import Migrations, sessions_of, with_lockers
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, TransactionReports
+from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, SourceReports
 from tidemark.streaming.wire import records
 
 log = get_logger(__name__)
@@ -33,6 +34,8 @@ class OversizedRecords:
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._bytes: dict[tuple[str, int | None], int] = {}
+        self.causes: dict[str, str] = {}
+        """By stream, which record is too large, and what to do."""
         self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
         self._due = 0.0
 
@@ -44,7 +47,7 @@ class OversizedRecords:
         """Forget all: every record is judged again."""
         for stream, _ in self._bytes:
             self._gauge.labels(stream).set(0)
-        self._bytes = {}
+        self._bytes, self.causes = {}, {}
 
     def add(self, stream: str, writer: str, id: int | None, size: int, producer: RecordProducer, now: float) -> None:
         """Note a record that was not sent, and log it.
@@ -63,10 +66,13 @@ class OversizedRecords:
         self._bytes[stream, id] = size
         self._gauge.labels(stream).set(sum(1 for name, _ in self._bytes if name == stream))
         needed = size + producer.max_bytes - producer.max_value_bytes(stream)
+        do = f"raise max.message.bytes of the topic to at least {needed}"
+        fact = "a fact" if id is None else f"fact {id}"
+        self.causes[stream] = f"{fact} is too large for the Kafka topic, which takes {producer.max_bytes} bytes: {do}"
         log.error(
             "A record is too large for the Kafka topic; its stream waits, other streams go on",
             stream=stream, writer=writer, id=id, bytes=needed, limit=producer.max_bytes,
-            do=f"raise max.message.bytes of the topic to at least {needed}",
+            do=do,
         )  # fmt: skip
 
     def larger(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
@@ -93,6 +99,8 @@ PATIENCE = 30.0
 """Seconds that Kafka has to acknowledge records, before the work starts again."""
 SILENCE_LOGGED_AFTER = 5.0
 """Seconds without an acknowledgement of Kafka before the log says so."""
+FAILURE_REPORTED_AFTER = 5.0
+"""Seconds of one failure before it is reported to readers: most servers are back sooner."""
 _LOCK_HOLDERS = """
 select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
     and classid = %s::bigint::oid and objid::bigint = any (select key & 4294967295 from unnest(%s::bigint[]) as key)
@@ -187,7 +195,9 @@ class RunLoop(ABC):
         make_producer: Callable[[], RecordProducer],
         metrics: LoopMetrics,
         halt: threading.Event,
+        heartbeat: int = 0,
     ) -> None:
+        """`heartbeat`: seconds from one report of each stream to the next; 0: only if there is something to report."""
         self._session = session
         self._schema = schema
         self._make_producer = make_producer
@@ -195,7 +205,8 @@ class RunLoop(ABC):
         self._halt = halt
         self._standby = Standby(lock_space)
         self._oversized = OversizedRecords(metrics.oversized)
-        self._reports = TransactionReports({})
+        self._heartbeat = heartbeat
+        self._reports = SourceReports({}, heartbeat)
         self._producer: RecordProducer
         self._has_producer = False
         """Whether there is a producer, and nothing has failed since it was made."""
@@ -204,6 +215,7 @@ class RunLoop(ABC):
         """What a server refuses from then on may be mended: the loop tries again."""
         self._problem = ""
         """Why facts wait; empty while they are sent."""
+        self._problem_since = 0.0
 
     def run(self) -> None:
         """Work until `halt` is set.
@@ -228,7 +240,9 @@ class RunLoop(ABC):
                 problem = self._explain(error)
                 if self._problem != problem:
                     log.warning("Facts wait in the database", problem=problem)
+                    self._problem_since = time.monotonic()
                 self._problem = problem
+                self._report_failure()
                 self._close()
                 self._has_producer = False
                 if time.monotonic() - began > _STEADY:
@@ -298,12 +312,25 @@ class RunLoop(ABC):
             log.info("Facts are sent again")
             self._problem = ""
 
-    def _report_open(self, transactions: Sequence[OpenTransaction]) -> None:
-        """Show the open transactions that block a stream as metrics, and send what has changed to Kafka."""
+    def _report(self, transactions: Sequence[OpenTransaction], blocked: Mapping[str, str]) -> None:
+        """Show the open transactions that block a stream as metrics, and send to Kafka what is to be reported.
+
+        `blocked`: by stream, why nothing new is sent, besides records that are too large.
+        """
         now = datetime.now(UTC)
         self._loop_metrics.show_open(transactions, now)
-        for report in self._reports.due(transactions, now):
+        for report in self._reports.due(transactions, now, {**self._oversized.causes, **blocked}):
             self._producer.send(report.stream, records.encode(report))
+
+    def _report_failure(self) -> None:
+        """Tell readers of each stream why nothing is sent, if the failure lasts and Kafka can still be reached."""
+        if time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
+            return
+        causes = dict.fromkeys(self._reports.reporters, self._problem)
+        with suppress(Retry, Refused):
+            for report in self._reports.due([], datetime.now(UTC), causes):
+                self._producer.send(report.stream, records.encode(report))
+            self._producer.flush(0.5)
 
 
 def set_lock_timeout(connection: Connection) -> None:

@@ -3,6 +3,7 @@
 The relay and the bridge use them: both read what others have committed, and decide what was not committed.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from prometheus_client import Gauge
 
 from tidemark.common.errors import Unavailable
 from tidemark.common.postgres_session import Connection
-from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
+from tidemark.streaming.wire.records import LONGEST_HEARTBEAT, LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,24 +138,54 @@ REPORTED_AFTER = timedelta(seconds=2)
 """How long a transaction is open before it is reported: usual transactions are not reported."""
 
 
-class TransactionReports:
+HEARTBEATS_PER_SECOND = 20
+"""A relay of very many streams sends heartbeats less often: each takes the pipeline about half a millisecond."""
+
+
+class SourceReports:
     """The OPEN records of one epoch. `reporters`: by stream, the writer and the epoch in whose name they are sent.
 
-    A record is sent when the transactions have changed, and once at the start: another process may have named others.
+    A record is sent when the transactions or the cause of a blocked stream have changed, at the start, because another
+    process may have sent others, and every `heartbeat` seconds (0: never), for all streams at once, so that Spark wakes
+    up once.
     """
 
-    def __init__(self, reporters: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, reporters: Mapping[str, tuple[str, int]], heartbeat: int = 0) -> None:
         self.reporters = reporters
-        self._named: dict[str, list[str]] = {}
+        self._heartbeat = heartbeat
+        self._beat_at: datetime | None = None
+        self._reported: dict[str, tuple[list[str], str]] = {}
 
-    def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
-        """The OPEN records for the transactions that block streams now, the oldest first."""
+    @property
+    def heartbeat(self) -> int:
+        """Seconds from one record of a stream to the next; 0 if there are no heartbeats."""
+        slow = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
+        return min(max(self._heartbeat, slow), LONGEST_HEARTBEAT) if self._heartbeat else 0
+
+    def due(self, found: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}) -> Iterator[Open]:
+        """The OPEN records to send now.
+
+        Args:
+            found: the transactions that block streams, the oldest first.
+            now: any clock that does not stop; if it goes back, the heartbeat is due.
+            blocked: by stream, why nothing new of it is sent.
+        """
+        heartbeat = self.heartbeat
+        is_due = bool(heartbeat) and not (
+            self._beat_at is not None and timedelta(0) <= now - self._beat_at < timedelta(seconds=heartbeat)
+        )
+        if is_due:
+            self._beat_at = now
         for name, (writer, epoch) in self.reporters.items():
             old = [it for it in found if it.stream == name and is_old(it, now)]
-            known = [it.process for it in old]  # a query is named, but the next one is nothing new
-            if self._named.get(name) != known:
-                self._named[name] = known
-                yield Open(stream=name, writer=writer, epoch=epoch, transactions=_named(old))
+            cause = blocked.get(name, "")[:LONGEST_TRANSACTION]
+            known = [it.process for it in old], cause  # a query is named, but the next one is nothing new
+            if is_due or self._reported.get(name) != known:
+                self._reported[name] = known
+                yield Open(
+                    stream=name, writer=writer, epoch=epoch, transactions=_named(old), blocked=cause,
+                    heartbeat=heartbeat,
+                )  # fmt: skip
 
 
 class OldestOpenGauge:

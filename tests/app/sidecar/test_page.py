@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+import psycopg
 import pytest
 import redis
 from msgspec.structs import replace
@@ -19,11 +20,13 @@ from tests.fix_synapse import begun_by_a_bridge
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
-from tests.streaming.builders import Shard, position, rdata
+from tests.streaming.builders import Shard, join, position, rdata
+from tests.streaming.builders import opened as reports
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.stack.processes import free_port
 from tidemark.streaming.core.effects import LateCompletion
+from tidemark.streaming.wire.records import Timeline
 
 PATIENCE = 60_000  # ms; also of `expect` without a word
 expect.set_options(timeout=PATIENCE)
@@ -115,6 +118,27 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) ->
     says(page, ".trouble .verb", re.compile(r"tidemark retire .* events w1"))
     pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
+
+
+def test_a_stream_whose_relay_is_silent_is_not_called_complete(pipeline: Pipeline, page: Page, dsn: str) -> None:
+    """Nothing is seen to be missing, and nobody knows whether something is; with a heartbeat it is complete again."""
+    with psycopg.connect(dsn, autocommit=True) as sql:
+        sql.execute("update tidemark.query_lease set since = now() - interval '1 hour'")
+    now = int(time.time() * 1000)
+    shard = Shard(now=now - 200_000)
+    told = join("shop", 0, timeline=Timeline("shop", "start-1")), rdata("shop", 1, epoch=1)
+    pipeline.publish(shard.feed(*told, reports("shop", heartbeat=30)))
+    says(page, "#headline", "The only stream is blocked")
+    says(page, "#subline", re.compile(r"events: shop has sent no heartbeat, for 3 min \d+ s\."))
+    says(page, ".trouble .more", "whether the stream is complete is not known")
+    expect(page.locator(".trouble .how")).to_contain_text("Start the relay of shop")
+    shard.now = now
+    pipeline.publish(shard.feed(reports("shop", heartbeat=30)))
+    says(page, "#headline", re.compile("The only stream is (moving|complete)"))
+    shard.now = now - 30_000
+    pipeline.publish(shard.feed(reports("shop", heartbeat=3000, blocked="the sequence has CACHE 20")))
+    says(page, "#subline", re.compile(r"events: shop has sent nothing new, for \d+ s\."))
+    expect(page.locator(".trouble .how")).to_contain_text("the sequence has CACHE 20")
 
 
 def test_of_a_stream_that_a_bridge_tells_its_own_verbs_are_shown(pipeline: Pipeline, page: Page, dsn: str) -> None:

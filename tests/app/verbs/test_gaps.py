@@ -7,8 +7,9 @@ from tests.streaming.builders import STREAM, Shard, join, opened, position, rdat
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.overrides import attempt
+from tidemark.sinks.postgres.status import Reading
 from tidemark.streaming.values.limits import Policies
-from tidemark.streaming.wire.records import Retire
+from tidemark.streaming.wire.records import Retire, Timeline
 
 
 def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
@@ -157,3 +158,67 @@ def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
     assert open_ranges.read(shard.states, 9000.0) == []
     shard.feed(position("a", 4, 9, epoch=1))
     assert open_ranges.read(shard.states, 5.0) == []
+
+
+READS = Reading(0.0, frozenset())
+RELAYED = Timeline("shop", "start-1")
+
+
+def relayed(blocked: str = "") -> Shard:
+    """A database whose relay reports itself, and is complete at 1 s."""
+    shard = Shard()
+    shard.feed(
+        join("shop", 0, timeline=RELAYED), rdata("shop", 1, epoch=1), opened("shop", heartbeat=30, blocked=blocked)
+    )
+    return shard
+
+
+def test_a_relay_that_sends_no_heartbeat_is_listed_although_nothing_waits() -> None:
+    """What its database holds back is in no record. It counts only while a pipeline reads all of its partition."""
+    shard = relayed()
+    assert open_ranges.read(shard.states, 66.0, reading=READS) == []
+    found = open_ranges.read(shard.states, 1081.0, reading=READS)
+    assert gaps.to_text(found, 1081.0).splitlines() == [
+        "events: shop: no heartbeat for 18 min; position 1",
+        "    Start the relay of shop; the end of its log says why it ended.",
+    ]
+    bridged = open_ranges.read(shard.states, 1081.0, bridged={STREAM}, reading=READS)
+    assert [it.advice for it in bridged] == ["Start the bridge to Synapse; the end of its log says why it ended."]
+    for reading in (None, Reading(1030.0, frozenset()), Reading(0.0, frozenset({0}))):
+        assert open_ranges.read(shard.states, 1081.0, reading=reading) == []
+
+
+def test_a_writer_that_promised_no_heartbeat_is_judged_as_before() -> None:
+    """It is quiet, and its stream is complete as far as anybody knows."""
+    shard = Shard()
+    shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop"))
+    assert open_ranges.read(shard.states, 1e6, reading=READS) == []
+
+
+def test_what_a_relay_holds_back_is_listed_with_its_cause() -> None:
+    """With the remedy that the relay sent; other writers of the stream need not wait for anything."""
+    shard = relayed(blocked="sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1")
+    found = open_ranges.read(shard.states, 61.0, reading=READS)
+    assert gaps.to_text(found, 61.0).splitlines() == [
+        "events: shop: blocked for 60 s; position 1",
+        "    sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1.",
+    ]
+
+
+def test_the_writers_of_a_relay_live_as_it_does() -> None:
+    """Another name of the same start, for which the linear position waits: with heartbeats a transaction is open, and
+    without them the relay is to be started, not the writer retired."""
+    shard = Shard()
+    shard.feed(
+        join("shop", 0, timeline=RELAYED),
+        join("till", 0, timeline=RELAYED),
+        opened("shop", heartbeat=30),
+        position("shop", 0, 9, epoch=1),
+    )
+    shard.now = 900_000
+    shard.feed(opened("shop", heartbeat=30))
+    (found,) = open_ranges.read(shard.states, 960.0, reading=READS)
+    assert (found.writer, found.verdict, found.verb) == ("till", "alive", "tidemark relay blockers")
+    found, source = open_ranges.read(shard.states, 1000.0, reading=READS)
+    assert (found.writer, found.verdict, found.verb) == ("till", "no heartbeat", "")
+    assert (source.writer, source.verdict) == ("shop", "no heartbeat")

@@ -8,7 +8,7 @@ from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, 
 from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.app.verbs import status
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import BridgeStatus, Condition, SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, Condition, Reading, SinkFault
 from tidemark.streaming.values.limits import Bounds
 
 WELL = PipelineCondition(Condition("host:1", 12.0, 1.0, []), {("facts", 0): 0}, None)
@@ -129,4 +129,30 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         ("web", 0, None),
         ("app", 0, "no right"),
         ("job", 7, None),
+    ]
+
+
+def test_a_relay_without_a_heartbeat_and_what_one_holds_back_are_said() -> None:
+    """A stream is called complete only if its source sent something within the time that it promised."""
+    states = {}
+    for name, blocked in (("orders", ""), ("items", "fact 7 is too large for the Kafka topic")):
+        shard = Shard()
+        shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop", heartbeat=300, blocked=blocked))
+        (states[name],) = shard.states.values()
+    reading = Reading(0.0, frozenset())
+    text = status.to_table(status.read(states, reading=reading), 61.0)
+    assert [line for line in text.splitlines() if ": " in line] == [
+        "items: the relay shop has sent nothing new for 60 s: fact 7 is too large for the Kafka topic"
+    ]
+    found = status.read(states, reading=reading)
+    assert "orders: no heartbeat from the relay shop for 18 min: is it running?" in status.to_table(found, 1081.0)
+    _, orders = json.loads(status.to_json(found, 1081.0, WELL))["streams"]
+    assert orders["sources"] == [
+        {
+            "writer": "shop",
+            "heartbeat_seconds": 300,
+            "last_seen": "1970-01-01T00:00:01Z",
+            "blocked": None,
+            "problem": "no heartbeat from the relay shop for 18 min: is it running?",
+        }
     ]

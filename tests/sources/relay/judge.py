@@ -41,6 +41,11 @@ class Verdict:
         """Who holds open IDs, by writer."""
         return self.effects[stream].summary.transactions if stream in self.effects else {}
 
+    def blocked(self, stream: str) -> str:
+        """Why the relay sends nothing new of the stream, as it reports; empty if it does."""
+        found = self.effects[stream].summary.sources if stream in self.effects else []
+        return "; ".join(it.report.blocked for it in found)
+
     def kinds(self, stream: str = "orders") -> list[tuple[str, int, int | str]]:
         """Kind, epoch and ID of every record, in order."""
         return [

@@ -74,8 +74,11 @@ def test_too_large(
             ("orders", 2, 200_000),
             ("orders", 3, 200_000),
         ]
+        eventually(lambda: judge.verdict().blocked("orders").startswith("fact 3 is too large for the Kafka topic"))
+        assert judge.verdict().blocked("small") == ""
         limited(admin, topic, max(it["bytes"] for it in named))
         eventually(lambda: settled(sql))
+        eventually(lambda: judge.verdict().blocked("orders") == "")
     assert of_stream(judge, "small") == expected
     assert judge.verdict().position("orders", "shop") == 4
     assert judge.verdict().rejected == {}

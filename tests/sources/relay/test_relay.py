@@ -282,6 +282,8 @@ def test_row_level_security_holds_the_database(ready: str, sql: psycopg.Connecti
     secured(sql, on=True)
     facts |= append(sql, 3)
     eventually(lambda: first.metric("tidemark_relay_active") == 0)
+    # What hides the rows is told to readers too, once it lasts.
+    eventually(lambda: "row level security hides rows of table" in judge.verdict().blocked("orders"))
     failure = run(dsn=filtered).ended()
     assert isinstance(failure, Refused)
     assert "row level security hides rows of table" in str(failure)
@@ -290,6 +292,7 @@ def test_row_level_security_holds_the_database(ready: str, sql: psycopg.Connecti
     assert not settled(sql)
     secured(sql, on=False)
     eventually(lambda: settled(sql))
+    eventually(lambda: judge.verdict().blocked("orders") == "")
     agrees(judge, sql, facts)
     sql.execute("drop owned by relay_filtered")
     first.stop()
@@ -307,10 +310,13 @@ def test_an_unfit_sequence_holds_its_stream_and_no_other(sql: psycopg.Connection
     sql.execute("select tidemark.append('history', '1')")
     eventually(lambda: relay.metric("tidemark_relay_facts_total", stream="history") == 1)
     assert judge.verdict().announced["orders"] == {1}
+    eventually(lambda: "alter sequence" in judge.verdict().blocked("orders").lower())
+    assert judge.verdict().blocked("history") == ""
     facts |= append(sql)
     sql.execute("alter sequence tidemark.append_ids_1 cache 1")
     eventually(lambda: settled(sql))
     assert relay.metric("tidemark_relay_blocked_streams", stream="orders") == 0
+    eventually(lambda: judge.verdict().blocked("orders") == "")
     agrees(judge, sql, facts)
 
 

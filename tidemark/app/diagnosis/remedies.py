@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["open transaction", "alive", "silent", "fenced", "unknown"]
+Verdict = Literal["open transaction", "alive", "silent", "fenced", "unknown", "no heartbeat", "blocked"]
 
 _PROCESS = re.compile(r"\bpid (\d+)\b")
 _PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .*|, user .*|)$")
@@ -30,6 +30,7 @@ def remedy(
     transactions: Sequence[str],
     relayed: bool,
     bridged: bool,
+    cause: str = "",
 ) -> Remedy:
     """What settles the open IDs of a writer, or ends the waiting for it.
 
@@ -40,7 +41,13 @@ def remedy(
         transactions: the transactions that hold its IDs, a line each, as an OPEN record has them.
         relayed: whether it joined as the relay of a database does, so that `tidemark relay blockers` knows it.
         bridged: whether `tidemark synapse` sends the stream's records.
+        cause: why its relay or bridge sends nothing new, with what to do, as an OPEN record has it.
     """
+    if verdict == "blocked":
+        return Remedy(f"{cause}.", "")
+    if verdict == "no heartbeat":
+        program = "the bridge to Synapse" if bridged else f"the relay of {writer}" if relayed else writer
+        return Remedy(f"Start {program}; the end of its log says why it ended.", "")
     blockers = f"tidemark {'synapse' if bridged else 'relay'} blockers"
     if verdict == "open transaction":
         if statement := _ending(transactions):

@@ -265,6 +265,19 @@ STREAM_GAUGES = {  # of `app.pipeline.stream_metrics`: name, labels, description
         " noted. Rising: the writer or its connection to Kafka is gone. Low: the writer is alive, and is slow or waits"
         " for a transaction.",
     ),
+    "source_silent": (
+        "tidemark_source_silent_seconds",
+        ["stream", "writer"],
+        "Seconds since the newest record of a relay or bridge that promised a heartbeat and has missed it twice; no"
+        " series otherwise. `writer` is the name in which it reports. Whether the stream is complete is not known:"
+        " start the relay. At most TIDEMARK_METRICS_MAX_STREAMS series, the longest first; one has the others.",
+    ),
+    "source_blocked": (
+        "tidemark_source_blocked_seconds",
+        ["stream", "writer"],
+        "Seconds for which a relay or bridge has sent nothing new of a stream, as it reports: its sequence is unfit,"
+        " rows are hidden, or a fact is too large. `tidemark gaps` has the cause and the remedy.",
+    ),
     "unknown": (
         "tidemark_unknown_writers",
         ["stream"],

@@ -14,6 +14,7 @@ from heapq import merge, nsmallest
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -43,7 +44,8 @@ class StreamEntry:
     @classmethod
     def of_state(cls, stored: bytes) -> "StreamEntry":
         if (resting := caught_up(stored)) is not None:
-            return cls(resting.linear, resting.linear, resting.positions, QUIET)
+            summary = replace(QUIET, sources=resting.sources) if resting.sources else QUIET
+            return cls(resting.linear, resting.linear, resting.positions, summary)
         stream = codec.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
@@ -226,7 +228,7 @@ class StreamCollector(Collector):
         self._least: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
-        self._began = now()
+        self._began = self._reading_since = now()
         self._streams = streams
         self._writers = writers
         self._policies = Policies()
@@ -268,6 +270,7 @@ class StreamCollector(Collector):
 
     def _begin(self, entries: StreamEntries) -> None:
         with self._lock:
+            self._reading_since = self._now()
             entries.prefer(self._policies.given)
             self._entries, self._copied, self._least = entries, {}, None
 
@@ -311,6 +314,7 @@ class StreamCollector(Collector):
             self._show_copies(families["copy"], named, others)
             self._show_thresholds(families, named, others)
             unnamed = self._show_blockers(families["held"], families["holder_silent"], now)
+            self._show_sources(families["source_silent"], families["source_blocked"], now)
         for kind, count in (("streams", others), ("writers", writers), ("holders", unnamed)):
             families["together"].add_metric([kind], count)
         return families.values()
@@ -424,6 +428,24 @@ class StreamCollector(Collector):
         if rest := blockers[self._streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed
+
+    def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
+        """The streams whose relay or bridge sends nothing new, longest first."""
+        silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
+        for stream, entry in self._entries.active.items():
+            for source in entry.summary.sources:
+                if source.writer not in entry.positions:
+                    continue
+                if (seconds := source.overdue(now, self._reading_since)) is not None:
+                    silent_rows.append((seconds, stream, source.writer))
+                elif source.report.blocked:
+                    blocked_rows.append((now - source.report.since / 1000, stream, source.writer))
+        for family, rows in ((silent, silent_rows), (blocked, blocked_rows)):
+            rows.sort(reverse=True)
+            for seconds, stream, writer in rows[: self._streams]:
+                family.add_metric([stream, writer], seconds)
+            if rest := rows[self._streams :]:
+                family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
         """The values of all streams that are not `named`. Quiet ones only have a linear position and a highest ID."""

@@ -200,8 +200,9 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
 def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
-    """Open ranges of all streams. Postgres is asked for policies only if there are any."""
-    busy = {name: stored for name, stored in states.items() if caught_up(stored) is None}
+    """Open ranges of all streams. Postgres is asked for policies only if there may be any."""
+    resting = {name: caught_up(stored) for name, stored in states.items()}
+    busy = {name: states[name] for name, stream in resting.items() if stream is None or stream.sources}
     if not busy:
         return
     policies, starts, now = (
@@ -209,9 +210,10 @@ def _open_ranges(
         postgres.conditions.begun(),
         time.time(),
     )
+    reading = postgres.conditions.reading()
     for name, stored in busy.items():
         with suppress(StateTooNew):
-            yield from open_ranges.read({name: stored}, now, policies, starts, bridges)
+            yield from open_ranges.read({name: stored}, now, policies, starts, bridges, reading)
 
 
 def _details(

@@ -79,6 +79,7 @@ class RemedyAnswer(msgspec.Struct, frozen=True):
 
     writer: Name
     epoch: Count
+    since: Annotated[datetime | None, Meta(description="Since when it blocks; null if that was not noted.")]
     verdict: Verdict
     advice: str
     command: Annotated[
@@ -279,7 +280,7 @@ def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
 def _remedies(details: Details) -> list[RemedyAnswer]:
     by_incarnation = {(open_range.writer, open_range.epoch): open_range for open_range in reversed(details.open_ranges)}
     return [
-        RemedyAnswer(writer, epoch, open_range.verdict, open_range.advice, open_range.verb)
+        RemedyAnswer(writer, epoch, open_range.since, open_range.verdict, open_range.advice, open_range.verb)
         for (writer, epoch), open_range in sorted(by_incarnation.items())
     ]
 

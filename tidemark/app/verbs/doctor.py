@@ -4,6 +4,7 @@ Nothing is changed by a check. A server that does not answer is a failed check, 
 """
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -40,6 +41,7 @@ CLOCK_WARNING: Final = 2.0  # seconds between this clock and a server's
 CLOCK_FAILURE: Final = 60.0
 SHORT_RETENTION_MS: Final = 24 * 3600 * 1000
 OLDEST_POSTGRES: Final = 13
+SHOWN: Final = 10  # streams whose relay is silent or blocked; tidemark gaps shows all
 _ADDRESSES: Final = {
     "Postgres": "TIDEMARK_POSTGRES_DSN",
     "Kafka": "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS",
@@ -412,13 +414,17 @@ def _redis(settings: "Settings") -> Iterator[Check]:
 
 
 def _pipeline(settings: "Settings") -> Iterator[Check]:
-    from tidemark.app.diagnosis import health
+    from tidemark.app.diagnosis import health, open_ranges
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        condition = health.of(settings, postgres)
+        condition, asked = health.of(settings, postgres), postgres.conditions
+        problems = open_ranges.source_problems(postgres.states(), time.time(), asked.reading(), asked.bridges())
+        sources = [*itertools.islice(problems, SHOWN)]
     for problem in condition.problems():
         yield Check("Pipeline", "warning", problem)
     if not condition.problems():
         yield Check("Pipeline", "ok", condition.line().removeprefix("pipeline: "))
+    for problem in sources:
+        yield Check("Relay", "warning", problem, "tidemark gaps shows what to do.")

@@ -40,6 +40,8 @@ def _line(gap: OpenRange, now: float) -> str:
     writer = gap.writer
     if gap.low is None:
         writer, what = f"{gap.writer} (epoch {gap.epoch})", f"has not joined{age}"
+    elif gap.top is None and gap.verdict in ("no heartbeat", "blocked"):
+        return f"{gap.stream}: {writer}: {gap.verdict}{age}; position {gap.low}"
     elif gap.top is None:
         what = f"no record beyond ID {gap.low}{age}"
     else:
@@ -59,6 +61,8 @@ def _life(gap: OpenRange, now: float) -> str:
     match gap.verdict:
         case "silent":
             return f"no record for {age}"
+        case "no heartbeat":
+            return f"no heartbeat for {age}"
         case "open transaction":
             return f"transaction open, last record {age} ago"
         case "unknown":

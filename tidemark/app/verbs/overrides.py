@@ -6,7 +6,7 @@ epoch of the trial, and the pipeline refuses the override if the writer has star
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
@@ -92,7 +92,7 @@ class Trial:
                 " --force allows it"
             )
         for name, verdict, seen in self._writers_settled():
-            if verdict != "silent":
+            if verdict not in ("silent", "no heartbeat"):
                 how = "has an open transaction" if verdict == "open transaction" else "is alive"
                 yield (
                     f"{name} {how}, {_seen(seen, self.now)}, and may still complete its IDs: end its transaction"
@@ -105,14 +105,12 @@ class Trial:
             return
         for it in self._blockers():
             unknown = it.verdict == "unknown"
-            yield it.writer, self._verdict(it.last_seen, []) if unknown else it.verdict, it.last_seen
+            life = open_ranges.verdict(it.last_seen, [], self.now, self.silent) if unknown else it.verdict
+            yield it.writer, life, it.last_seen
         known = self.before.writers.get(self.act.writer)
         if not self.waiting and known is not None and known.retired is None:
-            open_, seen = self.before.transactions.get(self.act.writer, []), last_seen(known.seen)
-            yield self.act.writer, self._verdict(seen, open_), seen
-
-    def _verdict(self, seen: datetime | None, transactions: Sequence[str]) -> Verdict:
-        return open_ranges.verdict(seen, transactions, self.now, self.silent)
+            how = open_ranges.life(self.before, self.act.writer, known.seen, self.now, self.silent)
+            yield self.act.writer, how, last_seen(known.seen)
 
     def dangers(self) -> Iterator[str]:
         """Why an epoch must not be ended by hand, even with --force."""
@@ -123,7 +121,7 @@ class Trial:
             yield f"{name} has completed IDs beyond that ID: a new timeline would begin for all writers of the stream"
         if known.start is not None:
             yield (f"a relay sends the records of {name} in epoch {known.epoch}: its further records would be rejected")
-        if any(verdict == "alive" for _, verdict, _ in self._writers_settled()):
+        if any(verdict in ("alive", "blocked") for _, verdict, _ in self._writers_settled()):
             yield (
                 f"{name} is alive, and an ID that it completes now would begin a new timeline for all writers:"
                 " stop it, or revoke its right to write to Kafka, and wait a minute"
@@ -251,7 +249,7 @@ def _retire_conflict(act: records.Marker, before: StreamState, now: float, silen
     if known.retired is not None:
         return f"{act.writer} has retired, at {signed(known.position)}"
     settles = f"--id={signed(known.chain.reach)} settles its open IDs"
-    if open_ranges.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
+    if open_ranges.life(before, act.writer, known.seen, now, silent) == "silent":
         return settles
     return f"{act.writer} is alive, {_seen(seen, now)}: stop it first; then {settles}"
 

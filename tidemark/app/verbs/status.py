@@ -22,10 +22,10 @@ from tidemark.app.output import as_object, count, duration, echo, id_range, sani
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, Reading, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, Summary, is_brief, summarize
+from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, Source, Summary, is_brief, summarize
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST RECORD", "OPEN IDS")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
@@ -48,6 +48,7 @@ class WriterStatus:
 class StreamStatus:
     """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks that cannot show
     the stream. `recalls`: deferred records that are being requeued. `bridge`: if `tidemark synapse` sends the stream.
+    `home`: its Kafka partition. `reading`: whether a pipeline reads.
     """
 
     stream: str
@@ -57,6 +58,8 @@ class StreamStatus:
     faults: list[SinkFault]
     recalls: list[RequeueStatus]
     bridge: BridgeStatus | None
+    home: int | None = None
+    reading: Reading | None = None
 
 
 def read(
@@ -65,6 +68,7 @@ def read(
     faults: Sequence[SinkFault] = (),
     recalls: Sequence[RequeueStatus] = (),
     bridges: Mapping[str, BridgeStatus] = {},
+    reading: Reading | None = None,
 ) -> list[StreamStatus]:
     """From the encoded states, by stream name."""
     return [
@@ -74,6 +78,7 @@ def read(
             [it for it in faults if it.stream == name],
             [it for it in recalls if it.stream == name],
             bridges.get(name),
+            reading,
         )
         for name, data in sorted(stored.items())
         if only is None or name == only
@@ -81,7 +86,12 @@ def read(
 
 
 def _status(
-    name: str, data: bytes, faults: list[SinkFault], recalls: list[RequeueStatus], bridge: BridgeStatus | None
+    name: str,
+    data: bytes,
+    faults: list[SinkFault],
+    recalls: list[RequeueStatus],
+    bridge: BridgeStatus | None,
+    reading: Reading | None,
 ) -> StreamStatus:
     stream = codec.decode(data)
     signed = stream.direction.signed
@@ -97,13 +107,14 @@ def _status(
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, signed(stream.linear.position), writers, summarize(stream), faults, recalls, bridge)
+    linear, summary = signed(stream.linear.position), summarize(stream)
+    return StreamStatus(name, linear, writers, summary, faults, recalls, bridge, stream.home, reading)
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
-    """`read`, with what `postgres` tells of sinks without a stream, of what was put off, and of bridges."""
+    """`read`, with what `postgres` has of sinks without a stream, deferred records, bridges and the pipeline."""
     asked = postgres.conditions
-    return read(stored, only, asked.faults(), asked.requeues(), asked.bridges())
+    return read(stored, only, asked.faults(), asked.requeues(), asked.bridges(), asked.reading())
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
@@ -140,6 +151,16 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.recalls
         ],
         "bridge": stream.bridge,
+        "sources": [
+            {
+                "writer": source.writer,
+                "heartbeat_seconds": source.report.heartbeat or None,
+                "last_seen": last_seen(source.seen),
+                "blocked": source.report.blocked or None,
+                "problem": _problem(stream, source, now) or None,
+            }
+            for source in stream.summary.sources
+        ],
         "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
     }
 
@@ -156,7 +177,7 @@ def _plain_behind(behind: LinearLag, now: float) -> dict[str, Any]:
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
     """Text for people: a table with a line for each writer, and below it what blocks a stream or is wrong with it."""
     lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBERS)
-    for kind in (_bridge, _lag, _transactions, _deferred, _requeued, _faults):
+    for kind in (_bridge, _sources, _lag, _transactions, _deferred, _requeued, _faults):
         lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
     return sanitize(lines)
 
@@ -197,6 +218,15 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
         seen = max((writer.last_seen.timestamp() for writer in stream.writers if writer.last_seen), default=None)
         last = "no record was ever read" if seen is None else f"last record {duration(now - seen)} ago"
         yield f"its bridge to Synapse is not connected; {last}"
+
+
+def _problem(stream: StreamStatus, source: Source, now: float) -> str:
+    return open_ranges.problem(source, stream.home, now, stream.reading, bridged=stream.bridge is not None)
+
+
+def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
+    """Relays that send nothing, and why: without them nobody knows whether the stream is complete."""
+    yield from (text for source in stream.summary.sources if (text := _problem(stream, source, now)))
 
 
 def _lag(stream: StreamStatus, now: float) -> Iterator[str]:

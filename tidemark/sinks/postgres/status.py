@@ -74,6 +74,15 @@ def lagging(connection: Connection) -> list[LaggingPartition]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pipeline that reads Kafka: since when (s since 1970) without a break. `lagging`: partitions with records that
+    it has not read for ten seconds or longer."""
+
+    since: float
+    lagging: frozenset[int]
+
+
 OVERRIDES_SHOWN = 5
 LATE_COUNTED = 100  # the count of late completions of one stream stops here
 
@@ -216,6 +225,16 @@ class Conditions:
         waits = lease.waits_for if lease.seconds_left else None
         owner = lease.owner or None
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
+
+    def reading(self) -> Reading | None:
+        """None if no pipeline is active: then nothing is known of how long a writer has sent nothing."""
+        rows = self._session.fetch_tuples(
+            """
+            select extract(epoch from since)::float8, array(select distinct partition from tidemark.lagging_partitions)
+            from tidemark.query_lease where owner <> '' and expires_at > now()
+            """
+        )
+        return Reading(rows[0][0], frozenset(rows[0][1])) if rows else None
 
     def begun(self) -> set[tuple[str, str, int]]:
         """Stream, writer and epoch of each epoch that an operator began for its writer."""

@@ -23,7 +23,7 @@ from tidemark.sources.relay.encode import MOST_FACTS, InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, AppendedFact, silence
 from tidemark.sources.run_loop import RunLoop, set_lock_timeout
-from tidemark.sources.transactions import TransactionReports, server_history
+from tidemark.sources.transactions import SourceReports, server_history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
@@ -60,8 +60,9 @@ class AppendRelay(RunLoop):
         metrics: RelayMetrics,
         halt: threading.Event,
         most_facts: int = MOST_FACTS,
+        heartbeat: int = 0,
     ) -> None:
-        super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt)
+        super().__init__(session, SCHEMA, queries.LOCK, producer, metrics, halt, heartbeat)
         self._most_facts = most_facts
         self._given_name = writer
         self._writer = writer or ""
@@ -86,7 +87,8 @@ class AppendRelay(RunLoop):
             self._metrics.heartbeat.set_to_current_time()
             self._metrics.active.set(1)
             decider = Decider(connection, streams)
-            self._reports = TransactionReports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
+            reporters = {stream.stream.name: (stream.own, stream.writers[stream.own].epoch) for stream in streams}
+            self._reports = SourceReports(reporters, self._heartbeat)
             self._due.clear()
             self._in_flight = []
             self._oversized.forget()
@@ -197,7 +199,7 @@ class AppendRelay(RunLoop):
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.kept.items():
             self._metrics.kept.labels(name).set(count)
-        self._report_open(queries.blockers(connection) if decider.open else [])
+        self._report(queries.blockers(connection) if decider.open else [], self._blocked)
 
 
 def _result(steps: Generator[str, None, Any]) -> Any:

@@ -25,7 +25,7 @@ from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
 from tidemark.sources.transactions import (
     OpenTransaction,
-    TransactionReports,
+    SourceReports,
     end_own_transaction,
     flush_wal,
     running_transactions,
@@ -59,8 +59,9 @@ class SynapseBridge(RunLoop):
         streams: Sequence[BridgedStream],
         metrics: BridgeMetrics,
         halt: threading.Event,
+        heartbeat: int = 0,
     ) -> None:
-        super().__init__(own, SCHEMA, BRIDGE_LOCK, producer, metrics, halt)
+        super().__init__(own, SCHEMA, BRIDGE_LOCK, producer, metrics, halt, heartbeat)
         self._synapse = synapse
         self._channel = channel
         self._streams = streams
@@ -117,7 +118,7 @@ class SynapseBridge(RunLoop):
         self._send(own)
         self._deliver()
         self._settle(own)
-        self._reports = TransactionReports({})
+        self._reports = SourceReports({}, self._heartbeat)
         self._channel.take()
         self._channel.ask()
         self._asked = time.monotonic()
@@ -233,6 +234,7 @@ class SynapseBridge(RunLoop):
             self._channel.ask()
         has_waiting = False
         for each in self._publishers.values():
+            self._metrics.blocked.labels(each.of.name).set(bool(each.blocked_reason))
             has_waiting |= not each.has_begun
             self._metrics.silent.labels(each.of.name).set(0 if each.has_begun else len(each.silent))
         if not (lagging or has_waiting):
@@ -244,7 +246,7 @@ class SynapseBridge(RunLoop):
             for each in self._publishers.values():
                 if not each.has_begun:
                     log.info("Waiting for the position of every writer", stream=each.of.name, silent=each.silent)
-        self._report(
+        self._report_streams(
             queries.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
         )
 
@@ -266,7 +268,7 @@ class SynapseBridge(RunLoop):
                 self._send(own)
             each.name_contradictions()
 
-    def _report(self, found: Sequence[TableWriter]) -> None:
+    def _report_streams(self, found: Sequence[TableWriter]) -> None:
         opened = list[OpenTransaction]()
         slowest = {name: each.known.slowest_writer for name, each in self._publishers.items() if each.known is not None}
         for each in found:
@@ -276,7 +278,12 @@ class SynapseBridge(RunLoop):
         # Always in the name of one writer: a report in the name of another one would never be withdrawn.
         known = [each.known for each in self._publishers.values() if each.known is not None]
         self._reports.reporters = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.sent_upto)]}
-        self._report_open(opened)
+        blocked = {
+            publisher.of.name: publisher.blocked_reason
+            for publisher in self._publishers.values()
+            if publisher.blocked_reason
+        }
+        self._report(opened, blocked)
 
 
 def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:

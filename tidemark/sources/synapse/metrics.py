@@ -78,6 +78,13 @@ class BridgeMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
+        self.blocked = Gauge(
+            "tidemark_synapse_blocked_streams",
+            "1 while nothing of the stream is published, because its sequence has a CACHE, a CYCLE or another INCREMENT"
+            " than Synapse gives it. The log has the statement that repairs it.",
+            ["stream"],
+            registry=registry,
+        )
         self.lag_ids = Gauge(
             "tidemark_synapse_lag_ids",
             "IDs that are given out and not published, by the writer that has not passed them. Staying above 0: that"
@@ -115,6 +122,7 @@ class BridgeMetrics(LoopMetrics):
     def clear(self) -> None:
         super().clear()
         self.silent.clear()
+        self.blocked.clear()
         for stream in [*self._waited]:
             self.show_lag(stream, {}, 0, 0)
 

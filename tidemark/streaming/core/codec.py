@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tidemark.common.errors import StateTooNew
-from tidemark.streaming.core.effects import RequeuedRange
+from tidemark.streaming.core.effects import RequeuedRange, SourceReport
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writer_table import (
     EMPTY,
@@ -71,6 +71,7 @@ class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
     began: int
     active_count: int
     transactions: dict[str, list[str]]
+    reports: dict[str, SourceReport]
     waiting: list[WaitingWriter]
     heads: Pairs
     retired: StoredTable | None = None  # the last element, so that it can be cut off
@@ -110,6 +111,7 @@ def encode_parts(stream: StreamState) -> Encoded:
             stream.began,
             stream.active_count,
             dict(sorted(stream.transactions.items())),
+            dict(sorted(stream.reports.items())),
             waiting,
             stream.linear.heads,
         ),
@@ -173,6 +175,7 @@ def decode(data: bytes) -> StreamState:
         stored.began,
         stored.active_count,
         stored.transactions,
+        stored.reports,
     )
 
 

@@ -226,6 +226,46 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     unknown: bool
 
 
+class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a relay or a bridge said last of a stream, in the name of one writer.
+
+    Attributes:
+        heartbeat: seconds within which it sends the next record of the stream; 0 promises nothing.
+        blocked: why it sends nothing new of the stream; empty if it does.
+        since: time (ms) of the batch that first read this reason.
+    """
+
+    heartbeat: int
+    blocked: str
+    since: int
+
+
+class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A writer that reports itself. `seen`: time (ms) of the batch that read its newest record."""
+
+    writer: str
+    seen: int
+    report: SourceReport
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a record after which the writer has missed its heartbeat; 0 if it promised none."""
+        return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
+
+    def overdue(self, now: float, reading_since: float) -> float | None:
+        """Seconds since the last record, if the writer has missed its heartbeat at `now` (s since 1970); else None.
+
+        `reading_since`: since when (s) the pipeline has read without a break.
+        """
+        silent = now - max(self.seen / 1000, reading_since)
+        return now - self.seen / 1000 if 0 < self.patience < silent else None
+
+
+MISSED_HEARTBEATS = 2
+HEARTBEAT_SLACK = 5.0
+"""Seconds that a record may take from its writer to the state, on a busy machine too."""
+
+
 class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A stream as metrics and `tidemark status` show it.
 
@@ -239,6 +279,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
         transactions: per writer, the open transactions that it reported.
         deferred: writers with deferred records, as `writer/epoch`.
         spans: the largest number of pending spans of a writer.
+        sources: the writers that report themselves.
     """
 
     pending: int
@@ -250,6 +291,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     transactions: dict[str, list[str]] = {}
     deferred: list[str] = []
     spans: int = 0
+    sources: list[Source] = []
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -356,7 +398,17 @@ def summarize(stream: "StreamState") -> Summary:
             + [f"{writer.name}/{writer.epoch}" for writer in waiting if writer.deferred]
         ),
         spans=max([0, *(len(chain.pending) for chain in chains), *(writer.gaps for writer in waiting)]),
+        sources=sources(stream),
     )
+
+
+def sources(stream: "StreamState") -> list[Source]:
+    """The writers that report themselves, by name."""
+    return [
+        Source(name, stream.writers[name].seen, report)
+        for name, report in sorted(stream.reports.items())
+        if name in stream.writers
+    ]
 
 
 def _blockers(stream: "StreamState") -> Iterator[Blocker]:

@@ -8,7 +8,7 @@ Streams that are not certain to be in order go to `core.stream`. For the others 
 same state, byte for byte.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tidemark.streaming.core import writer_table
 from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
 from tidemark.streaming.core.codec import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
-from tidemark.streaming.core.effects import StreamEffects, Summary, WriterAdvance, WriterRow
+from tidemark.streaming.core.effects import Source, SourceReport, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.core.store import States, StreamInput
 from tidemark.streaming.core.writer_table import COLUMNS, StoredChain, StoredWriter
 from tidemark.streaming.values.direction import Direction
@@ -367,7 +367,7 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
     advances = [_advance(link, writers[link.writer - first], sign) for link in links]
     for link in links:
         writers[link.writer - first] = _advanced_writer(writers[link.writer - first], link, now)
-    transactions = dict(sorted(stored.transactions.items()))
+    transactions, reports = dict(sorted(stored.transactions.items())), dict(sorted(stored.reports.items()))
     encoded = encode_stored(
         StoredStream(
             FORMAT,
@@ -385,6 +385,7 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
             stored.began,
             stored.active_count,
             transactions,
+            reports,
             [],
             [],
         ),
@@ -406,10 +407,17 @@ def _result(stream: InOrderStream, now: int) -> StreamResult:
         [],
         [],
         {"applied": edges},
-        Summary(0, 0, None, [], 0, None, transactions),
+        Summary(0, 0, None, [], 0, None, transactions, sources=_sources(writers, reports)),
         encoded.state,
     )
     return StreamResult(effects, encoded.whole)
+
+
+def _sources(writers: list[StoredWriter], reports: dict[str, SourceReport]) -> list[Source]:
+    if not reports:
+        return []
+    seen = {writer.name: writer.seen for writer in writers}
+    return [Source(name, seen[name], report) for name, report in reports.items() if name in seen]
 
 
 def _advance(link: Link, writer: StoredWriter, sign: int) -> WriterAdvance:
@@ -434,10 +442,12 @@ def _advanced_writer(writer: StoredWriter, link: Link, now: int) -> StoredWriter
 
 
 class CaughtUpStream(NamedTuple):
-    """A stream without linear lag: the linear position and the positions of the active writers, signed."""
+    """A stream without linear lag: the linear position and the positions of the active writers, signed. `sources`: the
+    writers that report themselves."""
 
     linear: int
     positions: dict[str, int]
+    sources: Sequence[Source] = ()
 
 
 def caught_up(data: bytes) -> CaughtUpStream | None:
@@ -450,7 +460,8 @@ def caught_up(data: bytes) -> CaughtUpStream | None:
     if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
-    return CaughtUpStream(sign * stored.linear, {writer.name: sign * writer.position for writer in stored.writers})
+    positions = {writer.name: sign * writer.position for writer in stored.writers}
+    return CaughtUpStream(sign * stored.linear, positions, _sources(stored.writers, stored.reports))
 
 
 def _candidate_state(

@@ -17,6 +17,7 @@ import numpy as np
 
 from tidemark.streaming.core.chain import NO_POSITION, Chain, DeferredRange
 from tidemark.streaming.core.classify import BatchOutcome, Classifier, Completed, Refusal, RollbackSignal, TimelineStart
+from tidemark.streaming.core.effects import SourceReport
 from tidemark.streaming.core.writer_table import Writers
 from tidemark.streaming.core.writers import (
     OVERFLOW_SLOT,
@@ -75,6 +76,7 @@ class StreamState:
         began: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
+        reports: per writer, what else it reported of itself, for people.
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -89,6 +91,7 @@ class StreamState:
     began: int = 0
     active_count: int = 0
     transactions: dict[str, list[str]] = field(default_factory=dict)
+    reports: dict[str, SourceReport] = field(default_factory=dict)
 
     def set_direction(self, direction: Direction) -> None:
         """Called for each accepted record. The first direction that is known decides for ever."""
@@ -221,7 +224,9 @@ class StreamState:
         return None
 
     def report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Keep the open transactions that a joined writer reports (OPEN). Moves no position.
+        """Keep what a joined writer reports of itself (OPEN): open transactions, what blocks it, and its heartbeat.
+
+        Moves no position.
 
         Returns:
             The reason if the OPEN is rejected.
@@ -231,9 +236,14 @@ class StreamState:
             return Reason.UNKNOWN_WRITER
         if marker.epoch < writer.epoch:
             return Reason.ZOMBIE
-        self.transactions.pop(marker.writer, None)
+        before = self.reports.get(marker.writer)
+        self._forget_report(marker.writer)
         if marker.transactions:
             self.transactions[marker.writer] = [printable(text) for text in marker.transactions]
+        if marker.blocked or marker.heartbeat:
+            blocked = printable(marker.blocked)
+            since = before.since if before is not None and before.blocked == blocked else batch.now
+            self.reports[marker.writer] = SourceReport(marker.heartbeat, blocked, since if blocked else 0)
         batch.counts["applied"] += 1
         return None
 
@@ -327,7 +337,7 @@ class StreamState:
                 if writer.retired is not None and writer is not known
             ]
             self.ended = max([min(self.ended, marker.no_reuse_below), *map(self.passed, retired)])
-        self.transactions.pop(marker.writer, None)
+        self._forget_report(marker.writer)
         self.active_count += known is None or known.retired is not None or known.timeline < self.timeline
         writer, retire = begin_epoch(self.writers, self.unjoined, marker, self.refused, batch)
         self.writers.follow(marker.writer)
@@ -364,7 +374,11 @@ class StreamState:
         self.active_count -= writer.timeline == self.timeline and writer.retired is None
         self.ended = max(self.ended, self.passed(writer))
         writer.retired = batch.now
-        self.transactions.pop(marker.writer, None)
+        self._forget_report(marker.writer)
+
+    def _forget_report(self, writer: str) -> None:
+        self.transactions.pop(writer, None)
+        self.reports.pop(writer, None)
 
     def _discard(self, incarnations: Sequence[Incarnation], batch: BatchOutcome) -> Reason | None:
         if not self.unjoined.keys() & incarnations:

@@ -32,7 +32,10 @@ LONGEST_NAME: Final = 255
 
 MOST_TRANSACTIONS: Final = 10
 LONGEST_TRANSACTION: Final = 500
-"""The most lines of an OPEN, and the most characters of a line."""
+"""The most lines of an OPEN, and the most characters of a line, and of its `blocked`."""
+
+LONGEST_HEARTBEAT: Final = 7 * 24 * 3600
+"""The most seconds that an OPEN may promise as the time to the writer's next record."""
 
 # Unicode's Default_Ignorable_Code_Point (zero-width characters, and those that change the direction of text), and other
 # invisible marks: two names that differ only in these look the same.
@@ -174,11 +177,17 @@ class Skip(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
 
 
 class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
-    """Who holds the writer's open IDs, for people: a line for each, none where nobody does any more. Moves nothing."""
+    """What blocks the writer, for people. Moves nothing. Each OPEN replaces the one before.
+
+    `transactions`: who holds the writer's open IDs, a line for each. `blocked`: why the writer sends nothing new of the
+    stream, empty if it does. `heartbeat`: the writer sends at least one record in so many seconds; 0 promises nothing.
+    """
 
     transactions: Annotated[
         list[Annotated[str, Meta(max_length=LONGEST_TRANSACTION)]], Meta(max_length=MOST_TRANSACTIONS)
     ]
+    blocked: Annotated[str, Meta(max_length=LONGEST_TRANSACTION)] = ""
+    heartbeat: Annotated[int, Meta(ge=0, le=LONGEST_HEARTBEAT)] = 0
 
 
 Marker = Join | Retire | Skip
@@ -323,7 +332,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "writer": _text,
     "row": _any,
     "rows": msgspec.json.Decoder(list[list[Raw]]),
-    "transactions": msgspec.json.Decoder(_FIELDS[Open][-1].type),
+    **{field.name: msgspec.json.Decoder(field.type) for field in _FIELDS[Open][-3:]},
     "unseen": msgspec.json.Decoder(bool),
     "told": msgspec.json.Decoder(Id | None),
     "beyond": msgspec.json.Decoder(bool),

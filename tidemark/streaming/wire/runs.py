@@ -187,7 +187,8 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     `epoch` is CURRENT_EPOCH if an operator gave none. `prev` has a meaning for a SKIP only. `direction` is unknown if
     `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
-    `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it says one.
+    `transactions`, `blocked` and `heartbeat` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it
+    says one.
     """
 
     stream: str
@@ -206,6 +207,8 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     beyond: bool = False
     transactions: list[str] = []
     told: int | None = None
+    blocked: str = ""
+    heartbeat: int = 0
 
     @property
     def is_override(self) -> bool:
@@ -234,6 +237,8 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 offset=offset,
                 time=time,
                 transactions=record.transactions,
+                blocked=record.blocked,
+                heartbeat=record.heartbeat,
             )
         told = record.told if isinstance(record, records.Join) and record.by is None else None
         return cls(

@@ -4,6 +4,7 @@ import { ahead, farthest, range } from "./ids.js";
 import { age, counted, grouped } from "./words.js";
 
 export const BLOCKED_AFTER = 10; // seconds that an ID may be missing: transactions take some time
+const SOURCES = { "no heartbeat": "has sent no heartbeat", blocked: "has sent nothing new" };
 const MOVING = 10; // seconds after a move in which a stream counts as moving
 
 // {state, since, troubles, allocated, behind} of `stream` as /v1/watch has it. `motion` is its Motion; times are seconds since
@@ -12,7 +13,7 @@ export function judge(stream, motion, now) {
   if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], allocated: null, behind: null };
   const allocated = farthest([stream.allocated ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
   const behind = ahead(allocated, stream.linear);
-  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now), ...divergence(stream, now)];
+  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now), ...sources(stream), ...divergence(stream, now)];
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
   return { state: state(since, motion, now), since, troubles, allocated, behind };
@@ -91,6 +92,19 @@ function silent(stream, motion, now) {
     more: `the linear position waits for it; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it is known"}`,
     ...remedy(stream, it.writer),
   })).filter((it) => now - it.since >= BLOCKED_AFTER);
+}
+
+// Relays and bridges that send nothing new: what they hold back is in no record, so nobody is seen to wait.
+function sources(stream) {
+  const waiting = new Set(stream.behind?.held_by.map((it) => it.writer));
+  const known = new Map(stream.writers.map((it) => [it.writer, it]));
+  return stream.remedies.filter((it) => SOURCES[it.verdict] && !waiting.has(it.writer) && !known.get(it.writer)?.gaps.length).map((it) => ({
+    writer: it.writer,
+    since: seconds(it.since),
+    what: SOURCES[it.verdict],
+    more: "whether the stream is complete is not known",
+    ...remedy(stream, it.writer, it.epoch),
+  }));
 }
 
 export function seconds(moment) {
