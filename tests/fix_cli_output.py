@@ -33,6 +33,6 @@ def _compare(words: Sequence[str], printed: str) -> None:
 
     if not printed.startswith("{"):
         return  # the command failed
-    verb = next(verb for verb in (" ".join(words[:2]), words[0]) if verb in OUTPUTS)
+    verb = next(verb for verb in (" ".join(words[:3]), " ".join(words[:2]), words[0]) if verb in OUTPUTS)
     for text in printed.splitlines() if verb in PER_LINE else [printed]:
         strict_validator(verb).validate(json.loads(text))

@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
 from tidemark.app.diagnosis.lag_json import HolderAnswer
 from tidemark.app.diagnosis.open_ranges import OpenRange
+from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
 from tidemark.app.verbs.kafka_records import RecordedLine
@@ -27,6 +28,7 @@ from tidemark.app.verbs.verify import Difference
 from tidemark.sinks.postgres.inspect import LateFact
 from tidemark.sinks.postgres.operators import OverrideEntry
 from tidemark.sinks.postgres.status import BridgeStatus, HistoryFault, LaggingPartition
+from tidemark.sinks.reader import ParkedFact
 from tidemark.streaming.core.effects import WriterAdvance
 
 Age = Annotated[float, Meta(ge=0, description="Seconds.")]
@@ -244,6 +246,23 @@ class DoctorOutput(msgspec.Struct):
     checks: list[Check]
 
 
+class ReadersOutput(msgspec.Struct):
+    readers: list[ReaderStatus]
+
+
+class ParkedOutput(msgspec.Struct):
+    parked: list[ParkedFact]
+
+
+class ReaderChangeOutput(msgspec.Struct):
+    reader: str
+    stream: str
+    would: Annotated[str, Meta(description="What the command does, for people.")]
+    ids: Annotated[list[int], Meta(description="The parked facts that it is about.")]
+    dry_run: bool
+    number: Annotated[int | None, Meta(description="Number in `tidemark overrides`; null: nothing was done.")]
+
+
 class PolicyChangeOutput(msgspec.Struct):
     policy: str
     changes: Annotated[dict[str, int | None], Meta(description="Setting to new value; null: removed.")]
@@ -277,6 +296,14 @@ OUTPUTS: Final[dict[str, Any]] = {
     "policy set": PolicyChangeOutput,
     "policy show": PolicyOutput,
     "policy unset": PolicyChangeOutput,
+    "readers delete": ReaderChangeOutput,
+    "readers list": ReadersOutput,
+    "readers parked drop": ReaderChangeOutput,
+    "readers parked list": ParkedOutput,
+    "readers parked retry": ReaderChangeOutput,
+    "readers reset": ReaderChangeOutput,
+    "readers seek": ReaderChangeOutput,
+    "readers show": ReaderStatus,
     "replay": _changed(ReplayReport, parted=list[_PARTING]),  # type: ignore[valid-type]
     "reseed": _changed(Reseed, dry_run=bool),
     "retire": OverrideOutput,

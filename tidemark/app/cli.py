@@ -61,6 +61,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
     "Repair": {
         "late": Verb("late", "sidecar", "List and resolve facts that came after readers had passed them."),
         "dead-letters": Verb("dead_letters", "sidecar", "List, show and replay rejected records."),
+        "readers": Verb("readers", "sidecar", "List readers, move their places, and settle facts that they parked."),
         "policy": Verb("policy", "sidecar", "Set limits, alert thresholds and retention for single streams."),
         "reseed": Verb("reseed", "pipeline", "Change the number of shards of a stopped pipeline."),
     },

@@ -158,6 +158,10 @@ class Connections(BaseModel):
         SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
     )
     postgres_password: SecretStr | None = Field(None, description="Password, in place of one in the address.")
+    readers_dsn: OtherDsn = Field(
+        None,
+        description="Database with the places of readers, their `effects`; without it that of TIDEMARK_POSTGRES_DSN.",
+    )
     redis_url: RedisUrl = Field(
         SecretStr("redis://localhost:6379/0"),
         description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
@@ -231,6 +235,10 @@ class Connections(BaseModel):
         dsn = self.secret("postgres_dsn") or ""
         password = self.secret("postgres_password")
         return dsn if password is None else make_conninfo(dsn, password=password)
+
+    def readers(self) -> str:
+        """The address of the database with the places of readers."""
+        return self.secret("readers_dsn") or self.postgres()
 
     @abstractmethod
     def secret(self, name: str) -> str | None:

@@ -96,6 +96,6 @@ def test_lost_sessions_are_made_again(service: ReadingService, pipeline: Pipelin
             eventually(lambda id=id: service.ids() == [*range(1, id + 1)] or not alive())  # type: ignore[misc]
             service.sql.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity"
-                " where application_name = 'tidemark reader copier' and datname = current_database()"
+                " where application_name like 'tidemark reader copier%' and datname = current_database()"
             )
     assert service.ids() == [1, 2, 3, 4]

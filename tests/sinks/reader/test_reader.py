@@ -225,7 +225,7 @@ def test_cancelled_step_is_taken_again(three: ReadingService) -> None:
                     await asyncio.wait_for(anext(reader), 0.5)
                 query = (
                     "select count(*) from pg_stat_activity"
-                    " where application_name = 'tidemark reader copier' and datname = current_database()"
+                    " where application_name like 'tidemark reader copier%' and datname = current_database()"
                 )
                 eventually(lambda: three.sql.execute(query).fetchone() == (0,))
             batch = await asyncio.wait_for(anext(reader), 60)
@@ -254,3 +254,21 @@ def test_current_is_a_range(service: ReadingService, pipeline: Pipeline, mode: s
         reader._stopping.set()
         next(reader, None)
         assert reader.promised == reader.usable == Token(4)
+
+
+def test_reader_that_catches_up_logs_its_progress(
+    service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rows, rate and what is left, while it takes long, and once at the end; a reader that is current logs nothing."""
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.PROGRESS_EVERY", 0.0)
+    service.write(*range(1, 101))
+    pipeline.move("w", 0, 100)
+    service.until(lambda: len(service.ids()) == 100, rows=40)
+    first, second, end = (
+        line for line in "".join(capfd.readouterr()).splitlines() if "aught up" in line or "Catching up" in line
+    )
+    assert "remaining_ids=60" in first
+    assert "rows=40" in first
+    assert "remaining_ids=20" in second
+    assert "Caught up" in end
+    assert "rows=100" in end

@@ -16,6 +16,9 @@ from tidemark.sinks.reader.follow import Mode as Mode
 from tidemark.sinks.reader.history import History as History
 from tidemark.sinks.reader.history import MissedChanges as MissedChanges
 from tidemark.sinks.reader.merge import EventMerge as EventMerge
+from tidemark.sinks.reader.places import ParkedFact as ParkedFact
+from tidemark.sinks.reader.places import ReaderPlaces as ReaderPlaces
+from tidemark.sinks.reader.places import StoredPlace as StoredPlace
 from tidemark.sinks.reader.positions import Follow, Positions
 from tidemark.sinks.reader.reader import Reader
 from tidemark.sinks.reader.redis import REMEDIES as REMEDIES

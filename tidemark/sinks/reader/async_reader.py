@@ -135,7 +135,7 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         if portion is None:
             raise StopAsyncIteration
         table, ledger = self._config.table, self._reading.ledger
-        return ReadBatch(portion.rows, self._sessions["place"], portion.late, table.id, ledger)
+        return ReadBatch(portion.rows, self._sessions["place"], portion.late, portion.is_retry, table.id, ledger)
 
     def _stopped(self) -> bool:
         return self._stopping.is_set() and self._transaction is None

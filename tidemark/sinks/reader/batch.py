@@ -31,12 +31,13 @@ class ReadBatch(Generic[C]):
     reader, and that is committed when the loop continues. Do not keep the connection, and do not end its transaction.
 
     `late` is None for rows in order. Otherwise the rows belong to IDs that the reader has passed without them; see
-    `Late`.
+    `Late`. `is_retry`: the rows of one fact that was parked, which an operator has handed over again.
     """
 
     rows: list[Row]
     connection: C
     late: Late | None
+    is_retry: bool
     _id: str
     _ledger: CheckpointStore
 

@@ -22,6 +22,8 @@ _SCHEMA = (
     + "end $schema$"
 )
 
+RETRIES = 100  # parked facts that are handed over again at a time
+
 
 @dataclass(frozen=True, slots=True)
 class DeliveredFact:
@@ -62,8 +64,8 @@ class CheckpointStore:
         """The stored checkpoint. Makes the schema, and the row of the reader, if they do not exist. Raises
         `ReaderModeChanged`."""
         schema = yield from self._rows(
-            "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.places')"
-            " and attname = 'is_settled') and to_regclass('tidemark_reader.parked') is not null as there"
+            "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.parked')"
+            " and attname = 'retry_at') as there"
         )
         if not schema[0]["there"]:
             # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
@@ -156,12 +158,33 @@ class CheckpointStore:
             )
         return int(written[0]["version"])
 
+    def wishes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
+        """What an operator changed: the stored version (None: the place was deleted), and the IDs of parked facts that
+        are to be handed over again, at most `RETRIES`."""
+        (row,) = yield from self._rows(
+            "select (select version from tidemark_reader.places where reader = {reader} and stream = {stream}),"
+            " array(select id from tidemark_reader.parked where reader = {reader} and stream = {stream}"
+            "   and retry_at is not null order by abs(id) limit {most}) as retries",
+            most=RETRIES,
+        )
+        return row["version"], row["retries"]
+
+    def unpark(self, id: int) -> Generator[Request, Answer, bool]:
+        """Remove a parked fact that is to be handed over again. False: it is not parked any more."""
+        removed = yield from self._rows(
+            "delete from tidemark_reader.parked where reader = {reader} and stream = {stream} and id = {id}"
+            " and retry_at is not null returning id",
+            id=id,
+        )
+        return bool(removed)
+
     def parked(self, id: int, reason: str) -> sql.Composed:
         """The statement that parks the fact `id`."""
         return self._statement(
             "insert into tidemark_reader.parked (reader, stream, id, reason)"
             " values ({reader}, {stream}, {id}, {reason})"
-            " on conflict (reader, stream, id) do update set reason = excluded.reason, parked_at = now()",
+            " on conflict (reader, stream, id) do update"
+            " set reason = excluded.reason, parked_at = now(), retry_at = null",
             id=id,
             reason=reason,
         )

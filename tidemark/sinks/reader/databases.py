@@ -48,7 +48,9 @@ class Databases:
     primary: str | None = field(default=None, repr=False)
 
     def conninfo(self, role: Role, reader: str) -> str:
-        return conninfo(self._dsn(role), f"tidemark reader {reader}")
+        # Operators count the copies of a reader by this name: one connection to the database with the place for each.
+        suffix = "" if role == "place" else f" ({role})"
+        return conninfo(self._dsn(role), f"{APPLICATION}{reader}{suffix}")
 
     @contextmanager
     def translated(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
@@ -96,6 +98,9 @@ def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exceptio
 
 
 log = get_logger(__name__)
+
+APPLICATION = "tidemark reader "
+"""How the `application_name` of a copy's connection begins; the name of the reader follows."""
 
 POLL = 0.01  # seconds
 LOG_EVERY = 1000  # polls

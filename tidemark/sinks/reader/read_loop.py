@@ -16,11 +16,14 @@ A fact may be committed in time and announced late, after an operator skipped it
 skipped range are remembered until the next epoch of the writer: from then on the writer is a zombie (docs/design.md 3).
 """
 
+import math
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
 from tidemark.sinks.reader.databases import caught_up
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
@@ -170,6 +173,8 @@ def _concerns(must_read: Range, span: Range) -> bool:
     return same and beyond(must_read.id, span.prev) and beyond(span.id, must_read.prev)
 
 
+log = get_logger(__name__)
+
 RANGES = 64  # in one query
 
 
@@ -202,16 +207,52 @@ class ReadConfig:
 @dataclass(frozen=True, slots=True)
 class Portion:
     """Rows to be handed over, in an open transaction that ends when the program continues. `late`: the late completion
-    that the rows belong to, None for rows in order."""
+    that the rows belong to, None for rows in order. `is_retry`: the rows of a fact that was parked."""
 
     rows: list[Row]
     late: Late | None
+    is_retry: bool = False
 
 
 Steps = Generator[Request | Portion, Answer, None]
 
 
 BUSY = 0.5  # seconds until a copy tries again if another one holds the lock
+OPERATOR_EVERY = 5.0  # seconds between two looks for what operators changed
+PROGRESS_EVERY = 10.0  # seconds between two log lines of a reader that catches up
+
+
+class CatchUpLog:
+    """Logs how fast a reader catches up, and how much is left, while it takes longer than `PROGRESS_EVERY`."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._began = self._logged = time.monotonic()
+        self._rows = self._ids = 0
+        self._is_logged = False
+
+    def page(self, rows: int, passed: int, remaining: int) -> None:
+        """A page of `rows` was committed. It passed over so many IDs, and `remaining` IDs are left."""
+        self._rows += rows
+        self._ids += passed
+        now = time.monotonic()
+        if now - self._logged < PROGRESS_EVERY or not remaining:
+            return
+        self._logged, self._is_logged = now, True
+        seconds = now - self._began
+        log.info(
+            "Catching up",
+            stream=self._stream,
+            rows=self._rows,
+            rows_per_second=round(self._rows / seconds),
+            remaining_ids=remaining,
+            remaining_seconds=round(remaining * seconds / self._ids) if self._ids else None,
+        )
+
+    def end(self) -> None:
+        if self._is_logged:
+            seconds = time.monotonic() - self._began
+            log.info("Caught up", stream=self._stream, rows=self._rows, seconds=round(seconds, 1))
 
 
 class _PlaceMoved(Exception):
@@ -259,6 +300,7 @@ class ReadProgram:
         self._facts_upto = None
         following = FollowProgram(self._config.stream, self._config.mode, since, reads_table=True)
         driver: Driver[Event | CaughtUp] = Driver(following.steps())
+        looked_at = -math.inf
         while True:
             events = yield from _burst(driver)
             assert following.place is not None
@@ -266,6 +308,27 @@ class ReadProgram:
             if events:
                 yield from self._read(following, events)
             self.promised = self.usable
+            if self._checkpoint.version and time.monotonic() - looked_at >= OPERATOR_EVERY:
+                if (yield from self._heed_operators()):
+                    return
+                looked_at = time.monotonic()
+
+    def _heed_operators(self) -> Generator[Request | Portion, Answer, bool]:
+        """Hand over parked facts again, each in a transaction of its own. True: the stored place was changed."""
+        version, retries = yield from self.ledger.wishes()
+        if version != self._checkpoint.version:
+            return True
+        for id in retries:
+            fact = Range(None, id - 1 if id > 0 else id + 1, id)
+            yield from self._lock()
+            if (yield from self.ledger.unpark(id)):
+                fact_rows = yield from rows(RunSql("source", self._config.table.select([fact]), self._config.table.id))
+                if fact_rows:
+                    yield Portion(fact_rows, None, is_retry=True)
+                else:
+                    log.warning("A parked fact has no rows any more", stream=self._config.stream, id=id)
+            yield from self._save(self._checkpoint)
+        return False
 
     def _read(self, following: FollowProgram, events: Sequence[Event]) -> Steps:
         """Bring the place to that of the follower."""
@@ -284,7 +347,9 @@ class ReadProgram:
         for late in work.late:
             yield from self._read_late(late, goal, following.writers)
         remaining = [*work.read]
+        progress = CatchUpLog(self._config.stream)
         while True:
+            before = _left(remaining)
             yield from self._lock()
             rest = remaining[RANGES:]
             page = (yield from self._page(remaining[:RANGES])) if remaining else TablePage([], [])
@@ -296,7 +361,9 @@ class ReadProgram:
             place = work.place(remaining)
             past = () if remaining else self._past(work.epochs, place)
             yield from self._save(replace(self._checkpoint, place=place), uncertain, past)
+            progress.page(len(new), before - _left(remaining), _left(remaining))
             if not remaining:
+                progress.end()
                 return
 
     def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
@@ -373,6 +440,11 @@ class ReadProgram:
         self._checkpoint = replace(checkpoint, version=version)
         self.promised = _least(checkpoint.place)
         self._patience.succeeded()
+
+
+def _left(ranges: Sequence[Range]) -> int:
+    """How many IDs the ranges have, together."""
+    return sum(abs(span.id) - abs(span.prev) for span in ranges)
 
 
 def _token(place: Place) -> Token:

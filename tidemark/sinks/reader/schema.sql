@@ -40,7 +40,10 @@ create table if not exists tidemark_reader.parked (
     id          bigint      not null,
     reason      text        not null,
     parked_at   timestamptz not null default now(),
+    retry_at    timestamptz,
     primary key (reader, stream, id)
 );
+comment on column tidemark_reader.parked.retry_at is
+    'When an operator asked for the fact to be handed over again; null: nobody did';
 comment on table tidemark_reader.parked is
     'Facts that a reader passed without their effects, because its handler failed on them and parks them: for a person';

@@ -1,0 +1,171 @@
+"""The status of readers: how far each is behind its stream, since when, and whether a process runs it.
+
+Places are in the readers' own database. Positions, and their history, are in Tidemark's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from tidemark.sinks.postgres.lag_history import LagHistory
+from tidemark.sinks.reader import StoredPlace
+from tidemark.streaming.values.direction import beyond
+
+ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
+
+STUCK = 60.0  # seconds without a commit after which a reader that lags is stuck
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStatus:
+    """A reader of a stream.
+
+    Attributes:
+        token: what the reader has read; None if it has not begun.
+        linear: the linear position of the reader, as `stream_linear` is that of the stream; None if it is not known.
+        lag_ids: IDs between the two positions; 0 if the reader has everything.
+        lag_seconds: seconds since the stream passed the reader's place; None if the history does not show it.
+        last_commit: when the reader stored its place.
+        copies: processes that run the reader; None if they cannot be counted.
+        busy_since: when a copy began the batch that it works on, if that is visible.
+        parked: facts that wait for a person; `retried` of them are handed over again.
+        late: late completions that the reader does not have yet.
+    """
+
+    reader: str
+    stream: str
+    mode: str
+    state: ReaderState
+    token: str | None
+    linear: int | None
+    stream_linear: int | None
+    lag_ids: int | None
+    lag_seconds: float | None
+    last_commit: datetime | None
+    copies: int | None
+    busy_since: datetime | None
+    parked: int
+    retried: int
+    late: int | None
+
+
+class ReaderLag:
+    """Compares places with positions. It remembers when streams passed places, so it may be asked often."""
+
+    def __init__(self, history: LagHistory) -> None:
+        self._history = history
+        self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # by reader and stream: its position, since when
+
+    def statuses(
+        self, stored_places: Sequence[StoredPlace], positions: Mapping[str, int] | None = None
+    ) -> list[ReaderStatus]:
+        """The status of each place.
+
+        Args:
+            positions: the linear positions of streams; without it those that Tidemark's Postgres has.
+
+        Raises:
+            Unavailable, Refused: Tidemark's Postgres does not answer.
+        """
+        if positions is None:
+            positions = self._history.linear({stored.stream for stored in stored_places})
+        late = self._history.late_after({(stored.stream, stored.late) for stored in stored_places if stored.has_begun})
+        self._passed = {
+            key: self._passed[key] for key in self._passed if key in {_key(stored) for stored in stored_places}
+        }
+        now = datetime.now(UTC)
+        return [
+            self._status(stored, positions.get(stored.stream), late.get((stored.stream, stored.late)), now)
+            for stored in stored_places
+        ]
+
+    def _status(self, stored: StoredPlace, linear: int | None, late: int | None, now: datetime) -> ReaderStatus:
+        ids = seconds = None
+        if linear is not None and stored.has_begun:
+            ids = max(0, abs(linear) - abs(stored.linear))
+            since = self._since(stored) if ids else now
+            seconds = None if since is None else max(0.0, (now - since).total_seconds())
+        if not ids:
+            self._passed.pop(_key(stored), None)
+        return ReaderStatus(
+            stored.reader,
+            stored.stream,
+            stored.mode,
+            _state(stored, linear, ids, seconds, now),
+            str(stored.token) if stored.has_begun else None,
+            stored.linear if stored.has_begun else None,
+            linear,
+            ids,
+            None if seconds is None else round(seconds, 1),
+            stored.committed_at,
+            stored.copies,
+            stored.busy_since,
+            stored.parked,
+            stored.retried,
+            late if stored.has_begun else None,
+        )
+
+    def _since(self, stored: StoredPlace) -> datetime | None:
+        """When the stream passed the place."""
+        known = self._passed.get(_key(stored))
+        if known is not None and known[0] == stored.linear:
+            return known[1]
+        moved_on = known is not None and beyond(stored.linear, known[0])
+        since = self._history.passed(stored.stream, stored.linear, known[1] if known and moved_on else None)
+        if since is not None:
+            self._passed[_key(stored)] = stored.linear, since
+        return since
+
+
+def _key(stored: StoredPlace) -> tuple[str, str]:
+    return stored.reader, stored.stream
+
+
+def _state(
+    stored: StoredPlace, linear: int | None, ids: int | None, seconds: float | None, now: datetime
+) -> ReaderState:
+    if linear is None:
+        return "stream unknown"
+    if not stored.has_begun:
+        return "not begun"
+    if beyond(stored.linear, linear):
+        return "ahead"
+    if not ids:
+        return "current"
+    if stored.copies == 0:
+        return "not running"
+    quiet = (now - stored.committed_at).total_seconds() if stored.committed_at else 0.0
+    return "stuck" if min(quiet, seconds or 0.0) >= STUCK else "reading"
+
+
+def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datetime) -> Iterator[str]:
+    """What the reader waits for, for people."""
+    name, stream = status.reader, status.stream
+    match status.state:
+        case "stream unknown":
+            yield f"{name}: Tidemark does not know the stream {stream}"
+        case "not begun":
+            yield f"{name} has not committed a batch of {stream} yet"
+        case "ahead":
+            yield (
+                f"{name} is at {status.linear}, beyond {stream} at {status.stream_linear}: the database of the stream"
+                " was restored, or the place belongs to another database"
+            )
+        case "current":
+            yield f"{name} has everything up to {status.linear}: it waits for the stream {stream}"
+        case _:
+            age = "" if status.lag_seconds is None else f", for {duration(status.lag_seconds)}"
+            yield f"{name} is at {status.linear} and {stream} at {status.stream_linear}: the reader lags{age}"
+    if status.state == "not running":
+        yield "no copy of the reader is connected to the database with its place: start the service"
+    elif status.busy_since is not None:
+        yield f"a copy has worked on one batch for {duration((now - status.busy_since).total_seconds())}"
+    elif status.state == "stuck":
+        yield "the reader has committed nothing since the stream moved: see the log of the service"
+    if status.last_commit is not None:
+        yield f"last commit {duration((now - status.last_commit).total_seconds())} ago"
+    if status.late:
+        yield f"{status.late} late completions wait for the reader"
+    if status.parked:
+        yield f"{status.parked} parked facts wait for a person: tidemark readers parked list {name} {stream}"

@@ -1,0 +1,422 @@
+"""`tidemark readers`: how far readers are behind their streams, and how to move, reset and delete their places.
+
+Places are in the readers' own database. Whoever changes one is noted in Tidemark's database first, as for overrides.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import click
+
+from tidemark.app.commands import (
+    CHECK_FAILED,
+    MOST_ID,
+    CommandFailed,
+    CommandGroup,
+    answering,
+    confirmed,
+    loaded,
+    no_stream,
+    tell,
+)
+from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus, sentences
+from tidemark.app.output import as_object, count, duration, sanitize, table, timestamp
+from tidemark.common.errors import BadToken
+from tidemark.common.postgres_session import Dsn
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.inspect import LateCompletions
+from tidemark.sinks.postgres.lag_history import LagHistory
+from tidemark.sinks.postgres.operators import OverrideLog
+from tidemark.sinks.reader import ZERO, ParkedFact, ReaderPlaces, StoredPlace, Token
+from tidemark.streaming.core.effects import OperatorOverride
+from tidemark.streaming.values.direction import beyond
+
+HEADINGS: Final = (
+    "STREAM", "READER", "STATE", "PLACE", "LAG (IDS)", "LAG", "LAST COMMIT", "COPIES", "PARKED", "LATE",
+)  # fmt: skip
+PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
+_RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
+TOKEN_WIDTH: Final = 24  # characters of a place in the list: a token names every writer that is ahead
+LATE: Final = 10_000  # late completions that a reader reads again after a seek
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+_dsn = click.option(
+    "--dsn", help="Database with the readers' places. Default: TIDEMARK_READERS_DSN, else TIDEMARK_POSTGRES_DSN."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The two databases: that of the places, and Tidemark's."""
+
+    store: ReaderPlaces
+    history: LagHistory
+    late: LateCompletions
+    overrides: OverrideLog
+
+    def statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
+        return ReaderLag(self.history).statuses(self.store.places(reader, stream))
+
+    def place(self, reader: str, stream: str) -> StoredPlace:
+        listed = self.store.places(reader, stream)
+        if not listed:
+            raise CommandFailed(
+                f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
+            )
+        return listed[0]
+
+    def noted(self, stored: StoredPlace, action: "Action") -> int:
+        """Carry out a change, and note it before, with its outcome. Returns the number of the override."""
+        span = (stored.linear, action.goal) if action.goal else (0, 0)
+        kind = f"READER {action.kind}"
+        override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
+        noted = self.overrides.note(stored.stream, override)
+        try:
+            action.run()
+        except BaseException:
+            self.overrides.close(noted, "refused")
+            raise
+        self.overrides.close(noted, "applied")
+        return noted.number
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A change of what is stored of a reader. `goal`: the linear position to which the place moves; 0: none."""
+
+    kind: str
+    by: str
+    why: str
+    run: Callable[[], object]
+    goal: int = 0
+
+
+@click.group("readers", cls=CommandGroup)
+def readers() -> None:
+    """Show how far readers are behind their streams; move, reset and delete their places; settle parked facts."""
+
+
+@readers.command("list")
+@click.argument("stream", required=False)
+@click.option("--check", is_flag=True, help="End with exit code 3 if a reader is stuck, not running or ahead.")
+@_dsn
+@_as_json
+def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: bool) -> None:
+    """List the readers of all streams, or of STREAM: place, lag, last commit, copies, parked and late facts."""
+    with opened(dsn) as databases:
+        statuses = databases.statuses(None, stream)
+        where = databases.store.where
+        if stream is not None and not statuses and not databases.overrides.is_stream(stream):
+            raise CommandFailed(no_stream(stream))
+    if as_json:
+        click.echo(as_object({"readers": statuses}))
+    else:
+        click.echo(sanitize(_table(statuses, datetime.now(UTC))) if statuses else f"no readers in {where}")
+    if check and any(status.state in {"stuck", "not running", "ahead"} for status in statuses):
+        raise SystemExit(CHECK_FAILED)
+
+
+@readers.command("show")
+@click.argument("reader")
+@click.argument("stream")
+@_dsn
+@_as_json
+def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) -> None:
+    """Show what READER of STREAM waits for, and all that is stored of it."""
+    with opened(dsn) as databases:
+        databases.place(reader, stream)
+        (status,) = databases.statuses(reader, stream)
+    click.echo(as_object(status) if as_json else sanitize(_whole(status, datetime.now(UTC))))
+
+
+@readers.command("seek")
+@click.argument("reader")
+@click.argument("stream")
+@click.argument("token", metavar="TOKEN|now|beginning")
+@_dsn
+@answering
+def readers_seek(
+    reader: str, stream: str, token: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Move the place of READER of STREAM to a token such as m7, to `now` or to the `beginning`.
+
+    A place that moves back has its facts handed over again: their effects come twice unless the service removes them
+    first. A place that moves on skips facts. Copies may run meanwhile.
+    """
+    with opened(dsn) as databases:
+        stored = databases.place(reader, stream)
+        linear = databases.history.linear([stream]).get(stream)
+        if linear is None:
+            raise CommandFailed(no_stream(stream))
+        goal = _goal(token, stored, linear)
+        again = [
+            (late.writer, late.prev, late.id)
+            for late in databases.late.newest(stream, LATE, resolved=True)
+            if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
+        ]
+        would = f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance(stored.linear, goal.linear)}"
+        _change(
+            databases, stored, Action("SEEK", by, why, lambda: databases.store.seek(stored, goal, again), goal.linear),
+            would, dry_run=dry_run, yes=yes, as_json=as_json,
+        )  # fmt: skip
+
+
+@readers.command("reset")
+@click.argument("reader")
+@click.argument("stream")
+@_dsn
+@answering
+def readers_reset(
+    reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Forget the place of READER of STREAM: the reader begins again where its service says (`since`).
+
+    Parked facts are forgotten too. Copies may run meanwhile.
+    """
+    with opened(dsn) as databases:
+        stored = databases.place(reader, stream)
+        would = f"{reader} of {stream} forgets its place {stored.token} and {count(stored.parked, 'parked fact')}"
+        _change(
+            databases, stored, Action("RESET", by, why, lambda: databases.store.reset(stored)),
+            would, dry_run=dry_run, yes=yes, as_json=as_json,
+        )  # fmt: skip
+
+
+@readers.command("delete")
+@click.argument("reader")
+@click.argument("stream")
+@_dsn
+@answering
+def readers_delete(
+    reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Delete everything that is stored of READER of STREAM, whose service is gone for good. Stop its copies first."""
+    with opened(dsn) as databases:
+        stored = databases.place(reader, stream)
+        if stored.copies:
+            raise CommandFailed(f"{count(stored.copies, 'copy')} of {reader} would begin anew: stop the service first")
+        would = f"{reader} of {stream} at {stored.token} is deleted, with {count(stored.parked, 'parked fact')}"
+        _change(
+            databases, stored, Action("DELETE", by, why, lambda: databases.store.delete(stored)),
+            would, dry_run=dry_run, yes=yes, as_json=as_json,
+        )  # fmt: skip
+
+
+@readers.group("parked", cls=CommandGroup)
+def readers_parked() -> None:
+    """List facts that readers have parked, have them handed over again, or drop them."""
+
+
+@readers_parked.command("list")
+@click.argument("reader", required=False)
+@click.argument("stream", required=False)
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
+@_dsn
+@_as_json
+def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn: str | None, *, as_json: bool) -> None:
+    """List the facts that were parked last, by all readers, or by READER of STREAM."""
+    with ReaderPlaces(_address(dsn)) as store:
+        facts = store.parked(reader, stream, limit)
+    if as_json:
+        click.echo(as_object({"parked": facts}))
+    else:
+        click.echo(sanitize(_parked_table(facts, datetime.now(UTC))) if facts else "no parked facts")
+
+
+@readers_parked.command("retry")
+@click.argument("reader")
+@click.argument("stream")
+@click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
+@_dsn
+@answering
+def readers_parked_retry(
+    reader: str,
+    stream: str,
+    ids: Sequence[int],
+    dsn: str | None,
+    by: str,
+    why: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Have parked facts handed over to READER of STREAM again, after their cause is repaired.
+
+    A running copy does so within seconds. The batch has `is_retry` set; a fact that fails again is parked again.
+    """
+    with opened(dsn) as databases:
+        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
+        would = f"{reader} of {stream} gets {count(len(facts), 'parked fact')} again"
+        _change(
+            databases, stored, Action("RETRY", by, why, lambda: databases.store.retry(facts)),
+            would, facts, dry_run=dry_run, yes=yes, as_json=as_json,
+        )  # fmt: skip
+
+
+@readers_parked.command("drop")
+@click.argument("reader")
+@click.argument("stream")
+@click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
+@_dsn
+@answering
+def readers_parked_drop(
+    reader: str,
+    stream: str,
+    ids: Sequence[int],
+    dsn: str | None,
+    by: str,
+    why: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Forget parked facts of READER of STREAM: their effects were made by hand, or are not needed."""
+    with opened(dsn) as databases:
+        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
+        would = f"{reader} of {stream} forgets {count(len(facts), 'parked fact')}"
+        _change(
+            databases, stored, Action("DROP", by, why, lambda: databases.store.drop(facts)),
+            would, facts, dry_run=dry_run, yes=yes, as_json=as_json,
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(dsn: str | None) -> Iterator[Readers]:
+    """Both databases, while the block runs."""
+    settings = loaded(other_database=dsn is not None)
+    with (
+        ReaderPlaces(dsn or settings.readers) as store,
+        session_of(settings.postgres, "tidemark readers") as session,
+    ):
+        yield Readers(store, LagHistory(session), LateCompletions(session), OverrideLog(session))
+
+
+def _address(dsn: str | None) -> Dsn:
+    settings = loaded(other_database=dsn is not None)
+    return dsn or settings.readers
+
+
+def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
+    """The token to which a place shall move."""
+    try:
+        goal = {"now": Token(linear), "beginning": ZERO}.get(text) or Token.parse(text)
+        goal.compare(Token(linear))
+    except BadToken as problem:
+        raise click.UsageError(str(problem)) from None
+    if beyond(goal.linear, linear):
+        raise CommandFailed(
+            f"{stored.stream} is at {linear}, so {goal} is beyond it: facts that come up to there would be missed"
+        )
+    if goal.positions and stored.mode == "linear":
+        raise CommandFailed(f"{stored.reader} reads by the linear position: give m{goal.linear}, without writers")
+    return goal
+
+
+def _distance(before: int, after: int) -> str:
+    if before == after:
+        return "the facts beyond it are read again"
+    ids = count(abs(abs(after) - abs(before)), "ID")
+    return f"{ids} are skipped" if beyond(after, before) else f"{ids} are read again"
+
+
+def _named(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+    facts = store.numbered(reader, stream, ids)
+    missing = sorted({*ids} - {fact.id for fact in facts})
+    if missing:
+        raise CommandFailed(f"{reader} of {stream} has no parked fact {', '.join(map(str, missing))}")
+    return facts
+
+
+def _change(
+    databases: Readers,
+    stored: StoredPlace,
+    action: Action,
+    would: str,
+    facts: Sequence[ParkedFact] = (),
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Show what would happen, ask, note it, and do it."""
+    click.echo(sanitize([would]), err=as_json)
+    number = None
+    if not dry_run:
+        confirmed(stored.reader, "the reader's name", yes=yes)
+        number = databases.noted(stored, action)
+    if as_json:
+        tell(
+            as_object(
+                {
+                    "reader": stored.reader,
+                    "stream": stored.stream,
+                    "would": would,
+                    "ids": [fact.id for fact in facts],
+                    "dry_run": dry_run,
+                    "number": number,
+                }
+            )
+        )
+    elif not dry_run:
+        tell(f"done, noted as override {number}")
+
+
+def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:
+    rows = [
+        (
+            status.stream,
+            status.reader,
+            status.state,
+            _short(status.token),
+            _number(status.lag_ids),
+            "" if status.lag_seconds is None else duration(status.lag_seconds),
+            "" if status.last_commit is None else f"{duration((now - status.last_commit).total_seconds())} ago",
+            _number(status.copies),
+            str(status.parked),
+            _number(status.late),
+        )
+        for status in statuses
+    ]
+    return table(HEADINGS, rows, _RIGHT)
+
+
+def _short(token: str | None) -> str:
+    if token is None:
+        return ""
+    return token if len(token) <= TOKEN_WIDTH else f"{token.partition('~')[0]}~…"
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _whole(status: ReaderStatus, now: datetime) -> Iterator[str]:
+    yield from sentences(status, duration, now)
+    yield f"place: {status.token or 'none'}"
+    yield f"mode: {status.mode}"
+    yield f"linear position of {status.stream}: {'not known' if status.stream_linear is None else status.stream_linear}"
+    if status.last_commit is not None:
+        yield f"last commit: {timestamp(status.last_commit)}"
+    yield f"copies: {'not known' if status.copies is None else status.copies}"
+    yield f"parked: {status.parked}" + (f", of which {status.retried} are handed over again" if status.retried else "")
+    yield f"late: {0 if status.late is None else status.late}"
+
+
+def _parked_table(facts: Sequence[ParkedFact], now: datetime) -> list[str]:
+    rows = [
+        (
+            fact.reader,
+            fact.stream,
+            str(fact.id),
+            f"{duration((now - fact.parked_at).total_seconds())} ago",
+            "" if fact.retry_at is None else f"asked {duration((now - fact.retry_at).total_seconds())} ago",
+            fact.reason,
+        )
+        for fact in facts
+    ]
+    return table(PARKED_HEADINGS, rows, _RIGHT)

@@ -1,0 +1,252 @@
+"""The stored places of readers and their parked facts, for operators: to list, move and delete them.
+
+A running copy of a reader notices a changed place by its version: the copy rolls back the batch in hand and continues
+from the new place. So a place may be changed while copies run.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, LiteralString
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from tidemark.common.errors import Refused
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession, fetch_all
+from tidemark.sinks.reader.databases import APPLICATION
+from tidemark.sinks.reader.token import Token
+
+_USE = DatabaseUse(
+    "TIDEMARK_READERS_DSN",
+    refusals={
+        "28": "check user and password in TIDEMARK_READERS_DSN",
+        "3D": "create the database, or correct its name in TIDEMARK_READERS_DSN",
+        "42501": "grant the user usage on the schema tidemark_reader and select on its tables; to change places and"
+        " parked facts, also insert, update and delete",
+    },
+)
+
+_IS_THERE: LiteralString = "select to_regclass('tidemark_reader.parked') is not null"
+
+# Postgres shows the application name of every session to every user, and cuts it to 63 bytes. It shows the state of a
+# session only to its own user and to members of pg_read_all_stats.
+_STORED_PLACES: LiteralString = """
+select p.reader, p.stream, p.mode, p.linear, p.positions, p.late, p.version > 0 as has_begun,
+    case when p.version > 0 then p.updated_at end as committed_at,
+    (select count(*) from tidemark_reader.parked k where (k.reader, k.stream) = (p.reader, p.stream)) as parked,
+    (select count(*) from tidemark_reader.parked k
+        where (k.reader, k.stream) = (p.reader, p.stream) and retry_at is not null) as retried,
+    case when octet_length(p.reader) <= 63 - length(%(application)s) and p.reader ~ '^[ -~]+$' then (
+        select count(*) from pg_stat_activity a
+        where a.datname = current_database() and a.application_name = %(application)s || p.reader
+    ) end as copies,
+    (select min(a.xact_start) from pg_stat_activity a
+        where a.datname = current_database() and a.application_name = %(application)s || p.reader
+            and a.state <> 'active' and a.xact_start is not null) as busy_since
+from tidemark_reader.places p
+where (%(reader)s::text is null or p.reader = %(reader)s) and (%(stream)s::text is null or p.stream = %(stream)s)
+order by p.stream, p.reader
+"""
+
+_PARKED_FACTS: LiteralString = """
+select reader, stream, id, reason, parked_at, retry_at from tidemark_reader.parked
+where (%(reader)s::text is null or reader = %(reader)s) and (%(stream)s::text is null or stream = %(stream)s)
+order by parked_at desc, abs(id) limit %(most)s
+"""
+
+_NEXT_VERSION: LiteralString = "greatest(version + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlace:
+    """How far a reader has read a stream.
+
+    Attributes:
+        has_begun: False: the reader has committed no batch yet, and begins where its service says (`since`).
+        late: the number of the last late completion that was handed over.
+        committed_at: when the place was stored.
+        parked: facts that were parked; `retried` of them are to be handed over again.
+        copies: connections of copies of the reader to this database; None if they cannot be counted, because
+            the name of the reader is not ASCII or is too long.
+        busy_since: when a copy began the batch that it works on; None if none does, or if that is not visible.
+    """
+
+    reader: str
+    stream: str
+    mode: str
+    linear: int
+    positions: dict[str, int]
+    late: int
+    has_begun: bool
+    committed_at: datetime | None
+    parked: int
+    retried: int
+    copies: int | None
+    busy_since: datetime | None
+
+    @property
+    def token(self) -> Token:
+        return Token.of(self.linear, self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedFact:
+    """A fact that a reader has passed without its effects. `retry_at`: when it was asked to be handed over again."""
+
+    reader: str
+    stream: str
+    id: int
+    reason: str
+    parked_at: datetime
+    retry_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenFacts:
+    """How many notes a change of a place removes: of parked facts, and of facts that were handed over."""
+
+    parked: int
+    delivered: int
+
+
+class ReaderPlaces:
+    """One database with places of readers; a context manager. Raises `Unavailable` and `Refused`."""
+
+    def __init__(self, dsn: Dsn, application: str = "tidemark readers") -> None:
+        self._session = PostgresSession(dsn, application, _USE)
+        self.where = self._session.where
+
+    def __enter__(self) -> "ReaderPlaces":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def places(self, reader: str | None = None, stream: str | None = None) -> list[StoredPlace]:
+        """By stream and reader; empty if no reader has used this database yet."""
+        return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
+
+    def parked(self, reader: str | None, stream: str | None, most: int) -> list[ParkedFact]:
+        """The facts that were parked last."""
+        return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, most=most)
+
+    def numbered(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+        """Parked facts by their IDs; those that are not parked are left out."""
+        parked = self.parked(reader, stream, 2**31 - 1)
+        return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
+
+    def _read(self, row: Any, query: LiteralString, **values: object) -> list[Any]:
+        with self._session.use() as connection:
+            known = connection.execute(_IS_THERE).fetchone()
+            if known is None or not known[0]:
+                return []
+            return fetch_all(connection, row, query, values)
+
+    def seek(self, stored: StoredPlace, token: Token, must_read: Iterable[tuple[str, int, int]]) -> ForgottenFacts:
+        """Move a place to `token`, forwards or backwards.
+
+        The reader then reads the table for every ID up to where the stream is now, whatever the evidence says. Facts
+        beyond the token are handed over again, also those that are parked.
+
+        Args:
+            must_read: late completions beyond the token that the reader already had: writer, `prev` and ID of each.
+
+        Raises:
+            Refused: a copy has the place locked, and does not end its transaction.
+        """
+        positions = dict(token.positions) if stored.mode == "vector" else {}
+        beyond = (
+            " where reader = %(reader)s and stream = %(stream)s and"
+            " abs(id) > abs(coalesce((%(positions)s::jsonb ->> {writer})::bigint, %(linear)s))"
+        )
+        values = {
+            "reader": stored.reader,
+            "stream": stored.stream,
+            "linear": token.linear,
+            "positions": Jsonb(positions),
+            "owed": Jsonb([*must_read]),
+        }
+        with self._locked(stored) as connection:
+            connection.execute(
+                "update tidemark_reader.places set linear = %(linear)s, positions = %(positions)s, owed = %(owed)s,"
+                " late_part = null, is_settled = false, updated_at = now(), version = " + _NEXT_VERSION + " where"
+                " reader = %(reader)s and stream = %(stream)s",
+                values,
+            )
+            delivered = connection.execute(
+                "delete from tidemark_reader.delivered" + beyond.replace("{writer}", "writer"), values
+            )
+            parked = connection.execute(
+                "delete from tidemark_reader.parked where reader = %(reader)s and stream = %(stream)s"
+                " and abs(id) > abs(%(linear)s)",
+                values,
+            )
+            return ForgottenFacts(parked.rowcount, delivered.rowcount)
+
+    def reset(self, stored: StoredPlace) -> ForgottenFacts:
+        """Forget the place, so that the reader begins again where its service says. Raises as `seek` does."""
+        with self._locked(stored) as connection:
+            connection.execute(
+                "update tidemark_reader.places set linear = 0, positions = '{}', late = 0, late_part = null,"
+                " owed = '[]', is_settled = false, version = 0, updated_at = now() where reader = %s and stream = %s",
+                (stored.reader, stored.stream),
+            )
+            return _forget(connection, stored)
+
+    def delete(self, stored: StoredPlace) -> ForgottenFacts:
+        """Remove everything that is stored of a reader of a stream. Raises as `seek` does."""
+        with self._locked(stored) as connection:
+            connection.execute(
+                "delete from tidemark_reader.places where reader = %s and stream = %s", (stored.reader, stored.stream)
+            )
+            return _forget(connection, stored)
+
+    def retry(self, facts: Sequence[ParkedFact]) -> int:
+        """Have parked facts handed over again. Returns how many are still parked, and so will be."""
+        return self._on_parked("update tidemark_reader.parked set retry_at = now()", facts)
+
+    def drop(self, facts: Sequence[ParkedFact]) -> int:
+        """Forget parked facts: their effects stay missing. Returns how many were still parked."""
+        return self._on_parked("delete from tidemark_reader.parked", facts)
+
+    def _on_parked(self, statement: LiteralString, facts: Sequence[ParkedFact]) -> int:
+        if not facts:
+            return 0
+        return self._session.execute(
+            statement + " where reader = %s and stream = %s and id = any(%s)",
+            (facts[0].reader, facts[0].stream, [fact.id for fact in facts]),
+        )
+
+    @contextmanager
+    def _locked(self, stored: StoredPlace) -> Iterator[Connection]:
+        """A transaction that has the lock of the place."""
+        with self._session.use() as connection, connection.transaction():
+            connection.execute("set local lock_timeout = '5s'")
+            try:
+                connection.execute(
+                    "select from tidemark_reader.places where reader = %s and stream = %s for update",
+                    (stored.reader, stored.stream),
+                )
+            except psycopg.errors.LockNotAvailable as error:
+                problem = f"a copy of {stored.reader} has been working on one batch for 5 s or longer"
+                raise Refused("Postgres", self.where, problem, "stop that copy, or try again") from error
+            yield connection
+
+
+def _forget(connection: Connection, stored: StoredPlace) -> ForgottenFacts:
+    counts = [
+        connection.execute(
+            "delete from tidemark_reader." + table + " where reader = %s and stream = %s",
+            (stored.reader, stored.stream),
+        ).rowcount
+        for table in _OTHER_TABLES
+    ]
+    return ForgottenFacts(*counts)
+
+
+_OTHER_TABLES: tuple[LiteralString, ...] = ("parked", "delivered")
