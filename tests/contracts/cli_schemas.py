@@ -218,6 +218,7 @@ class VerifyOutput(msgspec.Struct):
 
 class ExplainOutput(msgspec.Struct):
     stays: list[Explanation]
+    reader: ReaderStatus | UnsetType = UNSET
 
 
 class WaitOutput(msgspec.Struct):

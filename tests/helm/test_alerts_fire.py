@@ -30,6 +30,7 @@ IN_POSTGRES = f'tidemark_sink_linear_position{{{POD},{STREAM},copy="postgres"}}'
 IN_REDIS = f'tidemark_sink_linear_position{{{POD},{STREAM},copy="redis"}}'
 IN_SIDECAR = f'tidemark_sink_linear_position{{pod="tidemark-sidecar-0",{STREAM},copy="sidecar"}}'
 BEHIND = f'tidemark_synapse_lag_seconds{{{BRIDGE},{STREAM},writer="%s"}}'
+READER = f'tidemark_reader_%s{{pod="tidemark-sidecar-0",{STREAM},reader="mailer"}}'
 OLDEST = f"tidemark_synapse_oldest_transaction_seconds{{{BRIDGE},{STREAM}}}"
 
 Series = dict[str, str]
@@ -112,6 +113,7 @@ MOVING: Series = {
     one("tidemark_allocated_position"): MOVED,
     IN_POSTGRES: MOVED,
 }
+FOLLOWED: Series = {**MOVING, IN_REDIS: MOVED, IN_SIDECAR: MOVED}
 # What befalls the quiet system from minute 10 on (`_`: that series is gone), and what must fire at minute 40 for it.
 FAULTS: dict[str, tuple[Series, set[str]]] = {
     "the pipeline is gone": (
@@ -194,6 +196,14 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
         },
         {"TidemarkUnknownWriter"},
+    ),
+    "a reader hangs while its stream goes on": (
+        {**FOLLOWED, READER % "lag_seconds": ages(10), READER % "linear_position": always(20)},
+        {"TidemarkReaderStuck"},
+    ),
+    "a reader is far behind, and reads on": (
+        {**FOLLOWED, READER % "lag_seconds": ages(10), READER % "linear_position": f"20+1x{HOUR}"},
+        set(),
     ),
     "IDs are given out, and nobody is named who holds the line": (
         {one("tidemark_linear_lag_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},

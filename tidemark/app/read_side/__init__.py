@@ -15,6 +15,7 @@ from tidemark.app.read_side.postgres_reader import PostgresReader
 from tidemark.app.read_side.redis_reader import RedisReader
 from tidemark.app.read_side.replay import Resumptions
 from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
+from tidemark.app.read_side.stream_history import StreamHistoryReader
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -30,6 +31,8 @@ class ReadSideConfig:
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
     """Of streams without a policy: see `streaming.values.limits`."""
+    readers: Dsn | None = field(default=None, repr=False)
+    """The database with the places of readers; None: that of `postgres`, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class ReadSide:
     requests: RequestHandler
     followers: Followers
     resumptions: Resumptions
+    stream_history: StreamHistoryReader
 
     async def problems(self) -> list[str]:
         """Ask Redis and Postgres. A text for each server that does not answer, or that refuses this user."""
@@ -62,6 +66,7 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)
     postgres_reader = PostgresReader(postgres, history, config.policy_defaults)
+    stream_history = StreamHistoryReader(config.postgres, config.readers)
     try:
         snapshots = Snapshots(redis_reader, postgres_reader, AnsweredPositions(), time.monotonic)
         notifications = Notifications(redis_reader)
@@ -69,9 +74,19 @@ async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
         followers = Followers(requests, notifications, snapshots, postgres_reader)
         async with notifications.listening(), followers.running():
             resumptions = Resumptions(requests, postgres_reader)
-            yield ReadSide(redis_reader, postgres_reader, snapshots, notifications, requests, followers, resumptions)
+            yield ReadSide(
+                redis_reader,
+                postgres_reader,
+                snapshots,
+                notifications,
+                requests,
+                followers,
+                resumptions,
+                stream_history,
+            )
     finally:
         await redis_reader.aclose()
         await postgres_reader.aclose()
+        await stream_history.aclose()
         postgres.close()
         history.close()

@@ -211,7 +211,8 @@ def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises `Stop` if a person must act."""
     sys.setswitchinterval(TURN_SECONDS)
     gc.set_threshold(*CYCLES)
-    servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
+    readers = None if settings.readers_dsn is None else settings.readers
+    servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults, readers)
     encrypted = settings.sidecar_certificate_file is not None
     client_limits = raise_file_limit(
         ClientLimits(

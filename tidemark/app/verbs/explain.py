@@ -15,8 +15,9 @@ import click
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.lag_json import moment as moment_of
+from tidemark.app.diagnosis.reader_lag import ReaderStatus, sentences
 from tidemark.app.output import as_object, count, duration, echo, ids, sanitize, timestamp
-from tidemark.app.verbs import gaps
+from tidemark.app.verbs import gaps, readers
 from tidemark.sinks.postgres.inspect import (
     AppliedOverride,
     BatchAdvance,
@@ -171,10 +172,6 @@ def _seconds(stay: LinearStay, until: datetime) -> float:
     return ((stay.until or until) - stay.since).total_seconds()
 
 
-def to_json(explanations: Sequence[Explanation]) -> str:
-    return as_object({"stays": explanations})
-
-
 def to_text(explanations: Sequence[Explanation], now: datetime) -> str:
     return sanitize(line for it in explanations for line in _lines(it, now))
 
@@ -244,6 +241,13 @@ def evidence(counts: Evidence) -> str:
     return ", ".join(told) or "no new evidence"
 
 
+def _reader(reader: str, stream: str) -> ReaderStatus:
+    with readers.opened(None) as databases:
+        databases.place(reader, stream)
+        (status,) = databases.statuses(reader, stream)
+    return status
+
+
 class Moment(click.ParamType[datetime]):
     """ISO 8601, or a time of today; in UTC unless it has an offset."""
 
@@ -270,13 +274,22 @@ class Moment(click.ParamType[datetime]):
     metavar="A B",
     help="Explain every stay of ten seconds or longer between two times.",
 )
+@click.option("--reader", help="Say first what this reader of STREAM waits for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime] | None, *, as_json: bool) -> None:
+def explain(
+    stream: str,
+    at: datetime | None,
+    between: tuple[datetime, datetime] | None,
+    reader: str | None,
+    *,
+    as_json: bool,
+) -> None:
     """Show why STREAM was stuck at a given time, which writer blocked it, and what unblocked it."""
     if at is not None and between is not None:
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
     now = datetime.now(UTC)
+    status = None if reader is None else _reader(reader, stream)
     if min(between or [at or now]) > now:
         raise click.UsageError("that time is in the future: is it in UTC?")
     with StreamInspection(settings.postgres) as past:
@@ -301,8 +314,10 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     if not explanations and between is None:
         raise CommandFailed(f"the stored history of {stream} begins after that time")
     if as_json:
-        click.echo(to_json(explanations))
+        click.echo(as_object({"stays": explanations} | ({} if status is None else {"reader": status})))
         return
+    if status is not None:
+        echo(sanitize(sentences(status, duration, now)))
     echo(to_text(explanations, now) if explanations else "the stream was never blocked for ten seconds or longer")
     if at is None and between is None:
         with Postgres(PostgresConfig(settings.postgres)) as postgres:

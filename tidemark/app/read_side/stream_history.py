@@ -1,0 +1,87 @@
+"""The past hour of a stream, and the readers of streams, as the live page and the metrics show them.
+
+Both are read from Postgres on a thread of their own: they must not delay reads of positions. Answers are a few seconds
+old at most, so that any number of pages costs a few queries.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus
+from tidemark.app.read_side.single_flight import CircuitBreaker
+from tidemark.common.errors import Refused, Slow
+from tidemark.common.postgres_session import Dsn
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.lag_history import LagHistory, StreamHistoryChart
+from tidemark.sinks.reader import ReaderPlaces
+
+SECONDS, STEPS = 3600, 120  # of a chart
+CHART_AGE = 10.0  # seconds for which a chart is not read again
+READERS_AGE = 5.0  # seconds for which readers are not read again
+TIMEOUT = 3.0  # seconds that a request waits
+MAX_CHARTS = 1000  # of streams, that are remembered
+
+T = TypeVar("T")
+
+
+class StreamHistoryReader:
+    """For one event loop. Methods raise `Unavailable`, `Refused` and `Slow`."""
+
+    def __init__(self, postgres: Dsn, readers: Dsn | None) -> None:
+        self._session = session_of(postgres, "tidemark history")
+        self._history = LagHistory(self._session)
+        self._places = ReaderPlaces(postgres if readers is None else readers)
+        self._is_own = readers is not None
+        self._lag = ReaderLag(self._history)
+        self._thread = ThreadPoolExecutor(1, "stream history")
+        self._answers: dict[Hashable, tuple[float, Any]] = {}
+        self._breakers = {what: CircuitBreaker(what) for what in ("Postgres", "The database of the readers")}
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+        self._session.close()
+        self._places.close()
+
+    async def chart(self, stream: str) -> StreamHistoryChart:
+        """The last hour of the stream."""
+        return await self._read(
+            "Postgres", stream, CHART_AGE, lambda: self._history.chart(stream, datetime.now(UTC), SECONDS, STEPS)
+        )
+
+    async def readers(self) -> list[ReaderStatus]:
+        """The readers of all streams, by stream and name."""
+        return await self._read("The database of the readers", None, READERS_AGE, self._read_readers)
+
+    def _read_readers(self) -> list[ReaderStatus]:
+        try:
+            stored = self._places.places()
+        except Refused:
+            if self._is_own:
+                raise
+            return []  # the positions' user has no right to places that may be there, and nobody named a database
+        return self._lag.statuses(stored)
+
+    async def _read(self, what: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
+        def read_once() -> T:
+            """A request that waited for the thread finds what the one before it has read."""
+            if key in self._answers and time.monotonic() - self._answers[key][0] < age:
+                remembered: T = self._answers[key][1]
+                return remembered
+            fresh = read()
+            while len(self._answers) >= MAX_CHARTS:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = time.monotonic(), fresh
+            return fresh
+
+        with self._breakers[what].guarding():
+            future = self._thread.submit(read_once)
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT)
+            except TimeoutError:
+                raise Slow("Postgres", self._places.where, f"no answer within {TIMEOUT:g} s; ask again") from None
+            finally:
+                future.cancel()  # if it has not begun
