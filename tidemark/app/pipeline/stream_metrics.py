@@ -23,7 +23,15 @@ from tidemark.app.pipeline.metrics import STREAM_GAUGES
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Sink
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import BRIEF_WAIT, LinearBlocker, ShardEffects, StreamEffects, Summary, summarize
+from tidemark.streaming.core.effects import (
+    BRIEF_WAIT,
+    LinearBlocker,
+    ShardEffects,
+    Source,
+    StreamEffects,
+    Summary,
+    summarize,
+)
 from tidemark.streaming.core.fast_path import caught_up
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.limits import Policies
@@ -34,27 +42,34 @@ QUIET = Summary(0, 0, None, [], 0, None)
 
 @dataclass(slots=True)
 class StreamEntry:
-    """The metrics of one stream. `positions` has the writers that have not retired."""
+    """The metrics of one stream. `positions` has the writers that have not retired. `sources` are those of the summary,
+    which is without them: else no stream of a relay would be quiet."""
 
     linear: int
     allocated: int
     positions: dict[str, int]
     summary: Summary
+    sources: Sequence[Source] = ()
 
     @classmethod
     def of_state(cls, stored: bytes) -> "StreamEntry":
         if (resting := caught_up(stored)) is not None:
-            summary = replace(QUIET, sources=resting.sources) if resting.sources else QUIET
-            return cls(resting.linear, resting.linear, resting.positions, summary)
+            return cls(resting.linear, resting.linear, resting.positions, QUIET, resting.sources)
         stream = codec.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
-        return cls(signed(stream.linear.position), signed(stream.allocated), positions, summarize(stream))
+        linear, allocated = signed(stream.linear.position), signed(stream.allocated)
+        return cls(linear, allocated, positions, *_divided(summarize(stream)))
 
     @property
     def ended(self) -> bool:
         """Whether all writers have retired, and none is unknown."""
         return not self.positions and not self.summary.unknown
+
+
+def _divided(summary: Summary) -> tuple[Summary, Sequence[Source]]:
+    """A summary without its sources, and the sources."""
+    return (replace(summary, sources=[]), summary.sources) if summary.sources else (summary, ())
 
 
 class StreamEntries:
@@ -66,12 +81,14 @@ class StreamEntries:
         linear: sum of the linear positions, as `allocated` is of the highest IDs.
         positions: sum of the positions of `writers` writers.
         active: streams that are not quiet.
+        sources: by stream, the relays and bridges that report themselves.
         version: changes when a stream begins or ends.
         ended: names of the streams that have ended.
     """
 
     def __init__(self, most: int, stored: ShardedStates) -> None:
         self.active: dict[str, StreamEntry] = {}
+        self.sources: dict[str, Sequence[Source]] = {}
         self.linear = self.allocated = self.positions = self.writers = 0
         self.version = 0
         self.ended: set[str] = set()
@@ -112,7 +129,8 @@ class StreamEntries:
         entry = known or StreamEntry(0, 0, {}, QUIET)
         if known is not None:
             self._count(name, known, -1)
-        entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, stream.summary
+        entry.linear, entry.allocated = stream.linear, stream.allocated
+        entry.summary, entry.sources = _divided(stream.summary)
         for row in stream.writers:
             if row.retired:
                 entry.positions.pop(row.writer, None)
@@ -177,6 +195,9 @@ class StreamEntries:
         self.allocated += sign * entry.allocated
         self.positions += sign * sum(entry.positions.values())
         self.writers += sign * len(entry.positions)
+        self.sources.pop(name, None)
+        if entry.sources and sign > 0:
+            self.sources[name] = entry.sources
         if entry.summary is QUIET:
             return
         if entry.summary == QUIET:
@@ -432,10 +453,8 @@ class StreamCollector(Collector):
     def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
         """The streams whose relay or bridge sends nothing new, longest first."""
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
-        for stream, entry in self._entries.active.items():
-            for source in entry.summary.sources:
-                if source.writer not in entry.positions:
-                    continue
+        for stream, sources in self._entries.sources.items():
+            for source in sources:
                 if (seconds := source.overdue(now, self._reading_since)) is not None:
                     silent_rows.append((seconds, stream, source.writer))
                 elif source.report.blocked:

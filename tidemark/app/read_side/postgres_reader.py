@@ -1,6 +1,7 @@
 """Postgres, as this process reads it, on threads: positions that Redis does not have, and details of streams."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,12 @@ from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import Condition, LateCount
+from tidemark.sinks.postgres.status import Condition, LateCount, Reading
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, LinearLag, blockers, summarize
-from tidemark.streaming.core.fast_path import caught_up
+from tidemark.streaming.core.fast_path import CaughtUpStream, caught_up
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Policies
 
@@ -202,18 +203,23 @@ def _open_ranges(
 ) -> Iterator[OpenRange]:
     """Open ranges of all streams. Postgres is asked for policies only if there may be any."""
     resting = {name: caught_up(stored) for name, stored in states.items()}
-    busy = {name: states[name] for name, stream in resting.items() if stream is None or stream.sources}
+    has_sources = any(stream is not None and stream.sources for stream in resting.values())
+    reading, now = postgres.conditions.reading() if has_sources else None, time.time()
+    busy = {name: states[name] for name, stream in resting.items() if _may_be_blocked(stream, now, reading)}
     if not busy:
         return
-    policies, starts, now = (
-        Policies(postgres.policies.given(), defaults),
-        postgres.conditions.begun(),
-        time.time(),
-    )
-    reading = postgres.conditions.reading()
+    policies, starts = Policies(postgres.policies.given(), defaults), postgres.conditions.begun()
+    reading = reading or postgres.conditions.reading()
     for name, stored in busy.items():
         with suppress(StateTooNew):
             yield from open_ranges.read({name: stored}, now, policies, starts, bridges, reading)
+
+
+def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: Reading | None) -> bool:
+    if stream is None:
+        return True
+    since = math.inf if reading is None else reading.since
+    return any(source.report.blocked or source.overdue(now, since) is not None for source in stream.sources)
 
 
 def _details(
