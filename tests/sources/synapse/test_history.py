@@ -11,7 +11,8 @@ from tests.sources.synapse.site import SynapseSite
 from tests.waiting import eventually
 from tidemark.sinks.reader import Positions, Reader, Table
 from tidemark.sources.synapse import state
-from tidemark.streaming.wire.records import Rdata
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Open, Rdata
 
 WRITERS = ("--writers", "events=event1,event2")
 COPY = """
@@ -138,3 +139,23 @@ def test_outlier_that_becomes_regular_reaches_the_documented_reader(
     ):
         (found,) = next(iter(reader)).rows
     assert (found["event_stream_ordering"], found["event_id"]) == row
+
+
+def blocked(site: SynapseSite) -> str:
+    """Why the bridge publishes nothing new, by its newest report."""
+    site.follower.follow()
+    return [it for value in site.follower.values if isinstance(it := records.decode(value), Open)][-1].blocked
+
+
+def test_sequence_with_a_cache_is_reported_to_readers(site: SynapseSite) -> None:
+    """With the statement that repairs it, until it is repaired: in an OPEN, for `tidemark gaps` and the page."""
+    room = begun(site)
+    site.sql.execute("alter sequence events_stream_seq cache 20")
+    try:
+        repair = "alter sequence events_stream_seq increment 1 cache 1 no cycle"
+        eventually(lambda: repair in blocked(site), 60, site.known)
+    finally:
+        site.sql.execute("alter sequence events_stream_seq cache 1")
+    eventually(lambda: blocked(site) == "", 60, site.known)
+    site.server.send(room, "alice", "goes on")
+    site.settle()

@@ -31,8 +31,9 @@ def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
     metrics.open.show([(("events",), 70.0), (("events",), 0.0)])
     assert sent_upto(metrics, "tidemark_synapse_oldest_transaction_seconds", "stream") == {"events": 70}
     metrics.silent.labels("events").set(2)
+    metrics.blocked.labels("events").set(1)
     metrics.active.set(1)
     metrics.clear()
     every = {it.name: it.value for family in metrics.registry.collect() for it in family.samples}
-    left = {name for name in every if "behind" in name or "silent" in name or "oldest" in name}
+    left = {name for name in every if "behind" in name or "silent" in name or "oldest" in name or "blocked" in name}
     assert (left, every["tidemark_synapse_publishing"]) == (set(), 0)
