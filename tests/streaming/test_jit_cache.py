@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
+from numba import int64
 from numba.core.registry import cpu_target
 
 from tests.programs import printed
@@ -118,6 +119,18 @@ def test_other_code_anywhere_below_has_another_file(tmp_path: Path) -> None:
     assert not is_kept(dispatcher(tmp_path, called=compiled()(further)), 6)
     assert not is_kept(dispatcher(tmp_path, FURTHER=Further(2)), 6)
     assert is_kept(dispatcher(tmp_path))
+
+
+@pytest.mark.parametrize("moved", ["scan", "called"])
+def test_the_same_code_in_another_module_has_another_file(tmp_path: Path, moved: str) -> None:
+    """A checkout with other modules shares the directory. Code that it loaded would import a module that it lacks."""
+    names: dict[str, Any] = {"__name__": "tidemark.streaming.elsewhere"}
+    if moved == "called":
+        further = FunctionType(called.py_func.__code__, {**globals(), **names}, "called")  # type: ignore[attr-defined]
+        names = {"called": compiled(inline=True)(further)}
+    again = dispatcher(tmp_path, **names)
+    signature, codegen = (int64,), cpu_target.target_context.codegen()
+    assert again._cache._name(signature, codegen) != dispatcher(tmp_path)._cache._name(signature, codegen)
 
 
 def test_where_nothing_can_be_written_it_runs_all_the_same(tmp_path: Path) -> None:

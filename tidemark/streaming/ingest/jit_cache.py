@@ -1,7 +1,9 @@
 """Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
 numba's own cache does not notice a change in another module, and raises an error if a file is damaged or the disk is
-full. This cache ignores a file that is damaged or that others may write, and compiles again.
+full. This cache ignores a file that is damaged or that others may write, and compiles again. The name of a file depends
+on the code and on the names of its modules, which the machine code imports. So checkouts of several versions can share
+a directory.
 """
 
 import hashlib
@@ -116,7 +118,7 @@ def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
     """All that the machine code of a function depends on, as this process has it, not as the files have it."""
     seen.add(dispatcher)
     function = dispatcher.py_func
-    yield dispatcher.targetoptions, *_code(function.__code__)
+    yield dispatcher.targetoptions, function.__module__, *_code(function.__code__)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, np.ndarray):
