@@ -93,7 +93,7 @@ def verified(site: Site) -> None:
 
 
 def _all_read(site: Site) -> bool:
-    if site.sql("select 1 from tidemark.unsent_letters"):
+    if site.sql("select 1 from tidemark.unsent_dead_letters"):
         return False
     heads = Topics(site.kafka).end_offsets({site.facts: PARTITIONS, site.control: 1})
     read: list[Any] = site.sql("select topic, partition, next from tidemark.kafka_offsets")

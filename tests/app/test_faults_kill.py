@@ -26,7 +26,7 @@ def overfull(site: Site) -> None:
         module=("tests.app.killers", "SIGKILL", "requeue", "1"), pending_bound=1, max_records_per_batch=4
     )
     assert doomed.ends() == -9, doomed.log()
-    assert site.sql("select writer, epoch, next, last from tidemark.recalls") == [("w", 1, 2, 3)]
+    assert site.sql("select writer, epoch, next, last from tidemark.requeues") == [("w", 1, 2, 3)]
     assert site.sql("select position from tidemark.stream_positions where stream = 'full'") == [(3,)]
 
 

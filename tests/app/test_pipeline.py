@@ -227,7 +227,7 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     code, said = act(shared, "skip", "forced", "A", "3", "--force")
     assert (code, "say --yes" in said) == (2, True)
     assert act(shared, "skip", "forced", "A", "3", "--force", "--dry-run")[0] == 0
-    assert shared.sql("select 1 from tidemark.acts where stream = 'forced'") == []
+    assert shared.sql("select 1 from tidemark.overrides where stream = 'forced'") == []
     code, said = act(shared, "skip", "forced", "A", "3", "--force", "--yes")
     assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, linear position 5")
     code, said = act(shared, "skip", "forced", "A", "5..2000000000", "--beyond", "--force", "--yes", "--json")
@@ -235,7 +235,9 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     assert (code, told["outcome"], told["advances"][0]["id"]) == (0, "applied", 2_000_000_000)
     code, said = act(shared, "join", "forced", "A", "--id", "4", "--yes")
     assert (code, "IDs of A beyond 4 are open again" in said) == (0, True)
-    noted = 'select kind, id, seen_as = session_user, outcome, "offset" is null from tidemark.acts where stream = %s'
+    noted = (
+        'select kind, id, seen_as = session_user, outcome, "offset" is null from tidemark.overrides where stream = %s'
+    )
     assert shared.sql(noted + " order by number", "forced") == [
         ("SKIP", 3, True, "applied", False),
         ("SKIP", 2_000_000_000, True, "applied", False),
@@ -267,7 +269,7 @@ def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
     shared.reaches("fenced", A=7, B=8, linear=8)
     code, said = act(shared, "fence", "fenced", "A", "--yes", "--force")
     assert (code, "A is alive" in said) == (1, True)
-    assert shared.sql("select kind, epoch, id, outcome from tidemark.acts where stream = 'fenced'") == [
+    assert shared.sql("select kind, epoch, id, outcome from tidemark.overrides where stream = 'fenced'") == [
         ("JOIN", 2, 4, "applied")
     ]
     assert [origin.reason for origin, letter in dead_letters(shared) if letter.key() == b"fenced"] == ["zombie"]
@@ -303,7 +305,7 @@ def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
     assert act(shared, "dead-letters", "replay", place)[0] == 2
     code, said = act(shared, "dead-letters", "replay", place, "--yes")
     assert (code, said.splitlines()[-1]) == (0, "applied: first is at 2, linear position 2")
-    noted = "select number, seen_as = session_user, outcome from tidemark.acts where kind = 'REPLAY'"
+    noted = "select number, seen_as = session_user, outcome from tidemark.overrides where kind = 'REPLAY'"
     ((number, proved, outcome),) = shared.sql(noted)
     assert (proved, outcome) == (True, "applied")
     assert [it["replayed_by_act"] for it in listed()] == [number]

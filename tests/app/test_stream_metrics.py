@@ -120,7 +120,7 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
     assert {it.labels["what"]: it.value for it in samples if it.name == "tidemark_series_omitted"} == {
         "streams": 4,
         "writers": 8,
-        "holders": 0,
+        "blockers": 0,
     }
 
 
@@ -285,7 +285,7 @@ def test_past_their_number_holders_share_a_series() -> None:
         ("z", "w1", "silent", 58),
         ("other streams", "other writers", "any", 38),
     ]
-    assert registry.get_sample_value("tidemark_series_omitted", {"what": "holders"}) == 1
+    assert registry.get_sample_value("tidemark_series_omitted", {"what": "blockers"}) == 1
     assert registry.get_sample_value("tidemark_linear_lag_ids", {"stream": "other streams"}) == 13
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
-from tidemark.app.diagnosis.lag_json import HolderAnswer
+from tidemark.app.diagnosis.lag_json import LagCauseAnswer
 from tidemark.app.diagnosis.open_ranges import OpenRange
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.verbs.doctor import Check
@@ -69,8 +69,8 @@ class LinearLagOutput(msgspec.Struct):
 
     ids: int
     since: datetime | None
-    held_by: list[_changed(HolderAnswer, age_seconds=Age | None)]  # type: ignore[valid-type]
-    holders: int
+    blockers: list[_changed(LagCauseAnswer, age_seconds=Age | None)]  # type: ignore[valid-type]
+    blocker_count: int
     age_seconds: Age | None
 
 
@@ -98,10 +98,10 @@ class StreamOutput(msgspec.Struct):
     pending: int
     unknown_writers: list[str]
     oldest_gap: OldestGapOutput | None
-    behind: LinearLagOutput | None
+    linear_lag: LinearLagOutput | None
     open_transactions: dict[str, list[str]]
     deferred: list[str]
-    recalled: list[RequeuedOutput]
+    requeued: list[RequeuedOutput]
     bridge: BridgeStatus | None
     not_shown: list[SinkFaultOutput]
 

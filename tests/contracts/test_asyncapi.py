@@ -133,7 +133,7 @@ def _sent() -> list[tuple[str, bytes]]:
         retired=None,
         pending=None,
         blockers=None,
-        behind=None,
+        linear_lag=None,
         last_seen=None,
         open_transactions=None,
         source=None,

@@ -168,7 +168,7 @@ def test_a_problem_is_noted_and_gone_when_it_is_over(
     away = {"bootstrap.servers": "127.0.0.1:1", "log_level": "2"}
     with Requeuer(replace(config, client=away, producer=away, patience=0.3), store, lease, lambda _: None):
         eventually(lambda: store.conditions.requeues()[0].problem, 30, lambda: "the problem stands there")
-    ((number,),) = sql.execute("select number from tidemark.recalls").fetchall()
+    ((number,),) = sql.execute("select number from tidemark.requeues").fetchall()
     waiting(store, lease.token, RequeuedRange("a", 1, 0, 5, 6), number=2)
     other, hindered = store.pending_requeues()
     assert (other.partition, hindered.number) == (0, number)

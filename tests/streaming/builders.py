@@ -298,7 +298,7 @@ def behind_a_dead_writer(**ages: float) -> dict[str, object]:
     since = {"since": "1970-01-01T00:00:02Z", **ages}
     last_seen = "1970-01-01T00:00:01Z"
     w1 = {"writer": "w1", "epoch": 1, "reason": "silent", "position": 7, **since, "last_seen": last_seen}
-    return {"ids": 13, **since, "held_by": [w1], "holders": 1}
+    return {"ids": 13, **since, "blockers": [w1], "blocker_count": 1}
 
 
 def rejections(done: ShardEffects) -> dict[int, str]:

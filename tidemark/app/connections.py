@@ -130,7 +130,7 @@ class Connections(BaseModel):
 
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
     kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
-    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")
+    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operator overrides.")
     kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
     kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
         False

@@ -34,10 +34,10 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
         "retired": [],
         "pending": 1,
         "blockers": [{"writer": "first", "epoch": 1, "low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}],
-        "behind": {
+        "linear_lag": {
             "ids": 5,
             "since": None,
-            "held_by": [
+            "blockers": [
                 {
                     "writer": "second",
                     "epoch": 1,
@@ -47,7 +47,7 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
                     "last_seen": None,
                 }
             ],
-            "holders": 1,
+            "blocker_count": 1,
         },
         "last_seen": {},
         "open_transactions": {"first": ["pid 7"]},
@@ -61,8 +61,8 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, client: Sideca
     found, gaps = client.json("/v1/streams/events"), client.json("/v1/streams/events/gaps")
     seen = {"w1": "1970-01-01T00:00:01Z", "w2": "1970-01-01T00:00:02Z"}
     assert (found["blockers"], gaps["gaps"], found["last_seen"]) == ([], [], seen)
-    assert found["behind"] == gaps["behind"]
-    assert found["behind"] == behind_a_dead_writer()
+    assert found["linear_lag"] == gaps["linear_lag"]
+    assert found["linear_lag"] == behind_a_dead_writer()
 
 
 def test_redis_that_went_back_hides_nothing(pipeline: Pipeline, servers: ReadSideConfig, redis_url: str) -> None:

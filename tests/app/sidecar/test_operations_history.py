@@ -49,15 +49,15 @@ def test_what_was_put_off_is_told(pipeline: Pipeline, client: SidecarClient, dsn
     pipeline.publish(moved("t", 7, first=At(0, 7)))
     with psycopg.connect(dsn) as sql:
         sql.execute(
-            "insert into tidemark.recalls (stream, writer, epoch, partition, next, last, gone, problem)"
+            "insert into tidemark.requeues (stream, writer, epoch, partition, next, last, gone, problem)"
             " values ('s', 'second', 1, 0, 9, 8, 3, 'retention')"
         )
     found = client.json("/v1/streams/s/gaps")
     assert found["deferred"] == [{"writer": "first", "epoch": 1}]
-    [recalled] = found["recalled"]
-    assert (recalled["writer"], recalled["gone"], recalled["problem"]) == ("second", 3, "retention")
+    [requeued] = found["requeued"]
+    assert (requeued["writer"], requeued["gone"], requeued["problem"]) == ("second", 3, "retention")
     other = client.json("/v1/streams/t/gaps")
-    assert (other["deferred"], other["recalled"]) == ([], [])
+    assert (other["deferred"], other["requeued"]) == ([], [])
     with client.stream("GET", "/v1/watch") as watch:
         line = next(it for it in watch.iter_lines() if '"stream":"s"' in it)
     writers = json.loads(line.removeprefix("data: "))["writers"]

@@ -262,7 +262,7 @@ def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, 
         client.set("tidemark:{orders}:linear", "9")
     says(
         page,
-        "#acts li span",
+        "#overrides li span",
         re.compile(r"POLICY of orders, \d+ s ago, by ada \(as \w+\): customers wait \(gap_seconds:"),
     )
     says(page, "#subline", re.compile(r"orders: Redis is at 9 and Postgres at 7, for \d+ s\."))

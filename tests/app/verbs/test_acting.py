@@ -138,7 +138,7 @@ def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Ite
     def read() -> None:
         with psycopg.connect(dsn, autocommit=True) as connection:
             while not ended.wait(0.05):
-                sent = connection.execute('select topic, partition, "offset" + 1 from tidemark.acts').fetchone()
+                sent = connection.execute('select topic, partition, "offset" + 1 from tidemark.overrides').fetchone()
                 if sent is not None and sent[0] is not None:
                     store.apply(Batch("query", 2, lease.token, [ShardEffects(0, NOW, [], [], [Progress(*sent)])]))
                     return
@@ -153,7 +153,7 @@ def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Ite
 def test_an_act_whose_output_is_lost_still_ends_with_its_exit_code(operator: Operator, sql: psycopg.Connection) -> None:
     """Exit code 1 would say that it was refused, and somebody would do it again."""
     assert operator.to_a_full_disk("retire", STREAM, "b", "--yes", "--json", "--wait", "0", *BY)[0] == 3
-    assert sql.execute("select kind from tidemark.acts").fetchall() == [("RETIRE",)]
+    assert sql.execute("select kind from tidemark.overrides").fetchall() == [("RETIRE",)]
 
 
 def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql: psycopg.Connection) -> None:
@@ -162,7 +162,7 @@ def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql
     assert (done.exit_code, "say --yes" in done.output) == (2, True)
     assert "a moves from 2 to 5: facts 1, skipped 2" in done.output
     assert operator.run("skip", STREAM, "a", "3..4", "--dry-run", "--yes").exit_code == 0
-    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
     assert operator.sent() == []
 
 
@@ -183,7 +183,9 @@ def test_an_act_that_no_batch_reads_is_sent_and_ends_with_exit_code_3(
     told = json.loads(done.stdout)
     assert (done.exit_code, told["outcome"], told["sent"]["offset"]) == (3, "not seen", 0)
     assert "do not send it again" in told["result"]
-    (noted,) = sql.execute("select epoch, prev, id, by, seen_as = session_user, outcome from tidemark.acts").fetchall()
+    (noted,) = sql.execute(
+        "select epoch, prev, id, by, seen_as = session_user, outcome from tidemark.overrides"
+    ).fetchall()
     assert noted == (7, 2, 4, "ada", True, None)
     assert operator.sent() == [Skip(stream=STREAM, writer="a", epoch=7, prev=2, id=4, by="ada", why="host is gone")]
 
@@ -193,7 +195,7 @@ def test_an_act_that_the_pipeline_refuses_ends_with_exit_code_1(operator: Operat
     """Its state had moved on since the trial; that is noted too."""
     done = operator.run("retire", STREAM, "b", "--yes")
     assert (done.exit_code, "the pipeline refused it" in done.stdout) == (1, True)
-    assert sql.execute("select kind, outcome from tidemark.acts").fetchall() == [("RETIRE", "refused")]
+    assert sql.execute("select kind, outcome from tidemark.overrides").fetchall() == [("RETIRE", "refused")]
 
 
 def test_who_may_not_note_an_act_does_not_send_one(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
@@ -206,14 +208,14 @@ def test_who_may_not_note_an_act_does_not_send_one(operator: Operator, dsn: str,
         assert operator.sent() == []
         sql.execute("grant tidemark_operator to carl")
         assert operator.as_user(as_carl).run("retire", STREAM, "b", "--yes", "--wait", "0").exit_code == 3
-        assert sql.execute("select by, seen_as from tidemark.acts").fetchall() == [("ada", "carl")]
+        assert sql.execute("select by, seen_as from tidemark.overrides").fetchall() == [("ada", "carl")]
         with psycopg.connect(as_carl, autocommit=True) as connection:
             for forged in (
-                "insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why, seen_as)"
+                "insert into tidemark.overrides (kind, stream, writer, epoch, prev, id, by, why, seen_as)"
                 " values ('SKIP', 's', 'w', 0, 0, 1, 'x', 'y', 'zoe')",
-                "update tidemark.acts set seen_as = 'zoe'",
-                "update tidemark.acts set by = 'zoe'",
-                "delete from tidemark.acts",
+                "update tidemark.overrides set seen_as = 'zoe'",
+                "update tidemark.overrides set by = 'zoe'",
+                "delete from tidemark.overrides",
             ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     connection.execute(forged)
@@ -232,14 +234,17 @@ def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.
             acts.note_replay(STREAM, replayed, ("facts", 2, 40))
         other = acts.note_replay(STREAM, replayed, ("facts", 2, 41))
         assert acts.replays() == {("facts", 2, 40): first.number, ("facts", 2, 41): other.number}
-    assert sql.execute("select number from tidemark.acts order by 1").fetchall() == [(first.number,), (other.number,)]
+    assert sql.execute("select number from tidemark.overrides order by 1").fetchall() == [
+        (first.number,),
+        (other.number,),
+    ]
 
 
 def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psycopg.Connection) -> None:
     """Anything else sends nothing."""
     code, said = operator.typed("zoe", "retire", STREAM, "b")
     assert (code, "Type the writer's name to do it (b)" in said, "nothing was sent" in said) == (1, True, True)
-    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
     code, said = operator.typed("b", "retire", STREAM, "b", "--wait", "0")
     assert (code, "noted as override 1 of postgres" in said) == (3, True)
 
@@ -249,7 +254,7 @@ def test_nothing_is_noted_where_kafka_is_away(operator: Operator, dsn: str, sql:
     away = Operator(dsn, f"127.0.0.1:{free_port()}", "nowhere")
     done = away.run("skip", STREAM, "a", "3..4", "--yes")
     assert (done.exit_code, "; nothing was noted or sent" in done.output) == (1, True)
-    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
 
 
 def test_nothing_is_sent_where_postgres_is_read_only(operator: Operator, dsn: str) -> None:
@@ -282,7 +287,7 @@ def test_ctrl_c_and_the_end_of_input_at_the_question_send_nothing(operator: Oper
     assert (code, "nothing was sent" in said, "Traceback" in said) == (130, True, False)
     code, said = operator.typed("\x04", "skip", STREAM, "a", "3..4")
     assert (code, "nothing was sent" in said) == (1, True)
-    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
 
 
 def test_ctrl_c_while_the_effect_is_awaited_takes_nothing_back(operator: Operator) -> None:

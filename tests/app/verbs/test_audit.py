@@ -100,7 +100,7 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
     assert shown[-2:] == ["sent: control/0 0", "outcome: applied"]
     assert json.loads(runner.invoke(main, ["overrides", "show", str(done.number), "--json"]).output) in rows
     assert runner.invoke(main, ["overrides", "show", "99"]).exit_code == 1
-    sql.execute("truncate tidemark.skips, tidemark.acts cascade")
+    sql.execute("truncate tidemark.skips, tidemark.overrides cascade")
     assert runner.invoke(main, ["overrides", "list", "s"]).output == "no overrides\n"
     mistyped = runner.invoke(main, ["overrides", "list", "none"])
     assert (mistyped.exit_code, "there is no stream none" in mistyped.output) == (1, True)

@@ -169,7 +169,7 @@ def test_a_line_that_went_on_without_an_advance_is_told(
     ]
     after = explain("--at", minute(3, 30)).output
     assert after.startswith("events: stuck at 3 from 2026-09-21 14:16:20.000Z until now (")
-    sql.execute("delete from tidemark.line_moves")
+    sql.execute("delete from tidemark.linear_moves")
     lines = explain("--at", minute(2, 30)).output.splitlines()
     assert lines[0] == "events: stuck at 0 from 2026-09-21 14:15:20.000Z until an unknown time"
     assert lines[-1] == "  it moved to 3; the stored history does not say when or why"

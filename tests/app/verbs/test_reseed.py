@@ -34,11 +34,11 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     assert (done.exit_code, done.stdout) == (0, said)
     assert (store.states(), store.remembered().shards) == (before, 16)
 
-    assert sql.execute("select count(*) from tidemark.acts").fetchall() == [(0,)]
+    assert sql.execute("select count(*) from tidemark.overrides").fetchall() == [(0,)]
 
     done = reseed(dsn)
     assert (done.exit_code, done.stdout) == (0, f"{said}noted as override 1\n")
-    assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.acts").fetchall() == [
+    assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.overrides").fetchall() == [
         ("RESEED", "", "ada", "state of last year", "postgres", "applied")
     ]
     shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["overrides", "show", "1"])

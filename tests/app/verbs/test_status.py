@@ -49,12 +49,12 @@ def test_a_dead_writer_is_named_without_a_gap() -> None:
         "events: waiting for w1: no record for 5 min (last position 7)",
     ]
     events, quiet = json.loads(status.to_json(found, 302.0, WELL))["streams"]
-    assert events["behind"] == behind_a_dead_writer(age_seconds=300.0)
+    assert events["linear_lag"] == behind_a_dead_writer(age_seconds=300.0)
     assert [it["last_seen"] for it in events["writers"]] == [
         "1970-01-01T00:00:01Z",
         "1970-01-01T00:00:02Z",
     ]
-    assert quiet["behind"] is None
+    assert quiet["linear_lag"] is None
 
 
 def test_whether_a_bridge_tells_a_stream_is_said() -> None:
@@ -85,7 +85,7 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -
     """Under traffic some line always waits for a moment; the JSON has it all the same."""
     found = status.read({"events": Shard().left_by_a_dead_writer().state})
     assert len(status.to_table(found, 11.0).splitlines()) == 3
-    assert json.loads(status.to_json(found, 11.0, WELL))["streams"][0]["behind"]["ids"] == 13
+    assert json.loads(status.to_json(found, 11.0, WELL))["streams"][0]["linear_lag"]["ids"] == 13
 
 
 def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
@@ -109,13 +109,13 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         shard = Shard(bounds=Bounds(pending=1))
         full = shard.feed(join("shop", 0), rdata("shop", 3, epoch=1), rdata("shop", 5, epoch=1))
     since = datetime.fromtimestamp(1000, UTC)
-    recalls = [
+    requeues = [
         RequeueStatus("events", "web", 3, 0, None, since),
         RequeueStatus("events", "app", 3, 0, "no right", since),
         RequeueStatus("events", "job", 3, 7, None, since),
         RequeueStatus("other", "job", 3, 7, None, since),
     ]
-    found = status.read({"events": full.state}, recalls=recalls)
+    found = status.read({"events": full.state}, requeues=requeues)
     assert status.to_table(found, 1060.0).splitlines()[-4:] == [
         "events: records of shop are deferred, because too many of its IDs are pending; they will be requeued",
         "events: deferred records of web are being requeued for 60 s",
@@ -125,7 +125,7 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
     ]
     (told,) = json.loads(status.to_json(found, 1060.0, WELL))["streams"]
     assert told["deferred"] == ["shop/1"]
-    assert [(it["writer"], it["gone"], it["problem"]) for it in told["recalled"]] == [
+    assert [(it["writer"], it["gone"], it["problem"]) for it in told["requeued"]] == [
         ("web", 0, None),
         ("app", 0, "no right"),
         ("job", 7, None),

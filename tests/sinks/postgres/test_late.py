@@ -39,10 +39,8 @@ def test_each_is_resolved_once_and_all_or_none(late: LateCompletions, sql: psyco
     with pytest.raises(BadRecord, match="is resolved already"):
         late.resolve([oldest, newest], "bob", "me too")
     assert late.newest("s", 9, resolved=True) == [resolved, oldest]
-    acts = (
-        "select number, kind, stream, writer, epoch, prev, id, by, seen_as = session_user, outcome from tidemark.acts"
-    )
-    assert sql.execute(acts).fetchall() == [
+    columns = "number, kind, stream, writer, epoch, prev, id, by, seen_as = session_user, outcome"
+    assert sql.execute(f"select {columns} from tidemark.overrides").fetchall() == [
         (resolved.act, "RESOLVE", "s", "w", 3, 8, 9, "ada", True, "applied"),
     ]
     assert len(late.newest(None, 9, resolved=False)) == 2

@@ -52,18 +52,18 @@ def test_outcome_is_written_once_by_who_began(
             OverrideLog(login).close(noted, "refused")
         with pytest.raises(BadRecord, match="noted before"):
             OverrideLog(login).sent(noted, "control", 0, 9)
-    assert sql.execute('select outcome, "offset" from tidemark.acts').fetchall() == [("applied", 7)]
+    assert sql.execute('select outcome, "offset" from tidemark.overrides').fetchall() == [("applied", 7)]
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "update tidemark.acts set outcome = 'refused'",
-        'update tidemark.acts set "offset" = 9',
-        "update tidemark.acts set seen_as = 'zoe'",
-        "delete from tidemark.acts",
-        "truncate tidemark.acts",
-        "insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why, outcome)"
+        "update tidemark.overrides set outcome = 'refused'",
+        'update tidemark.overrides set "offset" = 9',
+        "update tidemark.overrides set seen_as = 'zoe'",
+        "delete from tidemark.overrides",
+        "truncate tidemark.overrides",
+        "insert into tidemark.overrides (kind, stream, writer, epoch, prev, id, by, why, outcome)"
         " values ('SKIP', 's', 'w', 0, 0, 1, 'x', 'y', 'applied')",
         "insert into tidemark.policies values ('s', 'gap_seconds', 3)",
         "update tidemark.policies set value = 3",
@@ -71,8 +71,8 @@ def test_outcome_is_written_once_by_who_began(
         "delete from tidemark.skips",
         "update tidemark.late_resolved set act = 1",
         "update tidemark.replays set act = 1",
-        "insert into tidemark.late_resolved select 1, number from tidemark.acts",
-        "insert into tidemark.replays select 'facts', 0, 1, number from tidemark.acts",
+        "insert into tidemark.late_resolved select 1, number from tidemark.overrides",
+        "insert into tidemark.replays select 'facts', 0, 1, number from tidemark.overrides",
     ],
 )
 def test_record_is_append_only_by_rights(
@@ -116,7 +116,7 @@ def test_policy_is_changed_with_an_audit_entry(logins: dict[str, PostgresSession
     assert sql.execute("select setting, value, act from tidemark.policies").fetchall() == [
         ("silent_seconds", 9, number)
     ]
-    assert sql.execute("select kind, seen_as, outcome from tidemark.acts order by number").fetchall() == [
+    assert sql.execute("select kind, seen_as, outcome from tidemark.overrides order by number").fetchall() == [
         ("POLICY", "eve", "gap_seconds: not set -> 3"),
         ("POLICY", "mallory", done),
     ]

@@ -63,7 +63,9 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
     assert run(known, "list").output == "no policies\n"
     shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": known}).invoke(main, ["overrides", "show", "1"]).output.splitlines()
     assert (shown[0], shown[-1]) == ("POLICY of imp*", f"outcome: {done.output.splitlines()[1].partition(';')[0]}")
-    assert sql.execute("select kind, stream, by, seen_as = session_user, outcome from tidemark.acts").fetchall() == [
+    assert sql.execute(
+        "select kind, stream, by, seen_as = session_user, outcome from tidemark.overrides"
+    ).fetchall() == [
         ("POLICY", "imp*", "ada", True, "gap_seconds: not set -> 600, history_days: not set -> 30"),
         ("POLICY", "imp*", "ada", True, "gap_seconds: 600 -> not set, history_days: 30 -> not set"),
     ]
@@ -92,7 +94,7 @@ def test_what_is_wrong_is_named(known: str, sql: psycopg.Connection, words: tupl
     """With exit code 2; nothing is changed, and no act is noted."""
     done = run(known, *words, *BY)
     assert (done.exit_code, told in done.output) == (2, True), done.output
-    assert sql.execute("select count(*) from tidemark.acts").fetchone() == (0,)
+    assert sql.execute("select count(*) from tidemark.overrides").fetchone() == (0,)
 
 
 def test_what_is_not_set_is_not_taken_back(known: str, store: Postgres, sql: psycopg.Connection) -> None:
@@ -104,7 +106,7 @@ def test_what_is_not_set_is_not_taken_back(known: str, store: Postgres, sql: psy
     with pytest.raises(BadRecord, match="not_set"):
         store.policies.change("orders", {"gap_seconds": None, "silent_seconds": None}, "bob", "me too")
     assert store.policies.given() == {"orders": {"gap_seconds": 3}}
-    assert sql.execute("select count(*) from tidemark.acts").fetchone() == (1,)
+    assert sql.execute("select count(*) from tidemark.overrides").fetchone() == (1,)
 
 
 def test_a_name_that_no_stream_has_yet_is_told(known: str) -> None:

@@ -1,4 +1,4 @@
-"""Who holds a linear position back, as `tidemark status` and the sidecar tell programs."""
+"""Linear lag in answers: of `tidemark status` and of the sidecar."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -12,7 +12,7 @@ StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
-class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A writer that blocks the linear position below the allocated position, with a gap or without one."""
 
     writer: Name
@@ -33,22 +33,22 @@ class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-class BehindAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below what is allocated. Of `holders` writers the ten furthest behind are named."""
+class LinearLagAnswer(msgspec.Struct, frozen=True):
+    """The linear position is below what is allocated. `blockers` has the ten lowest of `blocker_count` writers."""
 
     ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
     since: Annotated[
-        datetime | None, Meta(description="When IDs beyond it were first seen; null where that was not noted.")
+        datetime | None, Meta(description="When IDs beyond it were first seen; null if that was not noted.")
     ]
-    held_by: list[HolderAnswer]
-    holders: Annotated[int, Meta(ge=0)]
+    blockers: list[LagCauseAnswer]
+    blocker_count: Annotated[int, Meta(ge=0)]
 
 
-def behind_answer(found: LinearLag | None) -> BehindAnswer | None:
+def lag_answer(found: LinearLag | None) -> LinearLagAnswer | None:
     if found is None:
         return None
-    held_by = [
-        HolderAnswer(
+    blockers = [
+        LagCauseAnswer(
             writer=it.writer,
             epoch=it.epoch,
             reason=it.reason,
@@ -58,14 +58,14 @@ def behind_answer(found: LinearLag | None) -> BehindAnswer | None:
         )
         for it in found.blockers
     ]
-    return BehindAnswer(found.ids, None if found.since is None else moment(found.since), held_by, found.count)
+    return LinearLagAnswer(found.ids, None if found.since is None else moment(found.since), blockers, found.count)
 
 
 def last_seen(milliseconds: int) -> datetime | None:
-    """None where none of its records was noted."""
+    """None if none of its records was noted."""
     return moment(milliseconds) if milliseconds else None
 
 
 def moment(milliseconds: int) -> datetime:
-    """Of milliseconds since 1970."""
+    """The time from milliseconds since 1970."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC)

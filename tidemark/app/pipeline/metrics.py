@@ -309,7 +309,7 @@ STREAM_GAUGES = {  # of `app.pipeline.stream_metrics`: name, labels, description
     "together": (
         "tidemark_series_omitted",
         ["what"],
-        "Streams, writers and blockers (`holders`) beyond TIDEMARK_METRICS_MAX_STREAMS and"
+        "Streams, writers and blockers (`blockers`) beyond TIDEMARK_METRICS_MAX_STREAMS and"
         " TIDEMARK_METRICS_MAX_WRITERS. They have no series of their own: the series `other streams` has their sum, or"
         " the highest age. `tidemark status` lists all of them.",
     ),

@@ -336,7 +336,7 @@ class StreamCollector(Collector):
             self._show_thresholds(families, named, others)
             unnamed = self._show_blockers(families["held"], families["holder_silent"], now)
             self._show_sources(families["source_silent"], families["source_blocked"], now)
-        for kind, count in (("streams", others), ("writers", writers), ("holders", unnamed)):
+        for kind, count in (("streams", others), ("writers", writers), ("blockers", unnamed)):
             families["together"].add_metric([kind], count)
         return families.values()
 

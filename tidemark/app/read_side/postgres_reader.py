@@ -43,10 +43,10 @@ class Details:
         waiting: by writer, its share of `pending`.
         regressed: writers whose source was restored. Their gaps below their position hold the linear position back.
         transactions: by writer, the transactions that hold its open IDs, as the writer reported them.
-        behind: why the linear position is below the allocated ID.
+        linear_lag: why the linear position is below the allocated ID.
         seen: by writer, the batch time (ms) of its newest record, if one was noted.
         deferred: writers, with their epochs, whose records found no room and wait in Kafka.
-        recalls: which of these records are being read again, or are gone.
+        requeues: which of these records are being read again, or are gone.
         bridged: whether `tidemark synapse` writes the stream.
         open_ranges: what holds positions back, and what settles it.
     """
@@ -60,10 +60,10 @@ class Details:
     regressed: frozenset[str]
     late: LateCount | None
     transactions: Mapping[str, list[str]]
-    behind: LinearLag | None
+    linear_lag: LinearLag | None
     seen: Mapping[str, int]
     deferred: Sequence[tuple[str, int]]
-    recalls: Sequence[RequeueStatus]
+    requeues: Sequence[RequeueStatus]
     bridged: bool
     open_ranges: Sequence[OpenRange] = ()
 
@@ -181,7 +181,7 @@ def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
 
 def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mapping[str, int]) -> dict[str, Details]:
     states, conditions = postgres.states(streams), postgres.conditions
-    late, recalls, bridges = conditions.late(streams), conditions.requeues(), conditions.bridges()
+    late, requeues, bridges = conditions.late(streams), conditions.requeues(), conditions.bridges()
     ranges = [*_open_ranges(postgres, states, bridges, defaults)]
     details = {}
     for name, stored in states.items():
@@ -191,7 +191,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
             continue
         details[name] = replace(
             _details(
-                decoded, late.get(name), [entry for entry in recalls if entry.stream == name], bridged=name in bridges
+                decoded, late.get(name), [entry for entry in requeues if entry.stream == name], bridged=name in bridges
             ),
             open_ranges=[entry for entry in ranges if entry.stream == name],
         )
@@ -223,7 +223,7 @@ def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: Reading 
 
 
 def _details(
-    stream: StreamState, late: LateCount | None, recalls: Sequence[RequeueStatus], *, bridged: bool
+    stream: StreamState, late: LateCount | None, requeues: Sequence[RequeueStatus], *, bridged: bool
 ) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
@@ -238,9 +238,9 @@ def _details(
         ),
         late=late,
         transactions=stream.transactions,
-        behind=summary.linear_lag,
+        linear_lag=summary.linear_lag,
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
         deferred=[(name, int(epoch)) for name, _, epoch in (entry.rpartition("/") for entry in summary.deferred)],
-        recalls=recalls,
+        requeues=requeues,
         bridged=bridged,
     )

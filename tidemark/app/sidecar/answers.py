@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.diagnosis.lag_json import BehindAnswer, Name, StreamId, behind_answer, moment
+from tidemark.app.diagnosis.lag_json import LinearLagAnswer, Name, StreamId, lag_answer, moment
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader import Advance, Event, Late, LateLost, LinearMove, Reread, Token
@@ -44,7 +44,7 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The positions of a stream. `epochs`, `retired`, `pending`, `blockers`, `behind`, `last_seen` and
+    """The positions of a stream. `epochs`, `retired`, `pending`, `blockers`, `linear_lag`, `last_seen` and
     `open_transactions` come from Postgres alone: null while it was never reached."""
 
     stream: Name
@@ -58,7 +58,9 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
     blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What holds a position back now, longest first.")]
-    behind: Annotated[BehindAnswer | None, Meta(description="Null too if the linear position is at the allocated ID.")]
+    linear_lag: Annotated[
+        LinearLagAnswer | None, Meta(description="Null too if the linear position is at the allocated ID.")
+    ]
     last_seen: Annotated[
         dict[str, datetime] | None,
         Meta(description="When the pipeline read each writer's newest record."),
@@ -109,7 +111,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
         blockers=None if details is None else [blocker_answer(gap) for gap in nearest_blockers(details)],
-        behind=None if details is None else behind_answer(details.behind),
+        linear_lag=None if details is None else lag_answer(details.linear_lag),
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
@@ -244,7 +246,7 @@ class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Count
 
 
-class RecallAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Deferred records of `writer` that are read again from Kafka. Those that are `gone` from Kafka are lost, and their
     IDs stay open until the writer's next JOIN."""
 
@@ -259,8 +261,8 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: Name
     gaps: list[BlockerAnswer]
-    behind: Annotated[
-        BehindAnswer | None,
+    linear_lag: Annotated[
+        LinearLagAnswer | None,
         Meta(description="What holds the linear position below the allocated ID; null: nothing does."),
     ]
     open_transactions: Annotated[
@@ -269,7 +271,7 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ]
     total: Count
     deferred: list[DeferredRangeAnswer]
-    recalled: list[RecallAnswer]
+    requeued: list[RequeueAnswer]
     age_seconds: Annotated[float, Meta(ge=0)]
 
 
@@ -277,13 +279,13 @@ def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAn
     return GapsAnswer(
         stream=stream,
         gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],
-        behind=behind_answer(details.behind),
+        linear_lag=lag_answer(details.linear_lag),
         open_transactions=dict(sorted(details.transactions.items())),
         total=len(details.gaps),
         deferred=[DeferredRangeAnswer(writer=writer, epoch=epoch) for writer, epoch in details.deferred],
-        recalled=[
-            RecallAnswer(writer=recall.writer, since=recall.since, gone=recall.gone, problem=recall.problem)
-            for recall in details.recalls
+        requeued=[
+            RequeueAnswer(writer=requeue.writer, since=requeue.since, gone=requeue.gone, problem=requeue.problem)
+            for requeue in details.requeues
         ],
         age_seconds=round(max(0.0, age), 3),
     )

@@ -245,9 +245,11 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: 
 
 def _blockers(answer: StreamAnswer) -> str:
     """Which writers block the linear position, for people."""
-    if answer.behind is None or not answer.behind.held_by:
+    if answer.linear_lag is None or not answer.linear_lag.blockers:
         return ""
-    return "; it waits for " + ", ".join(f"{blocker.writer} ({blocker.reason})" for blocker in answer.behind.held_by)
+    return "; it waits for " + ", ".join(
+        f"{blocker.writer} ({blocker.reason})" for blocker in answer.linear_lag.blockers
+    )
 
 
 async def _position(call: OperationCall) -> StreamAnswer:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tidemark.app.diagnosis.lag_json import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
+from tidemark.app.diagnosis.lag_json import LinearLagAnswer, Name, StreamId, lag_answer, last_seen, moment
 from tidemark.app.diagnosis.remedies import Verdict
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
@@ -110,8 +110,8 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, if known.")]
     writers: list[WatchedWriterAnswer]
     unknown_writers: list[UnknownWriterAnswer]
-    behind: Annotated[
-        BehindAnswer | None,
+    linear_lag: Annotated[
+        LinearLagAnswer | None,
         Meta(
             description="What holds the linear position below the allocated ID; null too while Postgres was not read."
         ),
@@ -180,7 +180,7 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     ]
     quiet_seconds: Annotated[Seconds | None, Meta(description="Seconds since the last batch was applied.")]
     dead_letters: list[DeadLettersAnswer] | None
-    acts: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
+    overrides: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
     not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot publish.")]
     lagging: Annotated[
         list[LaggingAnswer] | None, Meta(description="Kafka partitions whose records wait for ten seconds or longer.")
@@ -207,7 +207,7 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
             for name, position in sorted(known.vector.items())
         ],
         unknown_writers=[] if details is None else _unknown_writers(details),
-        behind=None if details is None else behind_answer(details.behind),
+        linear_lag=None if details is None else lag_answer(details.linear_lag),
         remedies=[] if details is None else _remedies(details),
         late=None
         if details is None or details.late is None
@@ -227,7 +227,7 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
         lease_seconds=None,
         quiet_seconds=None,
         dead_letters=None,
-        acts=None,
+        overrides=None,
         not_shown=None,
         lagging=None,
         problems=list(problems),
@@ -240,14 +240,14 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
         lease_seconds=round(condition.lease, 1),
         quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
         dead_letters=[DeadLettersAnswer(entry.reason, entry.records, entry.newest) for entry in condition.dead_letters],
-        acts=[ActAnswer(*astuple(entry)) for entry in condition.acts],
+        overrides=[ActAnswer(*astuple(entry)) for entry in condition.overrides],
         not_shown=[NotShownAnswer(entry.sink, entry.stream, entry.problem, entry.since) for entry in condition.faults],
         lagging=[LaggingAnswer(*astuple(lag)) for lag in condition.lagging],
     )
 
 
 def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
-    recalls = [recall for recall in details.recalls if recall.writer == name] if details else []
+    requeues = [requeue for requeue in details.requeues if requeue.writer == name] if details else []
     return WatchedWriterAnswer(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
@@ -259,8 +259,8 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         hidden=max(0, len(gaps) - GAPS),
         transactions=details.transactions.get(name, []) if details else [],
         deferred=details is not None
-        and name in {recall for recall, _ in details.deferred} | {recall.writer for recall in recalls},
-        gone=sum(recall.gone for recall in recalls),
+        and name in {requeue for requeue, _ in details.deferred} | {requeue.writer for requeue in requeues},
+        gone=sum(requeue.gone for requeue in requeues),
         last_seen=last_seen(details.seen.get(name, 0)) if details else None,
     )
 

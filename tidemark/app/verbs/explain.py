@@ -67,7 +67,7 @@ class PastBlocker:
 class Explanation:
     """Why the linear position stayed at one ID. `idle`: no higher ID was allocated, so there are no `blockers`.
 
-    `moved`, `retired` and `acts` (overrides) are of the batch that unblocked the stream. That batch read `offsets`;
+    `moved`, `retired` and `overrides` are of the batch that unblocked the stream. That batch read `offsets`;
     `joined` are the writers of which it read the first record.
     """
 
@@ -78,7 +78,7 @@ class Explanation:
     moved: list[BatchAdvance]
     joined: list[str]
     retired: list[str]
-    acts: list[AppliedOverride]
+    overrides: list[AppliedOverride]
     batch: int | None
     offsets: list[OffsetRange]
 
@@ -148,7 +148,7 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
         [it for it in moved if beyond(it.id, stay.linear)],
         [it.writer for it in moved if it.prev == 0 and it.writer not in {holder.writer for holder in holders}],
         sorted(name for name, time in retired.items() if time == stay.until),
-        [] if stay.until is None else past.acts(stream, stay.until),
+        [] if stay.until is None else past.overrides(stream, stay.until),
         batch,
         [] if batch is None or stay.until is None else past.offsets(batch, stay.until),
     )
@@ -219,7 +219,7 @@ def _unblocked(explanation: Explanation) -> Iterator[str]:
         yield f"    retired: {', '.join(explanation.retired[:SHOWN])}"
     if explanation.joined:
         yield f"    first record of {', '.join(explanation.joined[:SHOWN])}"
-    for act in explanation.acts:
+    for act in explanation.overrides:
         yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
 
 

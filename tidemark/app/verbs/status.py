@@ -17,7 +17,7 @@ import msgspec
 from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import health, open_ranges
 from tidemark.app.diagnosis.health import PipelineCondition
-from tidemark.app.diagnosis.lag_json import behind_answer, last_seen
+from tidemark.app.diagnosis.lag_json import lag_answer, last_seen
 from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
@@ -47,7 +47,7 @@ class WriterStatus:
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
     """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks that cannot show
-    the stream. `recalls`: deferred records that are being requeued. `bridge`: if `tidemark synapse` sends the stream.
+    the stream. `requeues`: deferred records that are being requeued. `bridge`: if `tidemark synapse` sends the stream.
     `home`: its Kafka partition. `reading`: whether a pipeline reads.
     """
 
@@ -56,7 +56,7 @@ class StreamStatus:
     writers: list[WriterStatus]
     summary: Summary
     faults: list[SinkFault]
-    recalls: list[RequeueStatus]
+    requeues: list[RequeueStatus]
     bridge: BridgeStatus | None
     home: int | None = None
     reading: Reading | None = None
@@ -66,7 +66,7 @@ def read(
     stored: Mapping[str, bytes],
     only: str | None = None,
     faults: Sequence[SinkFault] = (),
-    recalls: Sequence[RequeueStatus] = (),
+    requeues: Sequence[RequeueStatus] = (),
     bridges: Mapping[str, BridgeStatus] = {},
     reading: Reading | None = None,
 ) -> list[StreamStatus]:
@@ -76,7 +76,7 @@ def read(
             name,
             data,
             [it for it in faults if it.stream == name],
-            [it for it in recalls if it.stream == name],
+            [it for it in requeues if it.stream == name],
             bridges.get(name),
             reading,
         )
@@ -89,7 +89,7 @@ def _status(
     name: str,
     data: bytes,
     faults: list[SinkFault],
-    recalls: list[RequeueStatus],
+    requeues: list[RequeueStatus],
     bridge: BridgeStatus | None,
     reading: Reading | None,
 ) -> StreamStatus:
@@ -108,7 +108,7 @@ def _status(
         for writer, known in sorted(stream.writers.items())
     ]
     linear, summary = signed(stream.linear.position), summarize(stream)
-    return StreamStatus(name, linear, writers, summary, faults, recalls, bridge, stream.home, reading)
+    return StreamStatus(name, linear, writers, summary, faults, requeues, bridge, stream.home, reading)
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
@@ -144,11 +144,11 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
-        "behind": None if stream.summary.linear_lag is None else _plain_behind(stream.summary.linear_lag, now),
+        "linear_lag": None if stream.summary.linear_lag is None else _lag_object(stream.summary.linear_lag, now),
         "open_transactions": stream.summary.transactions,
         "deferred": stream.summary.deferred,
-        "recalled": [
-            {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.recalls
+        "requeued": [
+            {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.requeues
         ],
         "bridge": stream.bridge,
         "sources": [
@@ -165,11 +165,11 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
     }
 
 
-def _plain_behind(behind: LinearLag, now: float) -> dict[str, Any]:
+def _lag_object(behind: LinearLag, now: float) -> dict[str, Any]:
     """As the sidecar has it, and with ages."""
-    plain: dict[str, Any] = msgspec.to_builtins(behind_answer(behind))
+    plain: dict[str, Any] = msgspec.to_builtins(lag_answer(behind))
     sinces = [behind.since, *(it.since for it in behind.blockers)]
-    for it, since in zip([plain, *plain["held_by"]], sinces, strict=True):
+    for it, since in zip([plain, *plain["blockers"]], sinces, strict=True):
         it["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
     return plain
 
@@ -270,7 +270,7 @@ def _deferred(stream: StreamStatus, _: float) -> Iterator[str]:
 
 
 def _requeued(stream: StreamStatus, now: float) -> Iterator[str]:
-    for requeue in stream.recalls:
+    for requeue in stream.requeues:
         if requeue.gone:
             why = requeue.problem or "retention, or its size limit"
             yield (

@@ -27,10 +27,10 @@ _GAPS: LiteralString = (
 )
 _LINEAR: LiteralString = """(
     select time, linear, batch from tidemark.advances_of(%(stream)s, %(since)s, %(until)s)
-    union all select time, linear, batch from tidemark.line_moves
+    union all select time, linear, batch from tidemark.linear_moves
     where stream = %(stream)s and time between %(since)s and %(until)s
 ) positions"""
-"""The linear position after each batch: `line_moves` has the batches without an advance."""
+"""The linear position after each batch: `linear_moves` has the batches without an advance."""
 _WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched first; then the whole history
 
 
@@ -206,12 +206,12 @@ class StreamInspection:
         """The move of the linear position by the batch of exactly that time, if the batch made no advance."""
         return self._session.fetch_one(
             MoveWithoutAdvance.of_row,
-            "select batch, retired, epochs from tidemark.line_moves where (stream, time) = (%s, %s)"
+            "select batch, retired, epochs from tidemark.linear_moves where (stream, time) = (%s, %s)"
             " order by abs(linear) desc limit 1",
             (stream, at),
         )
 
-    def acts(self, stream: str, at: datetime) -> list[AppliedOverride]:
+    def overrides(self, stream: str, at: datetime) -> list[AppliedOverride]:
         """The overrides that the batch of exactly that time applied."""
         return self._session.fetch_all(
             AppliedOverride, _OVERRIDES + " where stream = %s and time = %s order by number", (stream, at)

@@ -70,12 +70,12 @@ with listed as (
         host(a.seen_from) as seen_from, a.topic, a.partition, a."offset", coalesce(a.outcome, (
             select 'applied' from tidemark.skips s
             where {_same("s", "a")} limit 1)) as outcome
-    from tidemark.acts a
+    from tidemark.overrides a
     union all
     select null, s.time, s.kind, s.stream, s.writer, s.epoch, s.prev, s.id, s.by, s.why, null, null, null, null, null,
         'applied'
     from tidemark.skips s where not exists (
-        select from tidemark.acts a
+        select from tidemark.overrides a
         where {_same("s", "a")})
 )
 select * from listed
@@ -84,13 +84,13 @@ select * from listed
 
 # Rows of the audit are in the order in which the records were applied.
 _BECAME: LiteralString = f"""
-with act as (select * from tidemark.acts where number = %(number)s), mine as (
+with act as (select * from tidemark.overrides where number = %(number)s), mine as (
     select s.number from act a join tidemark.skips s on {_same("s", "a")}
     where s.number > %(audited)s
     order by s.number offset (
         select least(count(*), (select greatest(count(*) - 1, 0) from act a join tidemark.skips s
             on {_same("s", "a")} where s.number > %(audited)s))
-        from act a join tidemark.acts b
+        from act a join tidemark.overrides b
             on (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why, b.topic, b.partition)
             = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.topic, a.partition)
             and b."offset" < a."offset" and b.outcome is distinct from 'refused'
@@ -121,7 +121,7 @@ class OverrideLog:
         """Log an override. Call it before sending the record, so that no record is sent that is not logged."""
         noted = self._session.fetch_one(
             LoggedOverride,
-            "insert into tidemark.acts (stream, kind, writer, epoch, prev, id, by, why)"
+            "insert into tidemark.overrides (stream, kind, writer, epoch, prev, id, by, why)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)"
             " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0) as audited",
             (

@@ -239,7 +239,7 @@ def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
 def forget_settled_requeues(connection: Connection) -> None:
     """Delete requeues of epochs that a later epoch or a retirement has settled: their records would be a zombie's."""
     connection.execute(
-        "delete from tidemark.recalls r using tidemark.stream_positions p"
+        "delete from tidemark.requeues r using tidemark.stream_positions p"
         " where (p.stream, p.writer) = (r.stream, r.writer) and (p.epoch > r.epoch or p.retired)"
     )
 
@@ -327,7 +327,7 @@ def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedR
     """Add requeues, each with its stream."""
     execute(
         connection,
-        "insert into tidemark.recalls (stream, writer, epoch, partition, next, last)"
+        "insert into tidemark.requeues (stream, writer, epoch, partition, next, last)"
         " select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::int[], %s::bigint[], %s::bigint[])",
         ((stream, r.writer, r.epoch, r.partition, r.first, r.last) for stream, r in requeues),
     )
@@ -339,7 +339,7 @@ def pending_requeues(connection: Connection) -> list[PendingRequeue]:
     return fetch_all(
         connection,
         PendingRequeue,
-        "select number, stream, writer, epoch, partition, next, last, gone from tidemark.recalls"
+        "select number, stream, writer, epoch, partition, next, last, gone from tidemark.requeues"
         " where next <= last order by problem is not null, number",
     )
 
@@ -347,10 +347,10 @@ def pending_requeues(connection: Connection) -> list[PendingRequeue]:
 def note_requeue(connection: Connection, requeue: PendingRequeue, problem: str | None) -> None:
     """Store the progress of a requeue; delete it if it is complete."""
     if requeue.next > requeue.last and not requeue.gone:
-        connection.execute("delete from tidemark.recalls where number = %s", (requeue.number,))
+        connection.execute("delete from tidemark.requeues where number = %s", (requeue.number,))
         return
     connection.execute(
-        "update tidemark.recalls set next = %s, gone = %s, problem = %s where number = %s",
+        "update tidemark.requeues set next = %s, gone = %s, problem = %s where number = %s",
         (requeue.next, requeue.gone, problem, requeue.number),
     )
 
@@ -358,7 +358,7 @@ def note_requeue(connection: Connection, requeue: PendingRequeue, problem: str |
 def give_up_requeues(connection: Connection, why: str) -> None:
     """Mark all remaining offsets as gone."""
     connection.execute(
-        "update tidemark.recalls set gone = gone + last - next + 1, next = last + 1, problem = %s where next <= last",
+        "update tidemark.requeues set gone = gone + last - next + 1, next = last + 1, problem = %s where next <= last",
         (why,),
     )
 
@@ -367,5 +367,5 @@ def unfinished_requeues(session: PostgresSession) -> list[RequeueStatus]:
     """Oldest first."""
     return session.fetch_all(
         RequeueStatus,
-        "select stream, writer, partition, gone, problem, since from tidemark.recalls order by number",
+        "select stream, writer, partition, gone, problem, since from tidemark.requeues order by number",
     )

@@ -176,7 +176,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
             and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
         order by p.stream = g.stream desc, length(p.stream) desc limit 1
     ), %s)::integer"""
-    for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.line_moves g where time"):
+    for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.linear_moves g where time"):
         connection.execute(f"delete from {rows}{is_expired}", (today, retention.history))
     connection.execute(
         "delete from tidemark.applied_batches where applied_at < %s"
@@ -184,7 +184,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
         (oldest,),
     )
     connection.execute("delete from tidemark.skips where time < %s", (audited,))
-    connection.execute("delete from tidemark.acts where time < %s", (audited,))
+    connection.execute("delete from tidemark.overrides where time < %s", (audited,))
     # The newest late completion of each stream stays: its number shows that there were any.
     connection.execute(
         "delete from tidemark.late_completions l where time < %s and number <"

@@ -141,7 +141,7 @@ class Condition:
         owner: the process that acquired the lease last; None if none ever did.
         lease: seconds until the lease expires; 0 if it has expired.
         quiet: seconds since the last batch was applied; None if none ever was.
-        acts: operator overrides of the last day, newest first.
+        overrides: operator overrides of the last day, newest first.
         waits: what a batch of the owner waits for in this database.
         lagging: Kafka partitions whose records wait for longer than a healthy pipeline takes.
     """
@@ -150,7 +150,7 @@ class Condition:
     lease: float
     quiet: float | None
     dead_letters: Sequence[DeadLetterCounts]
-    acts: Sequence[RecentOverride] = ()
+    overrides: Sequence[RecentOverride] = ()
     faults: Sequence[SinkFault] = ()
     waits: str | None = None
     lagging: Sequence[LaggingPartition] = ()
@@ -216,7 +216,7 @@ class Conditions:
             overrides = fetch_all(
                 connection,
                 RecentOverride,
-                "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.acts"
+                "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.overrides"
                 " where time > now() - interval '1 day' order by number desc limit %s",
                 (OVERRIDES_SHOWN,),
             )
@@ -462,13 +462,13 @@ _TABLES: Final[dict[str, LiteralString]] = {
     "stream_positions": "select * from tidemark.stream_positions order by updated_at desc",
     "position_advances": "select * from tidemark.position_advances where time >"
     " (select max(updated_at) from tidemark.streams) - interval '10 minutes' order by time desc",
-    "line_moves": "select * from tidemark.line_moves order by time desc",
+    "linear_moves": "select * from tidemark.linear_moves order by time desc",
     "stream_gaps": "select * from tidemark.stream_gaps order by closed_at desc nulls first, opened_at desc",
-    "acts": "select * from tidemark.acts order by number desc",
+    "overrides": "select * from tidemark.overrides order by number desc",
     "skips": "select * from tidemark.skips order by number desc",
     "late_completions": "select * from tidemark.late_completions order by number desc",
     "dead_letters": "select * from tidemark.dead_letters order by records desc",
-    "recalls": "select * from tidemark.recalls order by number desc",
+    "requeues": "select * from tidemark.requeues order by number desc",
     "sink_faults": "select * from tidemark.sink_faults order by since desc",
     "applied_batches": "select * from tidemark.applied_batches order by number desc",
     "kafka_offsets": "select * from tidemark.kafka_offsets order by topic, partition",

@@ -44,20 +44,20 @@ def keep_unsent(connection: Connection, batch: Batch) -> None:
     """Store the rejected records of the batch, in its transaction."""
     if rejected := batch.rejected():
         connection.execute(
-            "insert into tidemark.unsent_letters (query, batch, rejected) values (%s, %s, %s)",
+            "insert into tidemark.unsent_dead_letters (query, batch, rejected) values (%s, %s, %s)",
             (batch.query, batch.number, msgspec.msgpack.encode(rejected)),
         )
 
 
 def unsent(connection: Connection) -> list[UnsentDeadLetters]:
     """The stored rejected records, the oldest batch of each query first."""
-    rows = connection.execute("select query, batch, rejected from tidemark.unsent_letters order by query, batch")
+    rows = connection.execute("select query, batch, rejected from tidemark.unsent_dead_letters order by query, batch")
     return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
 
 
 def forget_unsent(connection: Connection, query: str, batch: int) -> None:
     """Delete the rejected records of the batch: its dead letters are in Kafka."""
-    connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
+    connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
 BATCHES_STORED = 1000  # of each query; a retried commit whose answer was lost is found among them
@@ -175,7 +175,7 @@ def _write_linear_moves(connection: Connection, batch: Batch) -> None:
     execute(
         connection,
         """
-        insert into tidemark.line_moves (stream, prev, linear, retired, epochs, time, batch)
+        insert into tidemark.linear_moves (stream, prev, linear, retired, epochs, time, batch)
         select stream, prev, linear, string_to_array(retired, ' '), string_to_array(epochs, ' ')::bigint[],
             to_timestamp(now / 1000.0), batch
         from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::text[], %s::text[], %s::bigint[])

@@ -75,7 +75,7 @@ create table tidemark.late_completions (
 );
 create index late_completions_stream on tidemark.late_completions (stream, number);
 
-create table tidemark.line_moves (
+create table tidemark.linear_moves (
     stream      text        not null,
     prev        bigint      not null,
     linear      bigint      not null,
@@ -84,10 +84,10 @@ create table tidemark.line_moves (
     batch       bigint      not null,
     time        timestamptz not null
 );
-create index line_moves_time on tidemark.line_moves (stream, time);
-comment on table tidemark.line_moves is
+create index linear_moves_time on tidemark.linear_moves (stream, time);
+comment on table tidemark.linear_moves is
     'Moves of the linear position in batches that made no advance in the stream, as after a retirement; position_advances has the other moves';
-comment on column tidemark.line_moves.retired is 'Writers that retired in the batch; epochs has the epoch of each';
+comment on column tidemark.linear_moves.retired is 'Writers that retired in the batch; epochs has the epoch of each';
 
 create table tidemark.dead_letters (
     reason      text        primary key,
@@ -97,17 +97,17 @@ create table tidemark.dead_letters (
 comment on table tidemark.dead_letters is
     'Number of records sent to the dead letters since this database was made, by reason. Exact; the topic may have duplicates';
 
-create table tidemark.unsent_letters (
+create table tidemark.unsent_dead_letters (
     query       text        not null,
     batch       bigint      not null,
     rejected    bytea       not null,
     primary key (query, batch)
 );
-comment on table tidemark.unsent_letters is
+comment on table tidemark.unsent_dead_letters is
     'Rejected records of a batch until they are in the dead letters, so that a lost checkpoint does not lose them (docs/design.md, rule 5)';
-comment on column tidemark.unsent_letters.rejected is 'Kafka offsets and reasons, without the records themselves';
+comment on column tidemark.unsent_dead_letters.rejected is 'Kafka offsets and reasons, without the records themselves';
 
-create table tidemark.recalls (
+create table tidemark.requeues (
     number      bigint      generated always as identity primary key,
     stream      text        not null,
     writer      text        not null,
@@ -119,11 +119,11 @@ create table tidemark.recalls (
     problem     text,
     since       timestamptz not null default now()
 );
-comment on table tidemark.recalls is
+comment on table tidemark.requeues is
     'Offset ranges of deferred records, which the pipeline produces to the facts topic again';
-comment on column tidemark.recalls.next is
+comment on column tidemark.requeues.next is
     'The offset to continue with; larger than last: all records that still exist were produced';
-comment on column tidemark.recalls.gone is
+comment on column tidemark.requeues.gone is
     'Number of offsets that Kafka no longer had; the IDs of their records stay open until a JOIN settles them';
 
 create table tidemark.kafka_offsets (

@@ -2,7 +2,7 @@
 -- once, by the login that began it, through functions. So is the dead letter or the late completion that it is about. A
 -- policy is changed by a function only, which also writes the audit entry.
 
-create table tidemark.acts (
+create table tidemark.overrides (
     number      bigint      generated always as identity primary key,
     kind        text        not null,
     stream      text        not null,
@@ -20,18 +20,18 @@ create table tidemark.acts (
     "offset"    bigint,
     outcome     text
 );
-comment on table tidemark.acts is
+comment on table tidemark.overrides is
     'Operator overrides by a verb, written before the verb sends its record. Kafka does not tell a consumer who produced a record';
-comment on column tidemark.acts.by is 'The name that the operator gave';
-comment on column tidemark.acts.seen_as is 'The login in this database';
-comment on column tidemark.acts."offset" is 'Offset of the record; null: not known to be sent';
-comment on column tidemark.acts.outcome is 'Outcome as the verb saw it; null: the verb did not wait, or not long enough';
+comment on column tidemark.overrides.by is 'The name that the operator gave';
+comment on column tidemark.overrides.seen_as is 'The login in this database';
+comment on column tidemark.overrides."offset" is 'Offset of the record; null: not known to be sent';
+comment on column tidemark.overrides.outcome is 'Outcome as the verb saw it; null: the verb did not wait, or not long enough';
 
 create table tidemark.replays (
     topic       text        not null,
     partition   integer     not null,
     "offset"    bigint      not null,
-    act         bigint      not null references tidemark.acts on delete cascade,
+    act         bigint      not null references tidemark.overrides on delete cascade,
     primary key (topic, partition, "offset")
 );
 comment on table tidemark.replays is
@@ -39,7 +39,7 @@ comment on table tidemark.replays is
 
 create table tidemark.late_resolved (
     number      bigint      primary key,
-    act         bigint      not null references tidemark.acts on delete cascade
+    act         bigint      not null references tidemark.overrides on delete cascade
 );
 comment on table tidemark.late_resolved is
     'Late completions that an operator has repaired by hand in what readers derived from the stream';
@@ -49,7 +49,7 @@ create table tidemark.policies (
     stream      text        not null,
     setting     text        not null,
     value       bigint      not null,
-    act         bigint      references tidemark.acts on delete set null,
+    act         bigint      references tidemark.overrides on delete set null,
     primary key (stream, setting),
     check (value between 1 and case when setting like '%\_days' then 36500 else 1000000000 end)
 );
@@ -63,7 +63,7 @@ comment on column tidemark.policies.act is
 create function tidemark.note_sent(act bigint, to_topic text, to_partition integer, to_offset bigint) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
 $$
-    update tidemark.acts a set (topic, partition, "offset") = (to_topic, to_partition, to_offset)
+    update tidemark.overrides a set (topic, partition, "offset") = (to_topic, to_partition, to_offset)
     where a.number = note_sent.act and a.seen_as = session_user and a."offset" is null and a.outcome is null
     returning true
 $$;
@@ -73,7 +73,7 @@ comment on function tidemark.note_sent(bigint, text, integer, bigint) is
 create function tidemark.note_outcome(act bigint, became text) returns boolean
     language sql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' as
 $$
-    update tidemark.acts a set outcome = became
+    update tidemark.overrides a set outcome = became
     where a.number = note_outcome.act and a.seen_as = session_user and a.outcome is null
     returning true
 $$;
@@ -85,7 +85,7 @@ create function tidemark.note_replay(act bigint, of_topic text, of_partition int
 $$
     insert into tidemark.replays (topic, partition, "offset", act)
     select of_topic, of_partition, of_offset, a.number
-    from tidemark.acts a where a.number = note_replay.act and a.seen_as = session_user and a.kind = 'REPLAY'
+    from tidemark.overrides a where a.number = note_replay.act and a.seen_as = session_user and a.kind = 'REPLAY'
     on conflict do nothing
     returning true
 $$;
@@ -97,7 +97,7 @@ create function tidemark.note_resolved(act bigint, late bigint) returns boolean
 $$
     insert into tidemark.late_resolved (number, act)
     select late, a.number
-    from tidemark.acts a where a.number = note_resolved.act and a.seen_as = session_user and a.kind = 'RESOLVE'
+    from tidemark.overrides a where a.number = note_resolved.act and a.seen_as = session_user and a.kind = 'RESOLVE'
     on conflict do nothing
     returning true
 $$;
@@ -115,7 +115,7 @@ declare
 begin
     -- One call at a time, so that the old values in the audit entry are those that it replaced.
     lock table tidemark.policies in share row exclusive mode;
-    insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why)
+    insert into tidemark.overrides (kind, stream, writer, epoch, prev, id, by, why)
         values ('POLICY', name, '', 0, 0, 0, by_whom, reason) returning number into act;
     for place in 1 .. cardinality(settings) loop
         was := (select p.value from tidemark.policies p where p.stream = name and p.setting = settings[place]);
@@ -132,7 +132,7 @@ begin
             coalesce(wanted[place]::text, 'not set'));
     end loop;
     outcome := array_to_string(said, ', ');
-    update tidemark.acts a set outcome = outcome where a.number = act;
+    update tidemark.overrides a set outcome = outcome where a.number = act;
     return next;
 end
 $$;

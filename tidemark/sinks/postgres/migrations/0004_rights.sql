@@ -27,13 +27,13 @@ begin
     if to_regrole('tidemark_owner') is not null then
         grant usage on schema tidemark to tidemark_owner;
         grant select, insert, update, delete on tidemark.schema_version, tidemark.streams, tidemark.stream_positions,
-            tidemark.stream_gaps, tidemark.skips, tidemark.late_completions, tidemark.line_moves, tidemark.dead_letters,
-            tidemark.unsent_letters, tidemark.recalls, tidemark.kafka_offsets, tidemark.applied_batches, tidemark.topics,
+            tidemark.stream_gaps, tidemark.skips, tidemark.late_completions, tidemark.linear_moves, tidemark.dead_letters,
+            tidemark.unsent_dead_letters, tidemark.requeues, tidemark.kafka_offsets, tidemark.applied_batches, tidemark.topics,
             tidemark.pipeline, tidemark.query_lease, tidemark.sink_faults, tidemark.lagging_partitions,
             tidemark.retention_clock, tidemark.writer_numbers, tidemark.packed_advances, tidemark.history_since
             to tidemark_owner;
         grant select on tidemark.position_advances to tidemark_owner;
-        grant delete on tidemark.acts, tidemark.replays, tidemark.late_resolved to tidemark_owner;
+        grant delete on tidemark.overrides, tidemark.replays, tidemark.late_resolved to tidemark_owner;
         grant usage on sequence tidemark.skips_number_seq, tidemark.applied_batches_number_seq,
             tidemark.writer_numbers_number_seq to tidemark_owner;
         -- Each owner of the lease sets the numbers of late completions ahead: a restored database must not give a number
@@ -44,11 +44,11 @@ begin
     if to_regrole('tidemark_reader') is not null then
         grant usage on schema tidemark to tidemark_reader;
         grant select on tidemark.schema_version, tidemark.streams, tidemark.stream_positions, tidemark.stream_gaps,
-            tidemark.skips, tidemark.late_completions, tidemark.line_moves, tidemark.dead_letters,
-            tidemark.unsent_letters, tidemark.recalls, tidemark.kafka_offsets, tidemark.applied_batches, tidemark.topics,
+            tidemark.skips, tidemark.late_completions, tidemark.linear_moves, tidemark.dead_letters,
+            tidemark.unsent_dead_letters, tidemark.requeues, tidemark.kafka_offsets, tidemark.applied_batches, tidemark.topics,
             tidemark.pipeline, tidemark.query_lease, tidemark.sink_faults, tidemark.lagging_partitions,
             tidemark.retention_clock, tidemark.writer_numbers, tidemark.packed_advances, tidemark.history_since,
-            tidemark.position_advances, tidemark.acts, tidemark.replays, tidemark.late_resolved, tidemark.policies
+            tidemark.position_advances, tidemark.overrides, tidemark.replays, tidemark.late_resolved, tidemark.policies
             to tidemark_reader;
     end if;
     -- Nobody may write seen_as, seen_from and time of an override, or change it later but through the functions.
@@ -56,7 +56,7 @@ begin
         if to_regrole(someone) is not null then
             execute format(
                 'grant usage on schema tidemark to %1$I;'
-                ' grant select, insert (kind, stream, writer, epoch, prev, id, by, why) on tidemark.acts to %1$I;'
+                ' grant select, insert (kind, stream, writer, epoch, prev, id, by, why) on tidemark.overrides to %1$I;'
                 ' grant select on tidemark.replays, tidemark.late_resolved, tidemark.policies to %1$I;'
                 ' grant execute on function tidemark.note_sent(bigint, text, integer, bigint),'
                 ' tidemark.note_outcome(bigint, text), tidemark.note_replay(bigint, text, integer, bigint),'

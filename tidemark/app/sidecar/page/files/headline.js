@@ -82,8 +82,8 @@ export function notices(sum, pipeline, now) {
 }
 
 // Operator overrides of the last day, the newest first.
-export function acts(pipeline, now) {
-  return (pipeline.acts ?? []).map((it) => {
+export function overrides(pipeline, now) {
+  return (pipeline.overrides ?? []).map((it) => {
     const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream || "all streams";
     const by = it.by === it.seen_as ? it.by : `${it.by} (as ${it.seen_as})`;
     return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its outcome is not known"})` };

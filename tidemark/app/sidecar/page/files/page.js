@@ -2,7 +2,7 @@
 
 import { Board } from "./board.js";
 import { Feed } from "./feed.js";
-import { acts, figures, listed, note, notices, summary } from "./headline.js";
+import { figures, listed, note, notices, overrides, summary } from "./headline.js";
 import { seconds } from "./verdict.js";
 
 const TOKEN = "tidemark.token";
@@ -64,9 +64,9 @@ function draw() {
   show(summary(sum, pipeline, lost, now()));
   for (const [id, said] of Object.entries(figures(sum, pipeline))) write(part(id), said);
   listed(part("notices"), lost ? [] : notices(sum, pipeline, now()));
-  const done = acts(pipeline, lost?.since ?? now());
+  const done = overrides(pipeline, lost?.since ?? now());
   part("audit").hidden = !done.length;
-  listed(part("acts"), done);
+  listed(part("overrides"), done);
 }
 
 function show({ mood, headline, subline }) {

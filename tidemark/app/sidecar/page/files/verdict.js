@@ -83,7 +83,7 @@ function divergence(stream, now) {
 
 // Writers without a gap that block the linear position: they announce nothing, not even that they are idle.
 function silent(stream, motion, now) {
-  const blocked = stream.behind?.held_by.filter((it) => it.reason === "silent" || it.reason === "transaction") ?? [];
+  const blocked = stream.linear_lag?.blockers.filter((it) => it.reason === "silent" || it.reason === "transaction") ?? [];
   const known = new Map(stream.writers.map((it) => [it.writer, it]));
   return blocked.filter((it) => !known.get(it.writer)?.gaps.length).map((it) => ({
     writer: it.writer,
@@ -96,7 +96,7 @@ function silent(stream, motion, now) {
 
 // Relays and bridges that send nothing new: what they hold back is in no record, so nobody is seen to wait.
 function sources(stream) {
-  const waiting = new Set(stream.behind?.held_by.map((it) => it.writer));
+  const waiting = new Set(stream.linear_lag?.blockers.map((it) => it.writer));
   const known = new Map(stream.writers.map((it) => [it.writer, it]));
   return stream.remedies.filter((it) => SOURCES[it.verdict] && !waiting.has(it.writer) && !known.get(it.writer)?.gaps.length).map((it) => ({
     writer: it.writer,
