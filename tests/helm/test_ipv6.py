@@ -1,10 +1,12 @@
 """`network.listen: "::"`: the listeners of the pods in a cluster without IPv4, and in one with both families."""
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -12,12 +14,23 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from tests.helm.ipv6_pipeline import ADDRESS, NAME
+from tests.helm.tools import ROOT
 from tidemark.app.serving import http_health
 from tidemark.app.serving.serve import listening_socket
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 
 ONLY_IPV6 = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec"
+NO_IPV4_OUTSIDE = f"""
+set -e
+ip link set lo up
+ip -6 addr add {ADDRESS}/64 dev lo nodad
+printf '127.0.0.1 localhost\\n::1 localhost\\n{ADDRESS} {NAME}\\n' >"$1/hosts"
+mount --bind "$1/hosts" /etc/hosts
+exec "$2" -P -m tests.helm.ipv6_pipeline "$1" "$3"
+"""
+"""A shell script for root: Postgres runs as another user, which a user namespace has not."""
 PROGRAM = """
 import socket
 from tests.helm.test_ipv6 import listens
@@ -66,6 +79,19 @@ def test_pods_are_reached_without_ipv4() -> None:
         pytest.skip("this machine has no network namespaces or no IPv6")
     done = _in_namespace(f"{ONLY_IPV6} {sys.executable} -c '{PROGRAM}'")
     assert (done.returncode, done.stdout) == (0, "served without IPv4\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for namespaces in which Postgres runs as another user")
+@pytest.mark.parametrize("tasks", ["local", "executors"])
+def test_positions_move_without_ipv4(tmp_path: Path, tasks: str) -> None:
+    """Kafka, Postgres, Redis, Spark's driver and its executors are reached at one IPv6 address."""
+    tmp_path.chmod(0o755)
+    # What is left running ends with the first process of the namespace.
+    command = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command += ["sh", "-c", NO_IPV4_OUTSIDE, "sh", str(tmp_path), sys.executable, tasks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    assert (done.returncode, done.stdout) == (0, "positions moved without IPv4\n"), done.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -59,3 +59,12 @@ def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
 def test_executors_call_us_by_the_address_that_faces_the_master(master: str) -> None:
     """Of several masters by the first one's; nothing needs to listen there."""
     assert address_towards(master) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("fd00::5", "[fd00::5]"), ("[fd00::5]", "[fd00::5]"), ("10.0.0.1", "10.0.0.1"), ("p-0.p", "p-0.p")],
+)
+def test_the_driver_has_an_ipv6_address_in_brackets(host: str, shown: str) -> None:
+    """Spark refuses the address without them, and the kernel answers without."""
+    assert Cluster(host, executors=1, cores=1, memory="1g").settings()["spark.driver.host"] == shown

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 SETTINGS = {
+    # Java listens on IPv6 too, if the host has it.
     "spark.driver.bindAddress": "0.0.0.0",
     # If a query began before all executors have registered, the first ones would get all states.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
@@ -85,7 +86,7 @@ class Cluster:
             **SETTINGS,
             **({} if self.store else NO_STORE),
             **self._number(),
-            "spark.driver.host": self.driver_host,
+            "spark.driver.host": _bracketed(self.driver_host),
             "spark.driver.port": str(self.driver_port),
             "spark.blockManager.port": str(self.block_manager_port),
             "spark.executor.cores": str(self.cores),
@@ -123,6 +124,11 @@ def _add(archive: zipfile.ZipFile, package: Traversable, path: str) -> None:
             _add(archive, entry, f"{path}/{entry.name}")
         elif entry.name.endswith(".py"):
             archive.writestr(f"{path}/{entry.name}", entry.read_bytes())
+
+
+def _bracketed(host: str) -> str:
+    """Spark wants an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def address_towards(master: str) -> str:
