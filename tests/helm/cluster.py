@@ -7,11 +7,13 @@ Prints its figures; ends with 1 at the first thing that is wrong, and leaves the
 """
 
 import itertools
+import re
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from typing import Any
 import click
 
 from tests.helm import installs
-from tests.helm.befall import Befall, say, timed
+from tests.helm.faults import Faults, say, timed
 from tests.helm.feed import FactsFeed
 from tests.helm.kube import Kube, until
 from tests.helm.tools import CHART, ROOT, run
+from tests.helm.tutorial import Tutorial
 from tests.helm.watch import PositionsWatch
 
 IMAGE = "localhost/tidemark:dev"
@@ -46,16 +49,17 @@ class Scenario:
     kube: Kube
     feed: FactsFeed
     held: FactsFeed
-    """A stream with a gap that stays open over what befalls the release."""
+    """A stream with a gap that stays open while the faults happen."""
     watch: PositionsWatch
     values: list[str]
     """Options of helm, the same for every install and upgrade."""
     standstill: float
     """Seconds that a position may stand still while facts come."""
 
-    def install(self) -> None:
+    def install(self, chart: Path) -> None:
+        """Install `chart`, which may be another one than the later upgrades use."""
         began = time.monotonic()
-        self.kube.helm("install", *self.values)
+        replace(self.kube, chart=chart).helm("install", *self.values)
         self.kube.client(IMAGE)
         self.watch.start()
         until("the topics are there", self.feed.first_was_sent)
@@ -64,6 +68,15 @@ class Scenario:
         self.kube.rolled_out()
         pod = self.kube.living_pod(f"{self.kube.name}-pipeline-0")
         assert not pod.restarts("sidecar"), "the sidecar did not wait for the schema"
+
+    def only_the_driver_has_rights(self) -> None:
+        """The token is in the container of Spark's driver alone, and stands for pods and nothing else."""
+        assert self.kube.has_token("pipeline")
+        assert not self.kube.has_token("sidecar")
+        kinds = ("pods", "configmaps", "secrets", "services", "persistentvolumeclaims")
+        asked = [(verb, kind) for verb in ("create", "list", "delete") for kind in kinds]
+        allowed = {f"{verb} {kind}" for verb, kind in asked if self.kube.may(self.kube.name, verb, kind)}
+        assert allowed == {"create pods", "list pods", "delete pods"}, allowed
 
     def helm_test(self) -> None:
         click.echo(self.kube.helm_test())
@@ -171,6 +184,10 @@ class Scenario:
 @click.option("--standstill", type=float, default=90.0, show_default=True, help="Seconds that are still good.")
 @click.option("--set", "chosen", multiple=True, help="A value more, name=value: spark.master=kubernetes for instance.")
 @click.option("--images/--no-images", default=True, help="Build and load images first.")
+@click.option(
+    "--before", type=click.Path(path_type=Path), help="Chart to upgrade from; default: this one as 0.0.9+test."
+)
+@click.option("--helm", "helm_program", default="helm", show_default=True, help="helm is helm 3, helm4 is helm 4.")
 def main(
     *,
     prefix: str,
@@ -181,38 +198,57 @@ def main(
     standstill: float,
     chosen: tuple[str, ...],
     images: bool,
+    before: Path | None,
+    helm_program: str,
 ) -> None:
     """Install, break, upgrade, roll back, uninstall; compare positions with the truth all the time."""
     if images:
         built(shlex.split(build), shlex.split(load))
-    kube = Kube(shlex.split(prefix), namespace, CHART)
+    kube = Kube(shlex.split(prefix), namespace, CHART, helm_program=helm_program)
     feed, held = FactsFeed(kube, "kube-test"), FactsFeed(kube, "kube-test-held")
     watch = PositionsWatch(kube, [feed.stream, held.stream])
     values = ["-f", str(CHART / "examples/trial.yaml"), "--set", "sidecar.replicas=2", *SERVER_IMAGES]
     values += [*image_options(IMAGE, "image"), *(word for one in chosen for word in ("--set", one))]
     scenario = Scenario(kube, feed, held, watch, values, standstill)
-    befall = Befall(kube)
+    faults = Faults(kube)
+    executors = "spark.master=kubernetes" in chosen
     kube.namespace_made()
-    scenario.install()
+    with tempfile.TemporaryDirectory() as scratch:
+        scenario.install(before or chart_before(Path(scratch)))
     scenario.helm_test()
+    if executors:
+        scenario.only_the_driver_has_rights()
     if soak:
         scenario.soak(soak)
-    scenario.through("pod killed", befall.pod_killed)
-    scenario.through("process killed", befall.process_killed)
-    scenario.through("node drained", befall.node_drained)
+    scenario.through("pod killed", faults.pod_killed)
+    scenario.through("process killed", faults.process_killed)
+    scenario.through("sidecars killed", faults.sidecars_killed)
+    if executors:
+        scenario.through("executor killed", faults.executor_killed)
+    scenario.through("node drained", faults.node_drained)
     upgrade = [*scenario.values, "--set", f"image.tag={NEXT_IMAGE.rpartition(':')[2]}"]
-    scenario.through("upgrade to another image", partial(befall.upgraded, NEXT_IMAGE, upgrade))
-    scenario.through("rollback", befall.rolled_back)
-    scenario.through("broken release", partial(befall.broken_and_rolled_back, scenario.values))
+    scenario.through("upgrade of chart and image", partial(faults.upgraded, NEXT_IMAGE, upgrade))
+    scenario.through("rollback", faults.rolled_back)
+    scenario.through("broken release", partial(faults.broken_and_rolled_back, scenario.values))
     scenario.every_move_is_chained_and_counted()
     scenario.helm_test()
     watch.stop()
     timed("uninstall", kube.uninstalled)
     click.echo("every position was right")
-    installs.tried(
-        kube, [*image_options(IMAGE, "image"), *image_options(SERVICES_IMAGE, "servicesImage")], SERVER_IMAGES
-    )
+    ours = image_options(IMAGE, "image")
+    Tutorial(kube, [*ours, *SERVER_IMAGES]).followed()
+    until("the uninstall leaves nothing", lambda: not kube.left())
+    installs.tried(kube, [*ours, *image_options(SERVICES_IMAGE, "servicesImage")], SERVER_IMAGES)
     kube.namespace_deleted()
+
+
+def chart_before(directory: Path) -> Path:
+    """This chart under an older version with build metadata, as delivery tools write it."""
+    chart = directory / CHART.name
+    shutil.copytree(CHART, chart)
+    text = (chart / "Chart.yaml").read_text()
+    (chart / "Chart.yaml").write_text(re.sub(r"(?m)^version: .*$", "version: 0.0.9+test", text))
+    return chart
 
 
 def built(build: list[str], load: list[str]) -> None:

@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tests.helm.befall import timed
+from tests.helm.faults import timed
 from tests.helm.kube import Kube, PodState, until
 from tests.helm.tools import CHART, ROOT, tool
 
@@ -104,8 +104,26 @@ class Installs:
 
     def relayed(self) -> None:
         """What the service appends in its transaction arrives."""
-        self.servers.sql("shop", "select tidemark.append('orders', '{}')")
+        self._append(1)
         until("the relay's fact is counted", lambda: self.kube.status("orders") == 1)
+
+    def relay_killed(self) -> None:
+        """While facts are appended: the next pod goes on after the last fact that Kafka has."""
+        self._append(500)
+        before = self.kube.pods("relay")
+        self.kube.delete_pods(before)
+        self._append(500)
+        until("there is another relay", lambda: bool(set(self.kube.pods("relay")) - set(before)))
+        until("every fact is counted", lambda: self.kube.status("orders") == 1001)
+        counts = self.kube.over_http("/v1/streams/orders/advances")["moves"]
+        assert sum(move.get("facts", 0) for move in counts) == 1001, counts
+
+    def _append(self, count: int) -> None:
+        """One transaction for each fact."""
+        statement = (
+            f"do $$ begin for i in 1..{count} loop perform tidemark.append('orders', '{{}}'); commit; end loop; end $$"
+        )
+        self.servers.sql("shop", statement)
 
     def executor_pending(self) -> None:
         """No node takes the executors: not ready, and `helm test` says what is missing; a rollback mends it."""
@@ -146,7 +164,7 @@ class Installs:
     def _said(self, command: str, *more: str) -> "subprocess.CompletedProcess[str]":
         """What a command of the documentation says, from the directory in which people call it."""
         program, *words = shlex.split(command)
-        path = tool("helm") if program == "helm" else program
+        path = tool(self.kube.helm_program) if program == "helm" else program
         line = [*self.kube.prefix, path, "-n", self.kube.namespace, *words, *more]
         return subprocess.run(list(map(str, line)), cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -161,6 +179,7 @@ def tried(kube: Kube, ours: list[str], servers: list[str]) -> None:
     timed("unreachable server: helm says so", installs.unreachable_server)
     timed("install as documented", installs.as_documented)
     timed("fact by the relay", installs.relayed)
+    timed("relay killed: every fact counted", installs.relay_killed)
     timed("executors without a node: helm test says so", installs.executor_pending)
     timed("uninstall", kube.uninstalled)
     timed("uninstall of the servers", own.kube.uninstalled)

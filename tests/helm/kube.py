@@ -70,6 +70,8 @@ class Kube:
     namespace: str
     chart: Path
     name: str = "tidemark"
+    helm_program: str = "helm"
+    """A name that helm/tools/install knows: `helm` is helm 3, `helm4` is helm 4."""
 
     def kubectl(self, *words: str, given: str | None = None) -> str:
         return run(*self._kubectl(), *words, given=given)
@@ -178,6 +180,25 @@ class Kube:
         labels = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         return self.kubectl("get", "pods", "-l", labels, "-o", "jsonpath={.items[*].metadata.name}").split()
 
+    def delete_pods(self, names: Sequence[str]) -> None:
+        """At once: the processes get no signal before SIGKILL."""
+        assert names, "there is no pod to delete"
+        self.kubectl("delete", "pod", *names, "--wait=false", "--grace-period=0", "--force")
+
+    def may(self, account: str, verb: str, resource: str) -> bool:
+        """Whether RBAC lets a service account of the namespace do this."""
+        who = f"--as=system:serviceaccount:{self.namespace}:{account}"
+        words = [*self._kubectl(), "auth", "can-i", verb, resource, who]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() in {"yes", "no"}, done
+        return done.stdout.strip() == "yes"
+
+    def has_token(self, container: str) -> bool:
+        """Whether a container of the pipeline's pod has a token for the API server."""
+        program = "import os; print(os.path.exists('/var/run/secrets/kubernetes.io/serviceaccount/token'))"
+        words = ["exec", f"{self.name}-pipeline-0", "-c", container, "--", "python", "-c", program]
+        return self.kubectl(*words).strip() == "True"
+
     def rolled_out(self) -> None:
         """Return when the pipeline's pod is the wanted one, and its query runs."""
         self.kubectl("rollout", "status", f"statefulset/{self.name}-pipeline", "--timeout=5m")
@@ -219,7 +240,7 @@ class Kube:
         return found
 
     def _helm(self) -> list[str | Path]:
-        return [*self.prefix, tool("helm"), "-n", self.namespace]
+        return [*self.prefix, tool(self.helm_program), "-n", self.namespace]
 
     def _kubectl(self) -> list[str]:
         return [*self.prefix, "kubectl", "-n", self.namespace]

@@ -1,5 +1,5 @@
-"""What befalls a release in `make kube-test`. Each returns when it is seen to have happened: a kill that killed nothing
-must not pass for one that was survived."""
+"""Faults and changes of a release in `make kube-test`. Each method returns when the fault has visibly happened,
+so that a kill without a victim fails the test."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,12 @@ NO_IMAGE = {"ErrImagePull", "ErrImageNeverPull", "ImagePullBackOff", "InvalidIma
 
 
 @dataclass(frozen=True, slots=True)
-class Befall:
+class Faults:
     kube: Kube
 
     def pod_killed(self) -> None:
         before = self._pod()
-        self.kube.kubectl("delete", "pod", self._name, "--wait=false", "--grace-period=0", "--force")
+        self.kube.delete_pods([self._name])
         self._is_another(before)
 
     def process_killed(self) -> None:
@@ -26,6 +26,18 @@ class Befall:
         self.kube.kill_process(self._name)
         until("the pipeline's container started again", lambda: self._restarts() > before.restarts("pipeline"))
         assert self._pod().uid == before.uid, "the pod was replaced, and only its process was to die"
+
+    def sidecars_killed(self) -> None:
+        """All pods of the Deployment at once. The sidecar in the pipeline's pod answers alone until they are back."""
+        before = self.kube.pods("sidecar")
+        self.kube.delete_pods(before)
+        until("there are as many other sidecars", lambda: self._ready_besides("sidecar", before) == len(before))
+
+    def executor_killed(self) -> None:
+        """One of Spark's executors, without warning. Spark asks for another one."""
+        before = self.kube.pods("executor")
+        self.kube.delete_pods(before[:1])
+        until("there is another executor", lambda: bool(set(self.kube.pods("executor")) - set(before)))
 
     def node_drained(self) -> None:
         """The pipeline's pod and all sidecars are evicted; no node takes them, or another one, until it is back."""
@@ -70,6 +82,11 @@ class Befall:
 
     def _pod(self) -> PodState:
         return self.kube.living_pod(self._name)
+
+    def _ready_besides(self, component: str, others: list[str]) -> int:
+        """How many pods of the component are ready and none of `others`."""
+        pods = [self.kube.pod(name) for name in self.kube.pods(component) if name not in others]
+        return sum(pod is not None and pod.ready for pod in pods)
 
     def _restarts(self) -> int:
         return self._pod().restarts("pipeline")
