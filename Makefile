@@ -172,11 +172,13 @@ version-check: ## Fail unless TAG names the version of this tree (TAG=v1.2.3)
 KUBE_RUN :=
 # A command that is given an image's name and brings it to the cluster's nodes; empty: they see it already.
 IMAGE_LOAD := kind load docker-image
+# helm is helm 3, helm4 is helm 4.
+KUBE_HELM := helm
 
 .PHONY: kube-test
-kube-test: setup ## Install the trial on the cluster of the current context, break it, upgrade it; docs/how-to/kubernetes.md
-	helm/tools/install helm
-	$(BIN)/python -m tests.helm.cluster --run "$(KUBE_RUN)" --build "$(IMAGE_BUILD)" --load "$(IMAGE_LOAD)" $(KUBE_TEST)
+kube-test: setup ## Install the chart on the cluster of the current context, break it, upgrade it; CONTRIBUTING.md
+	helm/tools/install $(KUBE_HELM)
+	$(BIN)/python -m tests.helm.cluster --run "$(KUBE_RUN)" --helm "$(KUBE_HELM)" --build "$(IMAGE_BUILD)" --load "$(IMAGE_LOAD)" $(KUBE_TEST)
 
 ##@ Measure
 .PHONY: bench

@@ -10,6 +10,7 @@ import itertools
 import re
 import shlex
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -202,6 +203,7 @@ def main(
     helm_program: str,
 ) -> None:
     """Install, break, upgrade, roll back, uninstall; compare positions with the truth all the time."""
+    require_cluster(shlex.split(prefix), namespace)
     if images:
         built(shlex.split(build), shlex.split(load))
     kube = Kube(shlex.split(prefix), namespace, CHART, helm_program=helm_program)
@@ -249,6 +251,28 @@ def chart_before(directory: Path) -> Path:
     text = (chart / "Chart.yaml").read_text()
     (chart / "Chart.yaml").write_text(re.sub(r"(?m)^version: .*$", "version: 0.0.9+test", text))
     return chart
+
+
+def require_cluster(prefix: list[str], namespace: str) -> None:
+    """End with what the test needs, before it builds images."""
+    try:
+        done = subprocess.run(
+            [*prefix, "kubectl", "get", "nodes", "--request-timeout=10s"], capture_output=True, text=True, check=False
+        )
+        problem = done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+    except FileNotFoundError as error:
+        problem = f"{error.filename} is not on the PATH"
+    if problem is not None:
+        raise click.ClickException(
+            f"kubectl reaches no cluster: {problem}\nkube-test needs a throw-away cluster, as of `kind create cluster`,"
+            " and a context of kubectl with the rights of an administrator"
+        )
+    exists = [*prefix, "kubectl", "get", "namespace", namespace, "--ignore-not-found", "-o", "name"]
+    if run(*exists).strip():
+        raise click.ClickException(
+            f"the namespace {namespace} exists, perhaps from a test that failed: delete it, or choose another one with"
+            " --namespace"
+        )
 
 
 def built(build: list[str], load: list[str]) -> None:

@@ -23,7 +23,7 @@ from tidemark.streaming.wire.records import Rdata
 
 ADDRESS = "fd00::5"
 NAME = "six"
-"""A name with ADDRESS and no other, in /etc/hosts of the namespace."""
+"""A name with ADDRESS and no other, in /etc/hosts of the namespace. It is the host name too, as in a pod."""
 
 
 class OpenPostgres(postgres.PostgresServer):
@@ -72,6 +72,7 @@ def main(directory: Path, spark: str) -> None:
     home, java = Home(directory), find_java(Settings().java_home)
     kafka = processes.KafkaServer(home, 19092, java=java, jars=Home(Settings().home).jars / BROKER)
     database, redis = OpenPostgres(home, 15432), NumericRedis(home, 16379)
+    (directory / "site").mkdir()
     with ExitStack() as running:
         for server in (kafka, database, redis):
             server.start()
