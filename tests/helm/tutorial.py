@@ -1,7 +1,9 @@
 """`make kube-test`, last part: docs/tutorials/kubernetes.md word for word, with the time of each command."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +38,12 @@ class Tutorial:
     def followed(self) -> None:
         for command in commands(PAGE.read_text()):
             if "port-forward" in command:
-                forward = subprocess.Popen(self._line(command), stdout=subprocess.DEVNULL)
+                forward = subprocess.Popen(self._line(command), stdout=subprocess.DEVNULL, start_new_session=True)
             elif command.startswith("curl"):
                 try:
                     timed(command, partial(until, "the answer has the fact", partial(self._has_fact, command)))
                 finally:
-                    forward.terminate()
+                    os.killpg(forward.pid, signal.SIGTERM)  # the shell and its child
                     forward.wait(30)
             elif command.startswith("helm install"):
                 timed(command, partial(run, *self._line(f"{command} {shlex.join(self.images)}")))
