@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
+from msgspec import Raw
 
 from tests.cluster import standalone
 from tests.fix_pipeline import Site, made_site
@@ -58,11 +60,11 @@ def use_ipv6() -> None:
     processes.obstacle = lambda port: None
 
 
-def positions_move(site: Site, **settings: object) -> None:
+def positions_move(site: Site, **settings: Any) -> None:
     """Each fact needs the one before. With executors, their addresses are in the log."""
     running = site.start(shards=2, metrics_host="::", **settings).ready()
     for id in (1, 2, 3):
-        site.send(Rdata(stream="parcels", writer="depot", id=id, prev=id - 1, row=b"{}"))
+        site.send(Rdata(stream="parcels", writer="depot", id=id, prev=id - 1, row=Raw(b"{}")))
         site.reaches("parcels", depot=id, linear=id)
     running.terminate()
 

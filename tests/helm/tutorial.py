@@ -20,13 +20,13 @@ OTHERS = ("kind ", "make image", "kubectl get pods --watch")
 def commands(page: str) -> list[str]:
     """The commands of the page that the test runs, one an entry, in their order."""
     lines = [line for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
-    found: list[str] = []
+    read: list[str] = []
     for line in lines:
         if line.startswith("$ "):
-            found.append(line.removeprefix("$ "))
+            read.append(line.removeprefix("$ "))
         elif line.startswith(" "):  # a command goes on
-            found[-1] += f"\n{line}"
-    return [command for command in found if not command.startswith(OTHERS)]
+            read[-1] += f"\n{line}"
+    return [command for command in read if not command.startswith(OTHERS)]
 
 
 @dataclass(frozen=True, slots=True)
