@@ -19,7 +19,7 @@ from tests.fix_pipeline import Site, made_site
 from tidemark.app.settings import Settings
 from tidemark.app.stack import postgres, processes
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER
+from tidemark.app.stack.up import BROKER
 from tidemark.app.versions import find_java
 from tidemark.streaming.wire.records import Rdata
 
