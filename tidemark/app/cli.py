@@ -31,6 +31,7 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
         "pipeline": Verb("run", "pipeline", "Read records from Kafka and publish positions."),
         "sidecar": Verb("run", "sidecar", "Serve positions over HTTP and the line protocol."),
         "relay": Verb("sources", "relay", "Send to Kafka what services wrote with tidemark.append()."),
+        "follow": Verb("sources", "sidecar", "Keep the published positions in a database of readers."),
         "synapse": Verb("sources", "synapse", "Send to Kafka what the workers of a Synapse write."),
         "simulate": Verb("run", "local", "Write and read with real processes, with faults injected."),
     },

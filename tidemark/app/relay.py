@@ -2,8 +2,8 @@
 transactions."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, f
 from tidemark.sinks.reader_database import install
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import queries
+from tidemark.sources.relay.local_positions import LocalPositions
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import AppendRelay
@@ -55,6 +56,9 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             stack.enter_context(
                 probes.served("--metrics", metrics_address(plan.metrics), LoopHealth(metrics, "the database"))
             )
+        is_ours = _followed(settings, plan.dsn, halt, stack)
+        positions = LocalPositions(session_of(plan.dsn, "tidemark relay positions"), halt, is_ours)
+        stack.enter_context(_beside(positions.run, halt))
         wait_out(lambda: find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
@@ -65,6 +69,42 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             halt,
             heartbeat=settings.heartbeat_seconds,
         ).run()
+
+
+def _followed(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
+    """Follow the published positions beside the relay, if it is given a Redis; returns whether all writers of a stream
+    are in its database."""
+    if "redis_url" not in settings.model_fields_set:
+        return lambda _: True
+    from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - it needs the library of Redis
+
+    follower = PositionFollower(settings.redis, dsn, halt)
+    stack.enter_context(_beside(partial(follower.run, patient=True), halt))
+    return follower.is_ours
+
+
+@contextmanager
+def _beside(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
+    """Run `work`, which ends once `halt` is set, in a thread beside the block. If it fails, `halt` is set, and the
+    error is raised when the block ends."""
+    failures = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+            halt.set()
+
+    thread = threading.Thread(target=run, name="positions")
+    thread.start()
+    try:
+        yield
+    finally:
+        halt.set()
+        thread.join()
+        if failures:
+            raise failures[0]
 
 
 def find_topic(settings: Settings) -> None:

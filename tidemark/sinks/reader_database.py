@@ -76,23 +76,78 @@ def install(session: PostgresSession) -> bool:
     return True
 
 
-def publish(session: PostgresSession, positions: Mapping[str, tuple[int, Mapping[str, int]]]) -> None:
-    """Move streams to their published linear positions and positions of writers. A lower position moves nothing."""
-    if positions:
-        session.execute(
+@dataclass(frozen=True, slots=True)
+class KnownStream:
+    """A stream in a database of readers: its newest late completion, and whether the transactions of this database
+    decide its position."""
+
+    late: int
+    is_decided_here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What was published of a stream. Late completions up to number `late_after` are not among `late`."""
+
+    linear: int
+    writers: Mapping[str, int]
+    late_after: int = 0
+    late: Sequence[PublishedLate] = ()
+
+
+def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
+    """By name, the streams whose positions this database has."""
+    rows = session.fetch_tuples("select stream, late, source = 'database' from tidemark_reader.positions")
+    return {stream: KnownStream(late, is_decided_here) for stream, late, is_decided_here in rows}
+
+
+def writers_here(session: PostgresSession) -> dict[str, tuple[int, frozenset[str]]]:
+    """By stream that services append to in this database: the ID (a magnitude) behind which it begins, and the writers.
+    Empty without a relay."""
+    if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
+        return {}
+    rows = session.fetch_tuples(
+        """
+        select stream, abs(streams.after), array_remove(array_agg(known.writer) || max(kept.writer), null)
+        from tidemark.append_streams as streams join tidemark.append_progress as kept using (number)
+        left join tidemark.append_writers as known using (number)
+        where ids is not null group by 1, 2
+        """
+    )
+    return {stream: (after, frozenset(writers)) for stream, after, writers in rows}
+
+
+def share(session: PostgresSession, stream: str, late: int) -> None:
+    """From now on the published positions move the stream: writers elsewhere were found. Late completions up to number
+    `late` are older than that."""
+    session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
+
+
+def publish(session: PostgresSession, moves: Mapping[str, Move]) -> None:
+    """Move streams to their published positions, in one transaction with their late completions. A lower position moves
+    nothing."""
+    with session.use() as connection, connection.transaction():
+        # First, so that the position that passes a late fact never comes before it.
+        for stream, move in moves.items():
+            if move.late or move.late_after:
+                _publish_late(connection, stream, move)
+        connection.execute(
             "select tidemark_reader.publish('published', %s, %s::bigint[], %s::jsonb[])",
             [
-                [*positions],
-                [linear for linear, _ in positions.values()],
-                [Jsonb(dict(writers)) for _, writers in positions.values()],
+                [*moves],
+                [move.linear for move in moves.values()],
+                [Jsonb(dict(move.writers)) for move in moves.values()],
             ],
         )
 
 
-def publish_late(session: PostgresSession, stream: str, after: int, late: Sequence[PublishedLate]) -> None:
-    """Add late completions of a stream. Those up to number `after` are not known."""
-    session.execute(
+def _publish_late(connection: Connection, stream: str, move: Move) -> None:
+    connection.execute(
         "select tidemark_reader.publish_late(%s, %s, %s::bigint[], %s::text[], %s::bigint[], %s::bigint[],"
         " %s::bigint[], %s::bigint[], %s::text[])",
-        [stream, after, *([getattr(item, name) for item in late] for name in PublishedLate.__slots__)],
+        [
+            stream,
+            move.late_after,
+            *([getattr(late, name) for late in move.late] for name in PublishedLate.__slots__),
+        ],
     )

@@ -6,7 +6,7 @@ from typing import Any
 import psycopg
 
 from tidemark.common.postgres_session import PostgresSession
-from tidemark.sinks.reader_database import PublishedLate, publish, publish_late
+from tidemark.sinks.reader_database import Move, PublishedLate, publish
 
 Taken = tuple[int, int, list[int]]
 
@@ -20,16 +20,19 @@ class Positioned:
         self.session = session
 
     def publish(self, linear: int, stream: str = "orders", **writers: int) -> None:
-        publish(self.session, {stream: (linear, writers)})
+        publish(self.session, {stream: Move(linear, writers)})
 
     def decide(self, linear: int, stream: str = "orders") -> None:
         """What the relay of this database says."""
-        self.sql.execute("select tidemark_reader.publish('database', %s, %s::bigint[])", [[stream], [linear]])
+        self.sql.execute(
+            "select tidemark_reader.publish('database', %s, %s::bigint[], null, array(select timeline"
+            " from tidemark_reader.positions where stream = %s))",
+            [[stream], [linear], stream],
+        )
 
-    def late(
-        self, number: int, prev: int, id: int, facts: int = 1, writer: str = "web", stream: str = "orders"
-    ) -> None:
-        publish_late(self.session, stream, 0, [PublishedLate(number, writer, 1, prev, id, facts, "regressed")])
+    def late(self, number: int, prev: int, id: int, facts: int = 1, writer: str = "web") -> None:
+        late = PublishedLate(number, writer, 1, prev, id, facts, "regressed")
+        publish(self.session, {"orders": Move(0, {}, late=[late])})
 
     def take(self, *more: object, sql: psycopg.Connection | None = None, **named: object) -> Taken | None:
         """One row of `take('orders', 'mailer')`."""

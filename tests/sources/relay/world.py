@@ -16,6 +16,7 @@ from tests.streaming.builders import IN_FACTS, packed
 from tests.waiting import eventually
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.sinks.reader_database import install
 from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay import epochs
 from tidemark.sources.relay.decider import Decider, Decision
@@ -472,6 +473,7 @@ class Core:
 def prepared_schema(dsn: str) -> Iterator[None]:
     with session_of(dsn, "test") as session:
         SCHEMA.migrate(session)
+        install(session)
         with session.use() as connection:
             connection.execute(
                 "create table if not exists truth (stream text, id bigint, rows integer, writer text, token integer)"

@@ -1,4 +1,4 @@
-"""`tidemark relay` and `tidemark synapse`: the commands that send facts of other databases to Kafka."""
+"""`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes beside other databases."""
 
 import threading
 from typing import Literal
@@ -81,6 +81,39 @@ def relay_blockers(given: str | None, dsn: str | None) -> None:
     from tidemark.app import relay
 
     relay.blockers(dsn or given or settings.postgres(), click.echo)
+
+
+@click.group("follow", cls=CommandGroup, invoke_without_command=True)
+@_dsn
+@click.option("--stream", "streams", multiple=True, help="Follow this stream; may be repeated. Default: all streams.")
+@click.pass_context
+def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...]) -> None:
+    """Keep the published positions in a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
+
+    Not needed in a database with a relay: the relay keeps them. Positions come from TIDEMARK_REDIS_URL. Late facts that
+    Redis does not list any more come from TIDEMARK_POSTGRES_DSN, if --dsn is another database.
+    """
+    ctx.obj = dsn
+    if ctx.invoked_subcommand is None:
+        settings = loaded(other_database=dsn is not None)
+        from tidemark.app.follow_positions import PositionFollower
+        from tidemark.app.signals import shutdown_event
+
+        history = settings.postgres() if dsn and "postgres_dsn" in settings.model_fields_set else None
+        halt = shutdown_event()
+        PositionFollower(settings.redis, dsn or settings.postgres, halt, streams or None, history).run()
+
+
+@follow.command("migrate")
+@_dsn
+@waiting
+@click.pass_obj
+def follow_migrate(given: str | None, dsn: str | None, *, wait: float) -> None:
+    """Create or update the tables and functions of `tidemark_reader.take` in a database of readers."""
+    settings = loaded(other_database=(dsn or given) is not None)
+    from tidemark.app.follow_positions import migrate
+
+    migrate(dsn or given or settings.postgres, threading.Event(), wait, click.echo)
 
 
 @click.group("synapse", cls=CommandGroup, invoke_without_command=True)

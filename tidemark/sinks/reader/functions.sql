@@ -79,10 +79,12 @@ return (
     where abs(at) > abs(linear)
 );
 
--- The linear position and the vector move on, and never back. What is published moves no position of a stream whose
--- writers are all in this database: there the transactions decide (docs/design.md 6b).
-create or replace function tidemark_reader.publish(source text, streams text[], linears bigint[], vectors jsonb[] default null)
-returns bigint
+-- The linear position and the vector move on, and never back; gives the streams that moved. What is published moves no
+-- stream whose writers are all in this database: there the transactions decide (docs/design.md 6b), and they decide for the
+-- timeline in which they were looked at.
+create or replace function tidemark_reader.publish(
+    source text, streams text[], linears bigint[], vectors jsonb[] default null, timelines bigint[] default null
+) returns text[]
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 #variable_conflict use_column
@@ -90,13 +92,14 @@ declare
     _moved text[];
 begin
     with given as (
-        select name, at, coalesce(publish.vectors[number::integer], '{}') as by_writer
+        select name, at, coalesce(publish.vectors[number::integer], '{}') as by_writer,
+            coalesce(publish.timelines[number::integer], tidemark_reader.clock()) as began
         from unnest(publish.streams, publish.linears) with ordinality as each (name, at, number)
         order by name  -- in one order, so that two processes do not wait for each other
     ), moved as (
         insert into tidemark_reader.positions as known (stream, source, linear, vector, token, timeline)
         select name, publish.source, at, tidemark_reader.farther_vector(at, at, by_writer, at, '{}'),
-            tidemark_reader.token(at, by_writer), tidemark_reader.clock()
+            tidemark_reader.token(at, by_writer), began
         from given
         on conflict (stream) do update set
             linear = case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
@@ -107,16 +110,18 @@ begin
                 case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
                 tidemark_reader.farther_vector(0, known.linear, known.vector, excluded.linear, excluded.vector)),
             updated = clock_timestamp()
-        where known.source = excluded.source and known.linear::numeric * excluded.linear >= 0 and (
-            abs(excluded.linear) > abs(known.linear)
-            or known.vector is distinct from tidemark_reader.farther_vector(
-                known.linear, known.linear, known.vector, excluded.linear, excluded.vector)
-        )
+        where known.source = excluded.source and known.linear::numeric * excluded.linear >= 0
+            and (excluded.source = 'published' or known.timeline = excluded.timeline)
+            and (
+                abs(excluded.linear) > abs(known.linear)
+                or known.vector is distinct from tidemark_reader.farther_vector(
+                    known.linear, known.linear, known.vector, excluded.linear, excluded.vector)
+            )
         returning stream
     )
-    select array_agg(stream) into _moved from moved;
+    select coalesce(array_agg(stream), '{}') into _moved from moved;
     perform pg_notify(tidemark_reader.channel(name), '') from unnest(_moved) as name;
-    return coalesce(cardinality(_moved), 0);
+    return _moved;
 end
 $$;
 
@@ -141,6 +146,22 @@ begin
 end
 $$;
 
+-- Writers elsewhere were found: from now on the published positions move the stream, and the transactions of this database
+-- do not. Late completions up to `late` are older than that.
+create or replace function tidemark_reader.share(stream text, late bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+begin
+    update tidemark_reader.positions as known set source = 'published', late = share.late, late_after = share.late
+    where known.stream = share.stream and known.source = 'database';
+    if not found then
+        return false;
+    end if;
+    update tidemark_reader.places as known set late = share.late where known.stream = share.stream and known.late < share.late;
+    return true;
+end
+$$;
+
 -- Late completions as Tidemark has published them. `after`: those up to this number are not known here.
 create or replace function tidemark_reader.publish_late(
     stream text, after bigint, numbers bigint[], writers text[], epochs bigint[], prevs bigint[], ids bigint[],
@@ -152,10 +173,10 @@ as $$
 declare
     _known tidemark_reader.positions;
 begin
+    insert into tidemark_reader.positions (stream, source, linear, token, timeline)
+    values (publish_late.stream, 'published', 0, 'm0', tidemark_reader.clock())
+    on conflict do nothing;
     select * into _known from tidemark_reader.positions as known where known.stream = publish_late.stream for update;
-    if not found then
-        return;
-    end if;
     insert into tidemark_reader.late_completions (stream, number, writer, epoch, prev, id, facts, why)
     select publish_late.stream, each.*
     from unnest(publish_late.numbers, publish_late.writers, publish_late.epochs, publish_late.prevs, publish_late.ids,
@@ -653,7 +674,7 @@ begin
         grant usage on schema tidemark_reader to tidemark_relay;
         grant select on tidemark_reader.positions to tidemark_relay;
         grant execute on function
-            tidemark_reader.publish(text, text[], bigint[], jsonb[]), tidemark_reader.went_back(text, bigint),
+            tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint), tidemark_reader.share(text, bigint),
             tidemark_reader.publish_late(text, bigint, bigint[], text[], bigint[], bigint[], bigint[], bigint[], text[], integer)
         to tidemark_relay;
     end if;

@@ -110,6 +110,7 @@ def begin(
     """
     with connection.transaction():
         back = sequences.find_regressions(connection)
+        _warn_readers(connection, back)
         _turn(connection, history, writer, back)
         for number, names in (unknown_writers or {}).items():
             _introduce(connection, number, names)
@@ -202,6 +203,23 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
             "uptos": [each.upto for each in back],
         },
     )
+
+
+def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
+    """Begin a new timeline for the readers of this database, unless another relay has taken the regression back."""
+    if not back:
+        return
+    rows = connection.execute(
+        """
+        select kept.number from tidemark.append_progress as kept
+        join unnest(%s::integer[], %s::bigint[]) as found (number, version) using (number, version) for update of kept
+        """,
+        [[regression.stream.number for regression in back], [regression.version for regression in back]],
+    ).fetchall()
+    for regression in back:
+        if (regression.stream.number,) in rows:
+            floor = regression.stream.towards.signed(regression.floor)
+            connection.execute("select tidemark_reader.went_back(%s, %s)", [regression.stream.name, floor])
 
 
 def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:

@@ -79,6 +79,12 @@ class StreamEvidence:
         return sum(mark.unread.width() + mark.absent.width() for mark in self._marks)
 
     @property
+    def complete(self) -> int:
+        """Up to here every ID is decided."""
+        parts = [part for mark in self._marks for part in (mark.unread, mark.absent) if part]
+        return min([self.head, *(int(part.lows[0]) for part in parts)])
+
+    @property
     def unseen(self) -> bool:
         """Whether the outbox must be read again, without waiting for a transaction."""
         return any(mark.unread for mark in self._marks)
@@ -131,14 +137,19 @@ class StreamEvidence:
                 found = found.union(mark.absent)
         return found
 
-    def read(self, asked: Intervals, found: Collection[int]) -> Intervals:
-        """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact."""
+    def read(self, asked: Intervals, found: Collection[int], settled: int = 0) -> Intervals:
+        """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact.
+
+        IDs up to `settled` are decided, whatever the outbox has: their rows were deleted.
+        """
         present = Intervals.from_ids(np.fromiter(found, np.int64, len(found)))
+        if settled:
+            present = present.union(Intervals.of([(0, settled)]))
         voids, kept = EMPTY, list[_Mark]()
         for mark in self._marks:
             covered = mark.unread.common(asked)
             missing = covered.difference(present)
-            absent = mark.absent
+            absent = mark.absent.above(settled)
             if mark.waiting:
                 absent = absent.union(missing)
             else:

@@ -1,0 +1,140 @@
+"""A world of services and relays with keepers of positions and a reader, one step at a time; and what must be true."""
+
+from collections.abc import Callable, Iterator
+
+import psycopg
+
+from tests.sources.relay.world import _DIED, MakeDecider, World
+from tidemark.common.postgres_session import PostgresSession
+from tidemark.sources.relay.decider import Decider
+from tidemark.sources.relay.local_positions import PositionDecider
+from tidemark.sources.relay.queries import session_of
+
+
+class SteppedKeeper:
+    """A process that keeps positions, a step at a time; after an error of its connection it begins again."""
+
+    def __init__(self, dsn: str, is_ours: Callable[[str], bool] = lambda _: True) -> None:
+        self._dsn = dsn
+        self._is_ours = is_ours
+        self._session: PostgresSession | None = None
+        self._decider: PositionDecider | None = None
+        self._steps: Iterator[str] | None = None
+
+    def look(self) -> bool:
+        """One step of a round; whether the round has ended."""
+        try:
+            self._session = self._session or session_of(self._dsn, "keeper")
+            with self._session.use() as connection:
+                self._decider = self._decider or PositionDecider(connection, self._is_ours)
+                self._steps = self._steps or self._decider.round()
+                try:
+                    next(self._steps)
+                except StopIteration:
+                    self._steps = None
+                    return True
+        except _DIED:
+            self.die()
+        return False
+
+    def round(self) -> None:
+        for _ in range(100):
+            if self.look():
+                return
+        raise AssertionError("a round does not end")
+
+    def die(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = self._decider = self._steps = None
+
+
+class ReadingWorld(World):
+    """`delivered` are the facts that a reader has, in order. `_below` are the facts up to the position seen last:
+    another one may never come."""
+
+    def __init__(self, dsn: str, make: MakeDecider = Decider, *, direction: str = "forward") -> None:
+        super().__init__(dsn, make, direction=direction)
+        self.sign = 1 if direction == "forward" else -1
+        self.keepers = [SteppedKeeper(dsn) for _ in range(2)]
+        self.delivered: list[int] = []
+        self._seen = 0
+        self._below: set[int] = set()
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("truncate tidemark_reader.positions, tidemark_reader.places, tidemark_reader.timelines")
+
+    @property
+    def sql(self) -> psycopg.Connection:
+        return self._admin
+
+    @property
+    def position(self) -> int:
+        """A magnitude."""
+        row = self._admin.execute(
+            "select abs(linear) from tidemark_reader.positions where stream = %s", [self.stream]
+        ).fetchone()
+        return row[0] if row else 0
+
+    @property
+    def timeline(self) -> int:
+        row = self._admin.execute("select timeline from tidemark_reader.positions").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def reached(self, position: int) -> bool:
+        return self.position == position
+
+    def keep(self) -> None:
+        """Rounds of the first keeper until nothing moves."""
+        for _ in range(4):
+            self.keepers[0].round()
+
+    def check_positions(self) -> None:
+        position = self.position
+        assert position >= self._seen, f"the position went back from {self._seen} to {position}"
+        facts = {abs(id) for id, (rows, _) in self._truth().items() if rows}
+        now_below = {id for id in facts if id <= self._seen}
+        assert now_below == self._below, f"the position was {self._seen}, and there are new facts below"
+        self._seen, self._below = position, {id for id in facts if id <= position}
+
+    def read(self, most: int, *, commit: bool) -> None:
+        """A reader of the table of facts takes what is new, in a transaction."""
+        if not self.position:
+            return
+        with psycopg.connect(self.dsn) as connection:
+            taken = connection.execute(
+                "select low, high, late from tidemark_reader.take(%s, 'reader', %s)", [self.stream, most]
+            ).fetchone()
+            if taken is not None:
+                low, high, late = taken
+                assert late == []
+                rows = connection.execute(
+                    "select abs(id) from truth where stream = %s and rows > 0 and abs(id) > %s and abs(id) <= %s"
+                    " order by 1",
+                    [self.stream, abs(low), abs(high)],
+                ).fetchall()
+                if commit:
+                    connection.commit()
+                    self.delivered += [id for (id,) in rows]
+            connection.rollback()
+
+    def finish(self) -> None:
+        super().finish()
+        self.keep()
+        (head,) = self._admin.execute(
+            "select abs(coalesce(pg_sequence_last_value(ids), after)) from tidemark.append_streams"
+        ).fetchone() or (0,)
+        assert self.position == head
+        while self.position and self.delivered_upto() < self.position:
+            self.read(1000, commit=True)
+        assert self.delivered == sorted(abs(id) for id, (rows, _) in self._truth().items() if rows)
+
+    def delivered_upto(self) -> int:
+        row = self._admin.execute("select abs(linear) from tidemark_reader.places where stream = %s", [self.stream])
+        found = row.fetchone()
+        return found[0] if found else 0
+
+    def close(self) -> None:
+        for keeper in self.keepers:
+            keeper.die()
+        super().close()

@@ -1,0 +1,169 @@
+"""Positions for the readers of the database itself: no position passes an ID whose fact may still come."""
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import psycopg
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+
+from tests.examples import examples
+from tests.sources.relay.position_world import ReadingWorld, SteppedKeeper
+from tests.sources.relay.test_decider import Appending
+from tests.waiting import eventually
+from tidemark.sources.relay.local_positions import LocalPositions
+from tidemark.sources.relay.queries import session_of
+
+
+class Reading(Appending):
+    """All that services and relays do elsewhere, two keepers of positions, and a reader."""
+
+    @initialize(direction=st.sampled_from(["forward", "backward"]))
+    def made(self, direction: str) -> None:
+        self.world: ReadingWorld = ReadingWorld(self.dsn, type(self).make, direction=direction)
+
+    def drop(self, relay: int, *, step: bool) -> None:
+        """No rule here: positions of a dropped stream stay where they are."""
+
+    @rule(keeper=st.integers(0, 1), steps=st.integers(1, 8))
+    def keep(self, keeper: int, steps: int) -> None:
+        for _ in range(steps):
+            self.world.keepers[keeper].look()
+
+    @rule(keeper=st.integers(0, 1))
+    def kill(self, keeper: int) -> None:
+        self.world.keepers[keeper].die()
+
+    @rule(most=st.integers(1, 5), commit=st.booleans())
+    def read(self, most: int, *, commit: bool) -> None:
+        self.world.read(most, commit=commit)
+
+    @invariant()
+    def complete(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_positions()
+
+
+class Crashing(Reading):
+    """The same, and the server dies now and then."""
+
+    @rule()
+    def crash(self) -> None:
+        self.world.crash()
+
+
+def test_no_position_passes_an_id_whose_fact_may_still_come(ready: str) -> None:
+    """Savepoints, prepared transactions, killed sessions, two keepers, relays that delete rows: a reader has each fact
+    once, in order."""
+    Reading.dsn = ready
+    run_state_machine_as_test(
+        Reading, settings=settings(max_examples=examples(40), stateful_step_count=50, deadline=None)
+    )
+
+
+def test_a_crash_of_the_server_takes_no_position_back(ready: str) -> None:
+    Crashing.dsn = ready
+    run_state_machine_as_test(
+        Crashing, settings=settings(max_examples=examples(12), stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.fixture
+def world(ready: str) -> Iterator[ReadingWorld]:
+    world = ReadingWorld(ready)
+    yield world
+    world.close()
+
+
+def test_committed_facts_below_an_open_transaction_are_complete(world: ReadingWorld) -> None:
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    world.services[0].append(world.stream, 1)
+    world.services[1].begin("read committed", "on")
+    world.services[1].append(world.stream, 1)
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    assert world.position == 2
+    world.services[1].run("rollback")
+    world.keep()
+    assert world.position == 4
+
+
+def test_the_sequence_that_went_back_begins_a_new_timeline(world: ReadingWorld) -> None:
+    for _ in range(4):
+        world.services[0].append(world.stream, 1)
+    world.keep()
+    timeline = world.timeline
+    world.sql.execute("select setval(ids, 2) from tidemark.append_streams")
+    world.sql.execute("delete from tidemark.append_outbox where id > 2")
+    world.keep()
+    assert world.timeline > timeline
+    assert world.position == 2
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    assert world.position == 3
+
+
+def test_a_relay_that_finds_a_regression_tells_the_readers(world: ReadingWorld) -> None:
+    for _ in range(4):
+        world.services[0].append(world.stream, 1)
+    world.keep()
+    world.relays[0].finish()
+    timeline = world.timeline
+    world.sql.execute("select setval(ids, 2) from tidemark.append_streams")
+    world.keepers[0].die()
+    world.relays[0].die()
+    world.relays[0].finish()
+    assert (world.timeline > timeline, world.position) == (True, 2)
+
+
+def test_a_stream_with_writers_elsewhere_is_not_decided_here(world: ReadingWorld) -> None:
+    world.services[0].append(world.stream, 1)
+    keeper = SteppedKeeper(world.dsn, is_ours=lambda _: False)
+    keeper.round()
+    keeper.round()
+    assert world.sql.execute("select count(*) from tidemark_reader.positions").fetchone() == (0,)
+    world.sql.execute("select tidemark_reader.publish('published', array[%s], array[9])", [world.stream])
+    world.keep()
+    assert world.position == 9
+    keeper.die()
+
+
+def test_a_position_follows_a_commit_at_once_and_without_kafka(world: ReadingWorld) -> None:
+    """Two processes; the one that works is ended, and the other goes on."""
+    halts, threads = [threading.Event(), threading.Event()], list[threading.Thread]()
+    for halt in halts:
+        session = session_of(world.dsn, "tidemark relay positions")
+        threads.append(threading.Thread(target=LocalPositions(session, halt).run))
+        threads[-1].start()
+        time.sleep(0.2)
+    try:
+        for number in range(1, 11):
+            world.services[0].append(world.stream, 1)
+            eventually(partial(world.reached, number))
+        halts[0].set()
+        threads[0].join(10)
+        world.services[0].append(world.stream, 1)
+        eventually(partial(world.reached, 11))
+    finally:
+        for halt, thread in zip(halts, threads, strict=True):
+            halt.set()
+            thread.join(10)
+
+
+def test_rights_of_the_relay_are_enough(world: ReadingWorld) -> None:
+    with psycopg.connect(world.dsn, autocommit=True) as owner:
+        owner.execute("drop role if exists keeping")
+        owner.execute("create role keeping in role tidemark_relay")
+        keeper = SteppedKeeper(psycopg.conninfo.make_conninfo(world.dsn, options="-c role=keeping"))
+        world.services[0].append(world.stream, 1)
+        keeper.round()
+        keeper.round()
+        keeper.round()
+        assert world.position == 1
+        keeper.die()
+        owner.execute("drop role keeping")

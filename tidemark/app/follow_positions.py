@@ -1,0 +1,200 @@
+"""`tidemark follow`: keeps the published positions in a database of readers. The relay does so in its own database.
+
+Redis says what is published: its channels wake this process, and once a second it reads all streams. Any number of
+processes may follow into one database: a position that is stored only rises.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from tidemark.app.read_side.redis_reader import TOGETHER
+from tidemark.common.backoff import WaitLog, wait_out
+from tidemark.common.errors import Refused, Unavailable
+from tidemark.common.log import get_logger
+from tidemark.common.postgres_session import Dsn
+from tidemark.sinks import reader_database
+from tidemark.sinks.reader import (
+    REMEDIES,
+    CaughtUp,
+    Driver,
+    Event,
+    FollowProgram,
+    Late,
+    LateLost,
+    Place,
+    Positions,
+    ReadKeys,
+    StreamKeys,
+    read_reply,
+    send_request,
+)
+from tidemark.sinks.reader_database import KnownStream, Move, PublishedLate, reader_session
+from tidemark.sinks.redis.client import STREAMS, RedisAddress, RedisSession, channels, database_of, stream_of
+from tidemark.streaming.values.direction import beyond
+
+log = get_logger(__name__)
+
+TIMEOUT = 2.0
+"""Seconds for a connection to Redis, or an answer."""
+ALL_EVERY = 1.0
+"""Seconds between two readings of all streams: messages on channels may be lost."""
+_COLLECT = 0.01
+"""Seconds for which further messages are collected after the first."""
+REFUSED_PAUSE = 5.0
+
+
+class PositionFollower:
+    """Follows until `halt` is set.
+
+    Args:
+        redis: where positions are published.
+        dsn: the database of readers.
+        streams: the streams to follow; None for all.
+        history: the address of Tidemark's Postgres, for late completions that Redis does not list any more.
+    """
+
+    def __init__(
+        self,
+        redis: RedisAddress,
+        dsn: Dsn,
+        halt: threading.Event,
+        streams: Collection[str] | None = None,
+        history: str | None = None,
+    ) -> None:
+        self._redis = RedisSession(redis, REMEDIES, TIMEOUT)
+        self._session = reader_session(dsn, "tidemark follow")
+        self._positions = Positions(redis, history)
+        self._halt = halt
+        self._streams = None if streams is None else frozenset(streams)
+        self._known: dict[str, KnownStream] = {}
+        self._here: Mapping[str, tuple[int, frozenset[str]]] = {}
+        self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
+        self._ours = set[str]()
+
+    def is_ours(self, stream: str) -> bool:
+        """Whether all writers of the stream are in this database, as far as Redis was read. Any thread may call."""
+        return stream in self._ours
+
+    def run(self, *, patient: bool = False) -> None:
+        """Waits for servers that are away. Raises `Refused`, unless it is `patient`. Closes all sessions in the end."""
+        patience = WaitLog()
+        try:
+            while not self._halt.is_set():
+                try:
+                    self._follow(patience)
+                except Unavailable as problem:
+                    self._halt.wait(patience.pause_after(problem))
+                except Refused as problem:
+                    if not patient:
+                        raise
+                    log.warning("Published positions are not followed", problem=str(problem))
+                    self._halt.wait(REFUSED_PAUSE)
+        finally:
+            self._redis.close()
+            self._positions.close()
+            self._session.close()
+
+    def _follow(self, patience: WaitLog) -> None:
+        self._published.clear()
+        with self._redis.use() as client, client.pubsub() as pubsub:
+            pubsub.psubscribe(channels(database_of(client)))
+            read_at = -ALL_EVERY
+            while not self._halt.is_set():
+                moved = _moved(pubsub)
+                if time.monotonic() - read_at >= ALL_EVERY:
+                    read_at = time.monotonic()
+                    self._known = reader_database.known_streams(self._session)
+                    self._here = reader_database.writers_here(self._session)
+                    moved = {*client.smembers(STREAMS), *self._here}
+                if self._streams is not None:
+                    moved &= self._streams
+                self._read(client, sorted(moved))
+                patience.succeeded()
+
+    def _read(self, client: object, streams: Collection[str]) -> None:
+        names = [*streams]
+        for start in range(0, len(names), TOGETHER):
+            moves = dict[str, Move]()
+            for stream in names[start : start + TOGETHER]:
+                request = ReadKeys(stream)
+                keys = read_reply(request, send_request(client, request))
+                if self._is_followed(stream, keys) and (move := self._move(stream, keys)) is not None:
+                    moves[stream] = move
+            if moves:
+                reader_database.publish(self._session, moves)
+                for stream, move in moves.items():
+                    known = self._known.get(stream, KnownStream(0, is_decided_here=False))
+                    newest = max([known.late, move.late_after, *(late.number for late in move.late)])
+                    self._known[stream] = KnownStream(newest, is_decided_here=False)
+
+    def _is_followed(self, stream: str, keys: StreamKeys) -> bool:
+        """Whether the published positions move the stream. Finds out which streams have all their writers in this
+        database: those are decided by its transactions."""
+        is_decided_here = stream in self._known and self._known[stream].is_decided_here
+        if stream in self._here:
+            after, writers = self._here[stream]
+            if any(writer not in writers and beyond(id, after) for writer, id in keys.positions.items()):
+                self._ours.discard(stream)
+                if is_decided_here:
+                    log.warning("A stream has writers elsewhere; published positions move it now", stream=stream)
+                    reader_database.share(self._session, stream, keys.late)
+                    self._known[stream] = KnownStream(keys.late, is_decided_here=False)
+                    is_decided_here = False
+            elif stream not in self._known or is_decided_here:
+                self._ours.add(stream)
+                return False
+        return keys.linear is not None and not is_decided_here
+
+    def _move(self, stream: str, keys: StreamKeys) -> Move | None:
+        assert keys.linear is not None
+        published = (keys.linear, keys.positions, keys.late)
+        if self._published.get(stream) == published:
+            return None
+        self._published[stream] = published
+        writers = {writer: id for writer, id in keys.positions.items() if beyond(id, keys.linear)}
+        known = self._known.get(stream)
+        if known is None:
+            return Move(keys.linear, writers, late_after=keys.late)
+        if keys.late <= known.late:
+            return Move(keys.linear, writers)
+        events = self._late(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
+        late = [
+            PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
+            for event in events
+            if isinstance(event, Late)
+        ]
+        lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
+        return Move(keys.linear, writers, lost, late)
+
+    def _late(self, stream: str, since: Place) -> list[Event]:
+        """The events beyond a place, up to what is published now."""
+        driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
+        events = list[Event]()
+        while not isinstance(step := driver.step(), CaughtUp):
+            if isinstance(step, Event):
+                driver.handed_over()
+                events.append(step)
+            else:
+                assert step is not None
+                driver.answered(self._positions.carry_out(step, self._halt))
+        return events
+
+
+def _moved(pubsub: object) -> set[str]:
+    """The streams of which messages have come, after a short wait."""
+    moved, wait = set[str](), 0.05
+    deadline = time.monotonic() + wait + _COLLECT
+    while time.monotonic() < deadline:
+        message = pubsub.get_message(ignore_subscribe_messages=True, timeout=0.0 if moved else wait)  # type: ignore[attr-defined]
+        if message is None:
+            break
+        moved.add(stream_of(message["channel"]))
+    return moved
+
+
+def migrate(dsn: Dsn, halt: threading.Event, wait: float, say: Callable[[str], None]) -> None:
+    """Install or update the schema `tidemark_reader`; try for `wait` seconds."""
+    with reader_session(dsn, "tidemark follow migrate") as session:
+        installed = wait_out(lambda: reader_database.install(session), halt, wait)
+    say("installed the functions of readers" if installed else "the functions of readers are up to date")

@@ -1,0 +1,251 @@
+"""The positions of the streams of a database, for its readers, by its own transactions (docs/design.md 6b).
+
+The evidence is that of the relay (`evidence`), and needs no Kafka. The relay decides what became of each ID. This
+module decides only whether an ID is complete: its transaction has ended, and every later statement sees its rows. Any
+number of processes may decide at once, and be killed between any two steps: what they store only rises.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+
+from tidemark.common.backoff import Backoff
+from tidemark.common.errors import Refused, Retry
+from tidemark.common.log import get_logger
+from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.sources import transactions
+from tidemark.sources.relay import queries, sequences
+from tidemark.sources.relay.evidence import StreamEvidence
+from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed
+from tidemark.sources.relay.sequences import StreamSnapshot
+from tidemark.sources.run_loop import Standby, set_lock_timeout
+from tidemark.streaming.values.intervals import Intervals
+
+log = get_logger(__name__)
+
+SHORTEST, LONGEST = 0.005, 0.03
+"""Seconds between two rounds: the first while something happens, the second after a while without."""
+IDS_AT_ONCE = 50_000
+_LOCK_KEY = 1
+"""Beside `queries.LOCK`; the relay itself has 0."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+
+
+@dataclass(slots=True)
+class _KnownStream:
+    """`position` is stored, for readers, in the timeline `timeline`; None: nothing is stored yet."""
+
+    stream: AppendStream
+    version: int
+    evidence: StreamEvidence
+    position: int
+    timeline: int | None
+
+
+class PositionDecider:
+    """Decides and stores the positions on one connection, which is not in a transaction. A new connection needs a new
+    decider: a server that crashed gives out numbers of transactions again.
+
+    `is_ours` says whether all writers of a stream are in this database. It is called until it is true for the first
+    time.
+    """
+
+    def __init__(self, connection: Connection, is_ours: Callable[[str], bool] = lambda _: True) -> None:
+        self._connection = connection
+        self._is_ours = is_ours
+        self._streams: dict[int, _KnownStream] = {}
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether the outbox holds more than the last round has read."""
+        return any(known.evidence.unseen for known in self._streams.values())
+
+    def round(self) -> Generator[str, None, bool]:
+        """Look once at all streams, and store what is complete; gives whether a position has moved. Yields the name of
+        each step before it is taken: between any two steps others may do whatever they like."""
+        yield "heads"
+        snapshots = {
+            stream.number: (stream, snapshot) for stream, snapshot in sequences.heads(self._connection).items()
+        }
+        heads = self._heads(snapshots)
+        if observed := [known for number, known in self._streams.items() if self._is_due(known, heads.get(number))]:
+            numbers = [known.stream.number for known in observed]
+            if moved := [number for number in numbers if heads[number] > self._streams[number].evidence.head]:
+                yield "fitness"
+                for number in sequences.unfit(self._connection, moved):
+                    heads[number] = self._streams[number].evidence.head
+                yield "end one"
+                transactions.end_own_transaction(self._connection)
+            yield "running"
+            running = transactions.running_transactions(self._connection)
+            holders = None
+            if any(known.evidence.needs_locks for known in observed):
+                yield "lock_holders"
+                holders = queries.lock_holders(self._connection, running)
+            for known in observed:
+                number = known.stream.number
+                known.evidence.observe(
+                    heads[number], running, None if holders is None else holders.get(number, frozenset())
+                )
+            for known in observed:
+                if asked := known.evidence.unread():
+                    yield "read"
+                    self._read(known, asked)
+        yield "load"
+        self._load([number for number in snapshots if number not in self._streams], snapshots)
+        yield "store"
+        return self._store()
+
+    def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
+        """Up to where IDs may be decided. Forgets streams that others have changed, which are loaded again."""
+        heads = dict[int, int]()
+        for number, known in [*self._streams.items()]:
+            if number not in snapshots or snapshots[number][1].version != known.version:
+                del self._streams[number]
+                continue
+            stream, snapshot = snapshots[number]
+            before = known.evidence.head
+            head = sequences.head(self._connection, stream, snapshot, max(before, snapshot.reached))
+            if snapshot.sequence.problem(stream) or snapshot.foreign or head < snapshot.reached:
+                continue  # the relay reports it, and begins a new timeline
+            if head < before:
+                self._go_back(known, min(head, snapshot.floor))
+                continue
+            heads[number] = head
+        return heads
+
+    def _is_due(self, known: _KnownStream, head: int | None) -> bool:
+        return head is not None and (head > known.evidence.head or known.evidence.open)
+
+    def _go_back(self, known: _KnownStream, floor: int) -> None:
+        """The sequence went back: what is beyond the floor may come again."""
+        stream = known.stream
+        log.warning("The sequence of a stream went back", stream=stream.name, floor=stream.towards.signed(floor))
+        self._connection.execute(
+            "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.towards.signed(floor)]
+        )
+        del self._streams[stream.number]
+
+    def _read(self, known: _KnownStream, asked: Intervals) -> None:
+        lows, highs = signed(known.stream, asked)
+        row = self._connection.execute(
+            """
+            select kept.version, abs(kept.floor), array(
+                select abs(one.id) from unnest(%s::bigint[], %s::bigint[]) as range (low, high)
+                cross join lateral (
+                    select id from tidemark.append_outbox where number = kept.number and id between low and high
+                    order by abs(id) limit %s
+                ) as one
+                order by 1 limit %s
+            )
+            from tidemark.append_progress as kept where kept.number = %s
+            """,
+            [lows, highs, IDS_AT_ONCE, IDS_AT_ONCE, known.stream.number],
+        ).fetchone()
+        if row is None or row[0] != known.version:
+            del self._streams[known.stream.number]
+            return
+        _, floor, ids = row
+        if len(ids) == IDS_AT_ONCE:
+            asked = asked.upto(ids[-1])
+        known.evidence.read(asked, ids, settled=floor)
+
+    def _load(self, numbers: Collection[int], snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> None:
+        """Begin where the stored positions are, or at the floor."""
+        if not numbers:
+            return
+        rows = self._connection.execute(
+            """
+            select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline
+            from tidemark.append_streams join tidemark.append_progress as kept using (number)
+            left join tidemark_reader.positions as known using (stream)
+            where number = any(%s) and coalesce(known.source, 'database') = 'database'
+            """,
+            [[*numbers]],
+        ).fetchall()
+        for number, version, floor, linear, timeline in rows:
+            stream, _ = snapshots[number]
+            if timeline is not None or self._is_ours(stream.name):
+                start = max(floor, linear or 0)
+                self._streams[number] = _KnownStream(stream, version, StreamEvidence(start), linear or 0, timeline)
+
+    def _store(self) -> bool:
+        moves = {
+            known.stream.name: known
+            for known in self._streams.values()
+            if known.timeline is None or known.evidence.complete > known.position
+        }
+        if not moves:
+            return False
+        positions = {name: known.evidence.complete for name, known in moves.items()}
+        row = self._connection.execute(
+            "select tidemark_reader.publish('database', %s, %s::bigint[], null, %s::bigint[])",
+            [
+                [*moves],
+                [known.stream.towards.signed(positions[name]) for name, known in moves.items()],
+                [known.timeline for known in moves.values()],
+            ],
+        ).fetchone()
+        moved = set[str](row[0] if row else ())
+        for name, known in moves.items():
+            if name in moved and known.timeline is not None:
+                known.position = positions[name]
+            else:  # a new row, or another process was here
+                del self._streams[known.stream.number]
+        return bool(moved)
+
+
+class LocalPositions:
+    """Keeps the positions until `halt` is set. One of several processes works, the others wait for its end."""
+
+    def __init__(
+        self, session: PostgresSession, halt: threading.Event, is_ours: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        self._session = session
+        self._halt = halt
+        self._is_ours = is_ours
+        self._standby = Standby(queries.LOCK)
+        self._problem = ""
+
+    def run(self) -> None:
+        """Waits for a database that is away. Closes the session in the end."""
+        try:
+            self._run()
+        finally:
+            self._session.close()
+
+    def _run(self) -> None:
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        while not self._halt.is_set():
+            try:
+                with self._session.use() as connection:
+                    SCHEMA.check(connection)
+                    if self._standby.take(connection, [_LOCK_KEY]):
+                        set_lock_timeout(connection)
+                        self._decide(PositionDecider(connection, self._is_ours), backoff)
+                self._halt.wait(1.0)
+            except (Retry, Refused) as error:
+                if self._problem != str(error):
+                    log.warning("Positions for readers of this database wait", problem=str(error))
+                self._problem = str(error)
+                self._session.close()
+                self._halt.wait(backoff.next())
+
+    def _decide(self, decider: PositionDecider, failures: Backoff) -> None:
+        pause = Backoff(SHORTEST, LONGEST, 1.2)
+        while not self._halt.is_set():
+            if _result(decider.round()):
+                pause.reset()
+            failures.reset()
+            self._problem = ""
+            if not decider.has_backlog:
+                self._halt.wait(pause.next())
+
+
+def _result(steps: Generator[str, None, bool]) -> bool:
+    """What the steps give in the end, all of them taken."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return bool(over.value)
