@@ -97,7 +97,7 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...]) -> Non
     if ctx.invoked_subcommand is None:
         settings = loaded(other_database=dsn is not None)
         from tidemark.app.follow_positions import PositionFollower
-        from tidemark.app.signals import shutdown_event
+        from tidemark.app.logs import shutdown_event
 
         history = settings.postgres() if dsn and "postgres_dsn" in settings.model_fields_set else None
         halt = shutdown_event()
