@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,9 +11,12 @@ import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.room_services import ANSWERS, REMOTE, room_streams, simulated_streams
-from tidemark.app.simulation.rooms import RoomCount, RoomsVerification
-from tidemark.app.simulation.script import Successor
+from tidemark.app.simulation.processes import SimulationDatabases
+from tidemark.app.simulation.room_services import ANSWERS, REMOTE, ClientKind, room_streams, simulated_streams
+from tidemark.app.simulation.rooms import CLIENTS, RoomCount, RoomsVerification, RoomsWorkload
+from tidemark.app.simulation.script import Successor, WriterPlan
+from tidemark.app.simulation.workload import SimulationPlan
+from tidemark.app.stack.home import Home
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.persisting import following
@@ -240,3 +244,18 @@ def test_tables_are_right_only_as_the_definitions_say(world: World, harm: str) -
     assert world.counts()["tables"] == RoomCount("tables", 1, 1)
     world.connection.execute(harm.encode())
     assert world.counts()["tables"] == RoomCount("tables", 1, 0, different=1)
+
+
+def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
+    """An event a second of its own would always be one that other clients have yet to read."""
+    workload = RoomsWorkload(SimulationPlan(WriterPlan(), frozenset(), 1, 1.0), verify=True)
+    databases = SimulationDatabases(Home(tmp_path), "", "", "", "")
+    assert {*workload.writing_readers} == {name for name, kinds in CLIENTS.items() if ClientKind.OWN in kinds}
+
+    def kinds() -> set[ClientKind]:
+        roles = [workload.reader(databases, name, 1).room_client for name in workload.readers]
+        return {kind for role in roles if role is not None for kind in role.kinds}
+
+    assert kinds() == {*ClientKind}
+    workload.services_ended = True
+    assert kinds() == {*ClientKind} - {ClientKind.OWN}

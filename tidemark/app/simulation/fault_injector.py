@@ -136,14 +136,16 @@ class FaultInjector:
                 self._scheduler.enter(AGAIN_AFTER, 0, member.start)
 
     def stop_services(self) -> None:
-        """Stop the services: their open transactions end. Relay and readers go on."""
+        """Stop the services, and readers that write: their open transactions end. Relay and readers go on."""
         for event in self._scheduler.queue:
             self._scheduler.cancel(event)
         if self._failover:
             self._failover.end()
         if self._source_faults:
             self._source_faults.end()
-        self._end([*self._leaving, *(member.detach() for member in self._running())], END_SECONDS)
+        self._workload.services_ended = True
+        writing = [it for it in self._readers if it.process and it.name in self._workload.writing_readers]
+        self._end([*self._leaving, *(member.detach() for member in [*self._running(), *writing])], END_SECONDS)
         self._services = []
         for member in self._members():
             if member.process is None:

@@ -419,6 +419,7 @@ class RoomsWorkload(Workload):
     """
 
     readers = (*CLIENTS,)
+    writing_readers = ("rooms-others",)
     faults = ALL - OF_SOURCES
 
     @property
@@ -445,7 +446,8 @@ class RoomsWorkload(Workload):
 
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {incarnation}"
-        role = RoomClientRole(CLIENTS[name], room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
+        kinds = [kind for kind in CLIENTS[name] if not (self.services_ended and kind is ClientKind.OWN)]
+        role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
         return ProcessRole(databases.facts, databases.effects, room_client=role)
 
     def verification(self, databases: SimulationDatabases, tidemark: str) -> RoomsVerification:

@@ -112,9 +112,14 @@ class Verification(ABC):
 class Workload(ABC):
     """The services that write and the readers that read in a simulation."""
 
+    writing_readers: ClassVar[Sequence[str]] = ()
+    """The names of readers that also write. They are started again when the services have ended."""
+
     def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
         self.plan = plan
         self.verify = verify
+        self.services_ended = False
+        """Readers that are started from then on write nothing: what is written would never be complete."""
 
     faults: ClassVar[Set[Fault]] = ALL
     """The faults that it can have; others are left out."""
