@@ -262,8 +262,8 @@ class SourceFaults:
         """Put the backup back in one transaction, under the connections of services, relay and readers."""
         saved = [*self._saved_tables()]
         with self._verification.paused(), self._connected() as connection:
-            there = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
-            if there != (True,):  # a backup of the whole server was put back meanwhile
+            backup = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
+            if backup != (True,):  # a backup of the whole server was put back meanwhile
                 return self._save(planned)
             with connection.transaction():
                 locked = sql.SQL(", ").join(table for table, _ in saved)
@@ -339,20 +339,20 @@ class SourceFaults:
             log.warning("Trying a remedy again", problem=" ".join(str(problem).split())[:300])
 
     def _note_remedy(self, line: str) -> None:
-        if found := _HIDDEN.search(line):
-            table = found[2].rpartition(".")[2].strip('"')
-            self._remedies[f"table {table}"] = (table, found[1])
-        elif found := _SEQUENCE.search(line):
-            self._remedies[found[2]] = (found[1], found[3])
-        elif found := _CONTINUES.search(line):
-            self._remedies.pop(found[1], None)
-        elif found := _LARGE.search(line):
-            self._needed_bytes = max(self._needed_bytes, int(found[1]))
+        if match := _HIDDEN.search(line):
+            table = match[2].rpartition(".")[2].strip('"')
+            self._remedies[f"table {table}"] = (table, match[1])
+        elif match := _SEQUENCE.search(line):
+            self._remedies[match[2]] = (match[1], match[3])
+        elif match := _CONTINUES.search(line):
+            self._remedies.pop(match[1], None)
+        elif match := _LARGE.search(line):
+            self._needed_bytes = max(self._needed_bytes, int(match[1]))
 
     def _run_remedy(self, subject: str, statement: str) -> None:
         with self._verification.paused(), self._connected() as connection:
-            if found := _SETVAL.match(statement):  # the sequence may have gone on since the message
-                back = min(abs(int(found[1])), _floor(connection, subject))
+            if match := _SETVAL.match(statement):  # the sequence may have gone on since the message
+                back = min(abs(int(match[1])), _floor(connection, subject))
                 self._verification.sequence_goes_back(subject, back)
             connection.execute(statement.encode())
         log.info("An operator ran a remedy", statement=statement)
