@@ -27,6 +27,7 @@ from tests.bench import (
     sidecar,
     soak,
     standing,
+    take,
 )
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
@@ -62,6 +63,7 @@ def everything() -> None:
         _record("idle", idle.run(site, idle.IdlePlan()))
         _record("rooms", rooms.run(site, rooms.RoomsPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
+    _record("take", take.run(take.TakePlan()))
 
 
 def _sizes(plan: Any, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -158,6 +160,13 @@ def gap_(**sizes: Any) -> None:
 def flat_(**sizes: Any) -> None:
     """Very many IDs through one stream, without Spark and Kafka."""
     _record("flat", flat.run(flat.FlatPlan(**sizes)))
+
+
+@main.command("take")
+@_sizes(take.TakePlan(), "rate", "seconds", "rows")
+def take_(**sizes: Any) -> None:
+    """Readers in SQL: from the commit to `tidemark_reader.take`, and partitions. Without Kafka."""
+    _record("take", take.run(take.TakePlan(**sizes)))
 
 
 @main.command("append")

@@ -22,6 +22,7 @@ from tests.bench import (
     sidecar,
     soak,
     standing,
+    take,
 )
 
 PAGE = Path(__file__).parents[2] / "docs/explanation/benchmarks.md"
@@ -39,6 +40,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "flat": ("100 million IDs", flat.render),
     "append": ("What `tidemark.append` costs a service", append.render),
     "outbox": ("How large the outbox of `tidemark.append` grows", outbox.render),
+    "take": ("Readers in SQL", take.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
     "attacks": ("One sidecar under attack", attacks.render),
     "history": ("The history in Postgres", history.render),

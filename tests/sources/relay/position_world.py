@@ -138,3 +138,38 @@ class ReadingWorld(World):
         for keeper in self.keepers:
             keeper.die()
         super().close()
+
+
+class SqlReader:
+    """A reader whose effects are rows of a table in the same database: whatever happens to one happens to both."""
+
+    def __init__(self, dsn: str, stream: str = "orders") -> None:
+        self._dsn = dsn
+        self._stream = stream
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("create table effects (n bigint generated always as identity, id bigint)")
+
+    def drain(self, most: int = 3) -> None:
+        """Read everything that is complete."""
+        with psycopg.connect(self._dsn) as connection:
+            while True:
+                taken = connection.execute(
+                    "select low, high, late from tidemark_reader.take(%s, 'reader', %s)", [self._stream, most]
+                ).fetchone()
+                if taken is None:
+                    return
+                connection.execute(
+                    "insert into effects (id) select id from truth where stream = %s and rows > 0"
+                    " and (id > %s and id <= %s or id = any (%s)) order by id",
+                    [self._stream, *taken],
+                )
+                connection.commit()
+
+    def check(self) -> None:
+        """Each fact of the table has had its effects once, in order."""
+        with psycopg.connect(self._dsn) as connection:
+            effects = [id for (id,) in connection.execute("select id from effects order by n").fetchall()]
+            facts = connection.execute(
+                "select id from truth where stream = %s and rows > 0 order by id", [self._stream]
+            )
+            assert effects == [id for (id,) in facts.fetchall()]

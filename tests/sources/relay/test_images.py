@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from tests.fix_servers import own_postgres
+from tests.sources.relay.position_world import SqlReader, SteppedKeeper
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
 from tidemark.app.stack.postgres import PostgresServer, Replica
 from tidemark.sources.relay.decider import Decider
@@ -47,6 +48,23 @@ def put_back(server: PostgresServer, image: Path) -> None:
     shutil.rmtree(disk)
     subprocess.run(["cp", "-a", image, disk], check=True)
     server.start()
+
+
+class Read:
+    """A keeper of positions and a reader in the database itself."""
+
+    def __init__(self, dsn: str) -> None:
+        self._keeper = SteppedKeeper(dsn)
+        self.reader = SqlReader(dsn)
+
+    def drain(self) -> None:
+        for _ in range(4):
+            self._keeper.round()
+        self.reader.drain()
+        self.reader.check()
+
+    def restart(self) -> None:
+        self._keeper.die()
 
 
 class Relayed:
@@ -140,6 +158,57 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     assert relayed.core.late_ids == {id for id in again if id and id <= reached}
     assert relayed.core.line == max(id for id in again if id)
     assert relayed.core.rejected == {}
+    relayed.close()
+
+
+def test_readers_in_the_database_go_back_with_its_image(server: PostgresServer, shop: str, tmp_path: Path) -> None:
+    """Facts, positions, places and effects are of one moment, so each fact has its effects once."""
+    relayed, read = Relayed(shop), Read(shop)
+    relayed.append(3)
+    read.drain()
+    relayed.append(2)
+    relayed.relay.die()
+    read.restart()
+    image = copied(server, tmp_path / "image")
+    relayed.restart()
+    relayed.append(4)
+    read.drain()
+    relayed.relay.die()
+    read.restart()
+    put_back(server, image)
+    relayed.restart()
+    relayed.append(3)
+    read.drain()
+    relayed.relay.finish()
+    relayed.append(3)
+    read.drain()
+    read.restart()
+    relayed.close()
+
+
+def test_readers_in_the_database_of_a_promoted_standby(server: PostgresServer, shop: str) -> None:
+    """It lacks commits: the facts, and what the reader has made of them."""
+    relayed, read = Relayed(shop), Read(shop)
+    relayed.append(3)
+    read.drain()
+    standby = Replica(server)
+    standby.copy(follows=True)
+    standby.start()
+    standby.stream(synchronous=False)
+    standby.fall_behind()
+    relayed.append(4)
+    read.drain()
+    relayed.close()
+    read.restart()
+    standby.promote()
+    standby.succeed()
+    server.start()
+    relayed.restart()
+    relayed.append(6)
+    read.drain()
+    relayed.relay.finish()
+    read.drain()
+    read.restart()
     relayed.close()
 
 

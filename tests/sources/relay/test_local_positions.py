@@ -121,6 +121,26 @@ def test_a_relay_that_finds_a_regression_tells_the_readers(world: ReadingWorld) 
     assert (world.timeline > timeline, world.position) == (True, 2)
 
 
+def test_a_restore_of_the_whole_database_stops_no_reader(world: ReadingWorld) -> None:
+    """The position waits for the relay, which sees that another process has written its rows."""
+    for _ in range(4):
+        world.services[0].append(world.stream, 1)
+    world.keep()
+    world.read(9, commit=True)
+    timeline = world.timeline
+    world.relays[0].round()
+    world.sql.execute("update tidemark.append_progress set floor = floor")
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    assert world.position == 4
+    world.relays[0].die()
+    world.relays[0].finish()
+    world.keep()
+    assert (world.position, world.timeline) == (5, timeline)
+    world.read(9, commit=True)
+    assert world.delivered == [1, 2, 3, 4, 5]
+
+
 def test_a_stream_with_writers_elsewhere_is_not_decided_here(world: ReadingWorld) -> None:
     world.services[0].append(world.stream, 1)
     keeper = SteppedKeeper(world.dsn, is_ours=lambda _: False)

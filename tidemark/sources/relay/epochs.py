@@ -218,8 +218,8 @@ def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
     ).fetchall()
     for regression in back:
         if (regression.stream.number,) in rows:
-            floor = regression.stream.towards.signed(regression.floor)
-            connection.execute("select tidemark_reader.went_back(%s, %s)", [regression.stream.name, floor])
+            back_to = regression.stream.towards.signed(regression.back_to)
+            connection.execute("select tidemark_reader.went_back(%s, %s)", [regression.stream.name, back_to])
 
 
 def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:

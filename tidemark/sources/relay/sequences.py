@@ -236,12 +236,17 @@ def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]
 @dataclass(frozen=True, slots=True)
 class Regression:
     """A stream goes back to `floor`; what was published beyond `upto` may come again (magnitudes). `version`: the one
-    that shows it, so that of several relays one takes it back."""
+    that shows it, so that of several relays one takes it back.
+
+    Readers of this database go back to `back_to`. A restore of the whole database does not take them back: it restored
+    their places too.
+    """
 
     stream: AppendStream
     version: int
     floor: int
     upto: int
+    back_to: int
     why: str
 
 
@@ -257,15 +262,19 @@ def find_regressions(connection: Connection) -> list[Regression]:
         if snapshot.sequence.unfit or (stray.highest or 0) > given_out:
             continue
         signed, limits = stream.towards.signed, dict[int, str]()
+        back_to: int | None = None
         if given_out < snapshot.reached:
             limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.reached)}"
         if stray.lowest is not None:
             id = signed(stray.lowest)
             limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
+        if limits:
+            back_to = min(snapshot.floor, *limits)
         if snapshot.foreign:
             limits.setdefault(given_out, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
             floor, upto = min(snapshot.floor, limit), min(snapshot.upto, limit)
-            found.append(Regression(stream, snapshot.version, floor, upto, "; ".join(limits.values())))
+            back_to = limit if back_to is None else back_to
+            found.append(Regression(stream, snapshot.version, floor, upto, back_to, "; ".join(limits.values())))
     return found
