@@ -57,7 +57,7 @@ cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one o
 
 .PHONY: environments-test
 environments-test: setup ## Start the local stack in each kind of shell, home and user that people have, one by one (half an hour)
-	$(BIN)/pytest -n 0 -o faulthandler_timeout=900 tests/app/check_environments.py
+	$(BIN)/pytest -n 0 --timeout 3600 -o faulthandler_timeout=1800 tests/app/check_environments.py
 
 .PHONY: languages-test
 languages-test: setup ## Run the services of docs/how-to/write-facts.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed

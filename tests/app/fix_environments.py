@@ -12,13 +12,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from tests.app.environments import UID, Case, private
-from tests.fix_stack import READY_SECONDS
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
 
 TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
 SERVERS = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "LINES")
+# Bounds for a test that hangs. A start that hangs ends by itself, so a stack on a busy machine has the time it needs.
+READY_SECONDS, END_SECONDS, COMMAND_SECONDS = 1500.0, 300.0, 600.0
 APPEND = "select tidemark.create_stream('sales'); select tidemark.append('sales', '{}')"
 
 
@@ -48,7 +49,7 @@ class Shell:
             cwd=self.root,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=COMMAND_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -73,7 +74,7 @@ class Shell:
             yield process
         finally:
             process.send_signal(signal.SIGINT)
-            code = process.wait(60)
+            code = process.wait(END_SECONDS)
         assert code == 0, output.read_text()
 
     def use(self) -> None:
@@ -81,7 +82,7 @@ class Shell:
         sourced = f'. "$0" && "$1" -qc "{APPEND}" && env'
         said = self.run("sh", "-c", sourced, str(self.home / "stack.env"), postgres_program("psql"))
         assert "127.0.0.1" in next(line for line in said.splitlines() if line.startswith("no_proxy="))
-        eventually(lambda: "sales" in self.status())
+        eventually(lambda: "sales" in self.status(), COMMAND_SECONDS, self.status)
 
     def status(self) -> str:
         """What `tidemark status` says in this shell."""
