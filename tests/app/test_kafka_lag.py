@@ -1,9 +1,18 @@
 """How long records of a partition have waited, and how long a transaction has blocked it."""
 
+from collections.abc import Sequence
+from unittest.mock import create_autospec
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.pipeline.kafka_lag import SAMPLES, LagTracker, PartitionLag
+from tests.waiting import eventually
+from tidemark.app.pipeline import kafka_lag
+from tidemark.app.pipeline.kafka_lag import SAMPLES, LagMonitor, LagTracker, PartitionLag
+from tidemark.app.pipeline.stream_metrics import StreamCollector
+from tidemark.common.errors import Unavailable
+from tidemark.sources.topics import RememberedTopic, Topics
 
 PLACE = "facts", 0
 
@@ -47,3 +56,15 @@ def test_what_is_remembered_is_bounded() -> None:
         lag = tracker.observe(PLACE, float(second), read=0, stable=second + 1, end=second + 1)
     assert lag.seconds == 5 * SAMPLES - 1
     assert len(tracker._watched[PLACE].ends) <= SAMPLES
+
+
+def test_while_kafka_does_not_answer_no_partition_counts_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each relay that is quiet for want of Kafka would be called silent."""
+    monkeypatch.setattr(kafka_lag, "LAGGING_SECONDS", 0.0)
+    noted: list[Sequence[kafka_lag.Note]] = []
+    topics = create_autospec(Topics, instance=True)
+    topics.identities.side_effect = Unavailable("Kafka", "here:9092", "no answer")
+    remembered = {"facts": RememberedTopic("id", 2)}
+    with LagMonitor(topics, remembered, StreamCollector(), noted.append).running():
+        eventually(lambda: noted)
+    assert [note[:3] for note in noted[0]] == [("facts", 0, 0), ("facts", 1, 0)]

@@ -132,7 +132,7 @@ class LagMonitor:
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        is_away = False
+        away_since: float | None = None
         checks = missing = 0
         thresholds = ThresholdLog(self._board)
         while not self._closing.is_set():
@@ -148,13 +148,16 @@ class LagMonitor:
                 checks, missing = checks + 1, 0
                 if checks % CHECKS_PER_DESCRIPTION == 0:
                     require_uncompacted(self._topics.describe(self._remembered))
-                if is_away:
+                if away_since is not None:
                     log.info("Kafka answers again")
-                is_away = False
+                    self._board.set_reading(is_reading=True)
+                away_since = None
             except Retry as error:
-                if not is_away:
+                if away_since is None:
                     log.warning("Waiting for Kafka", problem=str(error))
-                is_away = True
+                    away_since = time.monotonic()
+                    self._board.set_reading(is_reading=False)
+                self._note_all_unread(time.monotonic() - away_since)
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:
                 missing += 1
@@ -162,6 +165,12 @@ class LagMonitor:
                     self.failure = error
                     return
             self._closing.wait(SECONDS)
+
+    def _note_all_unread(self, seconds: float) -> None:
+        """While Kafka does not answer nobody knows what is there: no writer counts as silent."""
+        if seconds >= LAGGING_SECONDS:
+            partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
+            self._note_lagging([(*partition, 0, seconds, None, None) for partition in partitions])
 
     def _update(
         self, read: Mapping[Partition, int], stable: Mapping[Partition, int], ends: Mapping[Partition, int]
@@ -172,7 +181,10 @@ class LagMonitor:
             seconds, blocked = lag.seconds, lag.blocked_seconds
             metrics.set_offsets(*key, end=end, read=read[key], seconds=seconds, blocked=blocked)
         self._log_blocked(lags)
-        notes = [_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)]
+        self._note_lagging([_note(partition, lag) for partition, lag in lags.items() if _is_lagging(lag)])
+
+    def _note_lagging(self, notes: Sequence[Note]) -> None:
+        now = time.monotonic()
         if self._noted is not None and (notes or not self._noted[1]):
             is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]
             if is_same and (not notes or now - self._noted[0] < NOTED_SECONDS):

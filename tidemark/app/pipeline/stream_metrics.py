@@ -4,6 +4,7 @@ There may be a million streams. Sums are updated with every change, so that a sc
 series of their own and those that are not quiet.
 """
 
+import math
 import threading
 import time
 from bisect import insort
@@ -282,6 +283,10 @@ class StreamCollector(Collector):
             yield
         finally:
             self._sinks = ()
+
+    def set_reading(self, *, is_reading: bool) -> None:
+        """Whether Kafka answers. If it does not, no source misses a heartbeat, and later only from now on."""
+        self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
         """Drop all values, because another process has the lease: gaps and lag would age without end here."""

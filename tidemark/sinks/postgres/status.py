@@ -25,7 +25,7 @@ from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, sto
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """A partition with `records` that have waited since `since`.
+    """A partition with `records` that have waited since `since`; 0 if Kafka has not answered since then.
 
     If an open Kafka transaction blocks the partition, `blocked_offset` is its last stable offset, beyond which nothing
     can be read, and `blocked_since` is since when that offset has not moved; both are None otherwise.
@@ -227,11 +227,11 @@ class Conditions:
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
     def reading(self) -> Reading | None:
-        """None if no pipeline is active: then nothing is known of how long a writer has sent nothing."""
+        """None if no pipeline is active, or its batch waits: then nobody knows how long a writer has sent nothing."""
         rows = self._session.fetch_tuples(
             """
             select extract(epoch from since)::float8, array(select distinct partition from tidemark.lagging_partitions)
-            from tidemark.query_lease where owner <> '' and expires_at > now()
+            from tidemark.query_lease where owner <> '' and expires_at > now() and waits_for is null
             """
         )
         return Reading(rows[0][0], frozenset(rows[0][1])) if rows else None
