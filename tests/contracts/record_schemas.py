@@ -84,8 +84,8 @@ def _rules(fields: Mapping[str, Schema]) -> Iterator[Schema]:
         yield _one_side({"prev": 0, "ids": 1})
     elif "prev" in fields:
         yield _one_side({"prev": 0, "id": 1})
-    if "told" in fields:
-        yield _one_side({"told": 0, "id": 0})
+    if "published" in fields:
+        yield _one_side({"published": 0, "id": 0})
 
 
 def _one_side(least: Mapping[str, int]) -> Schema:

@@ -34,7 +34,7 @@ SEEDS: list[dict[str, Any]] = [
     {**NUMBERED, "id": "batch"},
     VOID,
     {**VOID, "kind": "POSITION"},
-    {**JOIN, "unseen": True, "told": 5, "timeline": TIMELINE},
+    {**JOIN, "unseen": True, "published": 5, "timeline": TIMELINE},
     {**JOIN, "kind": "RETIRE"},
     OPEN,
     RUN,
@@ -73,7 +73,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
         name = draw(st.sampled_from(FIELDS))
         if draw(st.booleans()):
             record.pop(name, None)
-        elif name in {"id", "prev", "told", "epoch"} and draw(st.booleans()):
+        elif name in {"id", "prev", "published", "epoch"} and draw(st.booleans()):
             record[name] = draw(IDS)
         elif name in {"stream", "writer", "by", "why"} and draw(st.booleans()):
             record[name] = draw(TEXTS)

@@ -48,7 +48,7 @@ class Record:
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: tuple[str, ...] = ()
-    told: int | None = None
+    published: int | None = None
     blocked: str = ""
     heartbeat: int = 0
 
@@ -85,9 +85,9 @@ def join(
     *,
     unseen: bool = False,
     timeline: Timeline | None = None,
-    told: int | None = None,
+    published: int | None = None,
 ) -> Record:
-    return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline, told=told)
+    return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline, published=published)
 
 
 def retire(writer: str, id: int, epoch: int = 1) -> Record:
@@ -158,7 +158,7 @@ def _packet(item: Sent) -> Packet:
     elif record.kind == "ROW":
         rows.append(BatchRows(record.stream, record.writer, record.epoch, zero, offset, offset))
     else:
-        told = None if record.control else record.told
+        published = None if record.control else record.published
         markers.append(
             Marker(
                 record.stream,
@@ -167,7 +167,7 @@ def _packet(item: Sent) -> Packet:
                 Kind[record.kind],
                 abs(record.prev),
                 abs(record.id),
-                Direction.of(record.id or told or 0),
+                Direction.of(record.id or published or 0),
                 record.unseen,
                 record.by,
                 "because" if record.control else None,
@@ -176,7 +176,7 @@ def _packet(item: Sent) -> Packet:
                 record.timeline,
                 record.beyond,
                 [*record.transactions],
-                None if told is None else abs(told),
+                None if published is None else abs(published),
                 record.blocked,
                 record.heartbeat,
             )
@@ -244,8 +244,8 @@ def as_json(record: Record) -> bytes:
         value |= {"unseen": record.unseen}
     if record.timeline is not None:
         value |= {"timeline": record.timeline}
-    if record.told is not None:
-        value |= {"told": record.told}
+    if record.published is not None:
+        value |= {"published": record.published}
     if record.by is not None:
         value |= {"by": record.by, "why": "because"}
     if record.beyond:

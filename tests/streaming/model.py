@@ -315,7 +315,7 @@ class Model:
             return False
         if writer.joined is None:
             return told is None or writer.start in (None, told.start, told.after)
-        if writer.timeline < self.timeline or writer.own > max(abs(record.id), abs(record.told or 0)):
+        if writer.timeline < self.timeline or writer.own > max(abs(record.id), abs(record.published or 0)):
             return False
         return told is None or writer.start in (None, told.start)
 
@@ -505,7 +505,7 @@ def _denied(kind: str, prev: int, id: int) -> set[int]:
 
 
 def _told(record: Record) -> int | None:
-    return None if record.control else record.told
+    return None if record.control else record.published
 
 
 def _how(record: Record) -> str:

@@ -117,19 +117,21 @@ def _marker(record: records.Marker | records.Open, message: Message) -> tuple[ob
     if isinstance(record, records.Open):
         nothing = (0, 0, Direction.UNKNOWN, False, None, None)
         who = record.stream, record.writer, record.epoch, "OPEN"
-        return (*who, *nothing, message.offset, message.time, None, False, record.transactions, None)
+        beat = record.blocked, record.heartbeat
+        return (*who, *nothing, message.offset, message.time, None, False, record.transactions, None, *beat)
     prev = record.prev if isinstance(record, records.Skip) else 0
     unseen = isinstance(record, records.Join) and record.unseen
     name = type(record).__name__.upper()
-    told = record.told if isinstance(record, records.Join) and record.by is None else None
-    direction = Direction.of(record.id or told or 0)
+    published = record.published if isinstance(record, records.Join) and record.by is None else None
+    direction = Direction.of(record.id or published or 0)
     return (
         *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), direction, unseen),
         *(record.by, record.why, message.offset, message.time),
         record.timeline if isinstance(record, records.Join) else None,
         record.beyond,
         [],
-        None if told is None else abs(told),
+        None if published is None else abs(published),
+        *("", 0),
     )
 
 

@@ -74,7 +74,7 @@ class Database:
             process.edges = [it for it in process.edges if abs(it.id) > process.joined]
             process.last = max([process.joined, *(abs(it.id) for it in process.edges)])
             id, told = self.sign * process.joined, self.sign * self.told
-            yield join(process.name, id, process.epoch, timeline=timeline, told=told)
+            yield join(process.name, id, process.epoch, timeline=timeline, published=told)
         self.token, self.told, self.settled = timeline.start, self.last_value, self.last_value
         for process in self.processes.values():
             yield from (replace(it, epoch=process.epoch) for it in process.edges)

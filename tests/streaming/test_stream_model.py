@@ -34,7 +34,7 @@ class Hint:
     unseen: bool = False
     wrong_sign: bool = False
     partition: int = 0
-    told: int | None = None
+    published: int | None = None
 
 
 def hints(kinds: str) -> st.SearchStrategy[Hint]:
@@ -151,7 +151,7 @@ class Compared(RuleBasedStateMachine):
             id=sign * (prev + hint.width) if edge else sign * prev if marker else 0,
             unseen=hint.kind == "JOIN" and hint.unseen,
             partition=hint.partition,
-            told=None if hint.told is None or hint.kind != "JOIN" else sign * max(0, prev + hint.told),
+            published=None if hint.published is None or hint.kind != "JOIN" else sign * max(0, prev + hint.published),
         )
 
     @precondition(lambda self: self.history)

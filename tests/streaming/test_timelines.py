@@ -151,7 +151,7 @@ def test_a_name_that_only_the_lost_history_knew_does_not_hold_the_line_of_a_rela
     shard, first, second = Shard(), Timeline("db", "s1"), Timeline("db", "s2", "s1")
     shard.feed(join("shop", 0, timeline=first), join("pod", 0, timeline=first), rdata("pod", 1, epoch=1))
     shard.feed(position("shop", 0, 1, epoch=1), rdata("shop", 2, epoch=1), position("pod", 1, 2, epoch=1))
-    done = shard.feed(join("shop", 1, 2, timeline=second, told=1), rdata("shop", 2, epoch=2))
+    done = shard.feed(join("shop", 1, 2, timeline=second, published=1), rdata("shop", 2, epoch=2))
     assert begun(done) == [("shop", 1, 2, "position")]
     assert late(done) == [("shop", 1, 2, "regressed")]
     shard.feed(rdata("shop", 3, epoch=2), void("shop", 3, 4, epoch=2), rdata("shop", 5, epoch=2))
@@ -173,7 +173,7 @@ def test_edges_of_the_new_timeline_may_lie_across_what_the_old_one_left(
     shard, first, second = Shard(), Timeline("db", "s1"), Timeline("db", "s2", "s1")
     shard.feed(join("a", 0, timeline=first), join("b", 0, timeline=first), *before)
     assert shard.positions == {"a": 0, "b": 0}
-    done = shard.feed(*(join(name, 0, 2, timeline=second, told=2) for name in "ab"), void("a", 0, 3, epoch=2))
+    done = shard.feed(*(join(name, 0, 2, timeline=second, published=2) for name in "ab"), void("a", 0, 3, epoch=2))
     assert begun(done) == [("b", 2, 2, "position")]
     completed = [] if after[0].prev == 0 else [void("b", 0, 1, epoch=2)]
     shard.feed(*completed, *after)
@@ -183,7 +183,7 @@ def test_edges_of_the_new_timeline_may_lie_across_what_the_old_one_left(
 
 def test_an_edge_across_the_new_timeline_s_own_is_a_conflict(shard: Shard) -> None:
     """What was completed since the database went back is nobody's past."""
-    shard.feed(*(join(name, 2, 2, timeline=Timeline("db", "s2", "s1"), told=2) for name in "ab"))
+    shard.feed(*(join(name, 2, 2, timeline=Timeline("db", "s2", "s1"), published=2) for name in "ab"))
     shard.feed(rdata("b", 4, 2, epoch=2), rdata("b", 5, 3, epoch=2))
     assert [*shard.rejected.values()] == [Reason.CONFLICT]
     assert shard.positions["b"] == 4
@@ -396,7 +396,7 @@ def test_the_same_join_again_is_a_duplicate() -> None:
     """Whatever has happened since, in this timeline or in another one; and whatever a relay knows by now as told."""
     shard, first = in_epoch_7(), join("w", 0, 7, timeline=DB1)
     before = shard.states["events"]
-    done = shard.feed(first, join("w", 0, 7, timeline=DB1, told=4))
+    done = shard.feed(first, join("w", 0, 7, timeline=DB1, published=4))
     assert (done.counts, begun(done)) == ({"duplicate": 2}, [])
     assert shard.stream().writers["w"].joined == codec.decode(before).writers["w"].joined
     done = shard.feed(join("v", 5, 7, timeline=Timeline("db2", "v1")), first)

@@ -75,7 +75,7 @@ def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connectio
 def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Connection) -> None:
     """Its disk may be older. At first nothing was told."""
     before = begun(sql)
-    assert [each.joins()[0].told for each in before] == [0, 0]
+    assert [each.joins()[0].published for each in before] == [0, 0]
     epochs.acknowledged(sql, before)
     orders, history = (each.stream for each in before)
     sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
@@ -85,7 +85,7 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
         replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
     ]
     after = begun(sql, server="2")
-    assert [(each.joins()[0].id, each.joins()[0].told) for each in after] == [(0, 5), (-7, -9)]
+    assert [(each.joins()[0].id, each.joins()[0].published) for each in after] == [(0, 5), (-7, -9)]
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
 
 

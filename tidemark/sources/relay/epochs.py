@@ -79,7 +79,7 @@ class StreamEpoch:
                 epoch=each.epoch,
                 id=self.stream.towards.signed(each.last),
                 unseen=first and each.last > 0 and each.name == self.own,
-                told=self.stream.towards.signed(self.upto),
+                published=self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
             for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))

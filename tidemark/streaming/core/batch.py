@@ -14,7 +14,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.classify import BatchOutcome, LateRange, Refusal
 from tidemark.streaming.core.effects import (
     Gap,
@@ -115,7 +115,7 @@ class StreamBatch:
 
     def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
         self.name = name
-        self.stream = StreamState() if stored is None else state.decode(stored)
+        self.stream = StreamState() if stored is None else codec.decode(stored)
         self.outcome = BatchOutcome(now)
         self.rejected: list[tuple[str, int, Refusal]] = []
         self.overrides: list[tuple[Marker, str, str]] = []
@@ -237,7 +237,7 @@ class StreamBatch:
                 )
             gaps.extend(Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed)
             closed.extend(GapClosed(name, signed(top), how) for top, how in sorted(moves.closed.items()))
-        self.encoded = state.encode_parts(stream)
+        self.encoded = codec.encode_parts(stream)
         moved = {move.writer for move in advances}
         return StreamEffects(
             self.name,

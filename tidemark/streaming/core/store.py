@@ -18,13 +18,13 @@ from itertools import accumulate, chain
 import msgspec
 import numpy as np
 
-from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.limits import Bounds, shard_of
 from tidemark.streaming.wire.records import Kind, Topic
 from tidemark.streaming.wire.runs import UNBOUNDED, BatchRows, Marker, PackedRun, Packet, RunColumns, TurnedAway
 
-UNREADABLE = state.encode(StreamState(refused=UNBOUNDED))
+UNREADABLE = codec.encode(StreamState(refused=UNBOUNDED))
 """The state of a stream of which no record could be read yet."""
 
 _RECENT_MAX = 1 << 20

@@ -362,7 +362,7 @@ class StreamState:
             self.writers.follow(name)
             batch.touch(name, marker.time)
         batch.counts["forgotten"] += self.linear.forget_above(limit)
-        if marker.timeline is not None and marker.told is not None:
+        if marker.timeline is not None and marker.published is not None:
             for writer in self.writers.values():
                 if writer.start == marker.timeline.start:
                     writer.timeline = self.timeline

@@ -213,7 +213,7 @@ class PartialRows:
 def join_checksum(marker: Marker) -> int:
     """Checksum of a JOIN's content: 32 bits, never 0. A JOIN that is repeated has the same checksum.
 
-    `told` is not part of it: a relay reads that value again when it repeats the JOIN.
+    `published` is not part of it: a relay reads that value again when it repeats the JOIN.
     """
     return crc32(msgspec.msgpack.encode((marker.id, marker.unseen, marker.timeline))) or 1
 

@@ -153,13 +153,13 @@ class Timeline(msgspec.Struct, frozen=True):
 class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced.
 
-    `told`: its epochs before have told nothing beyond it, as far as its database knows, where none of what they told up
-    to there is lost; the new one tells what lies beyond `id` again.
+    `published`: earlier epochs of the writer published nothing beyond this ID as far as its database knows, and nothing
+    that they published up to this ID is lost. The new epoch publishes what lies beyond `id` again.
     """
 
     id: Id
     unseen: bool = False
-    told: Id | None = None
+    published: Id | None = None
     timeline: Timeline | None = None
 
 
@@ -263,8 +263,10 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
         _check_range(start(record), record.id)
     elif isinstance(record, FactRun):
         _check_chain(record)
-    elif isinstance(record, Join) and (record.told or 0) * record.id < 0:
-        raise BadRecord(Reason.MIXED_SIGN, f"told {record.told} and id {record.id} lie on different sides of 0")
+    elif isinstance(record, Join) and (record.published or 0) * record.id < 0:
+        raise BadRecord(
+            Reason.MIXED_SIGN, f"published {record.published} and id {record.id} lie on different sides of 0"
+        )
     return record
 
 
@@ -334,7 +336,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "rows": msgspec.json.Decoder(list[list[Raw]]),
     **{field.name: msgspec.json.Decoder(field.type) for field in _FIELDS[Open][-3:]},
     "unseen": msgspec.json.Decoder(bool),
-    "told": msgspec.json.Decoder(Id | None),
+    "published": msgspec.json.Decoder(Id | None),
     "beyond": msgspec.json.Decoder(bool),
     "timeline": msgspec.json.Decoder(Timeline | None),
     "by": msgspec.json.Decoder(str | None),

@@ -186,9 +186,9 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
 
     `epoch` is CURRENT_EPOCH if an operator gave none. `prev` has a meaning for a SKIP only. `direction` is unknown if
-    `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
-    `transactions`, `blocked` and `heartbeat` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it
-    says one.
+    `id` and `published` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
+    `transactions`, `blocked` and `heartbeat` are those of an OPEN, which has no `id`. `published` is that of a JOIN,
+    if it has one.
     """
 
     stream: str
@@ -206,7 +206,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: list[str] = []
-    told: int | None = None
+    published: int | None = None
     blocked: str = ""
     heartbeat: int = 0
 
@@ -218,7 +218,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def no_reuse_below(self) -> int:
         """The database gives out no ID up to here again, whatever shows that it was restored."""
-        return max(self.id, self.told or 0)
+        return max(self.id, self.published or 0)
 
     @classmethod
     def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
@@ -240,7 +240,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 blocked=record.blocked,
                 heartbeat=record.heartbeat,
             )
-        told = record.told if isinstance(record, records.Join) and record.by is None else None
+        published = record.published if isinstance(record, records.Join) and record.by is None else None
         return cls(
             record.stream,
             record.writer,
@@ -248,7 +248,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
             records.kind_of(record),
             abs(record.prev) if isinstance(record, records.Skip) else 0,
             abs(record.id),
-            Direction.of(record.id or told or 0),
+            Direction.of(record.id or published or 0),
             record.unseen if isinstance(record, records.Join) else False,
             record.by,
             record.why,
@@ -256,7 +256,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
             time,
             record.timeline if isinstance(record, records.Join) else None,
             record.beyond,
-            told=None if told is None else abs(told),
+            published=None if published is None else abs(published),
         )
 
 
