@@ -4,18 +4,21 @@ import asyncio
 import random
 import socket
 import struct
+import time
 from contextlib import ExitStack
 from typing import cast
 
 import psutil
+import pytest
 
 from tests.app.lines.given import MIB, NO_POSITION, RELAYED, LineClient, client, no_facts, served
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LINES_PER_TURN, LineServer, LineServerConfig
+from tidemark.app.lines.server import LINES_PER_TURN, REST, LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
 from tidemark.app.serving.tls_listener import ListenerConfig
+from tidemark.streaming.wire.line_protocol import PositionCommand
 
 
 def is_gone(client: LineClient) -> bool:
@@ -88,6 +91,31 @@ def test_flood_of_lines_has_its_turns() -> None:
 
 def taken() -> float:
     return next(sample.value for family in metrics.LINES_IN.collect() for sample in family.samples)
+
+
+def test_client_that_asks_for_positions_without_end_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All positions may be many. The event loop rests after it wrote them, and others get theirs too."""
+    asked: list[float] = []
+
+    def positions(_: Hub) -> list[PositionCommand]:
+        asked.append(time.monotonic())
+        time.sleep(0.05)
+        return [PositionCommand("s", "w", 1, 1)]
+
+    async def started(_: Hub) -> None:
+        pass
+
+    monkeypatch.setattr(Hub, "positions", positions)
+    monkeypatch.setattr(Hub, "wait_until_started", started)
+    with served(NO_POSITION) as address, client(address) as flooding, client(address) as one:
+        begun = time.monotonic()
+        for _ in range(10):
+            flooding.send(b"\n".join([b"REPLICATE"] * 500))
+            time.sleep(0.1)
+        one.send("REPLICATE")
+        assert one.said() == "POSITION s w 1 1"
+        passed = time.monotonic() - begun
+        assert len(asked) <= passed / (0.05 * (1 + REST)) + 2
 
 
 def test_relaying_counts_as_what_it_costs() -> None:

@@ -306,6 +306,7 @@ LINES_PER_TURN = 100
 PAUSE = 0.001  # seconds after a turn that left lines: a flood must not keep the event loop busy
 _LAST_SECONDS = 0.5  # seconds that clients have to read that the server is stopping
 AT_ONCE = 50  # lines of one client, before the next client has its turn
+REST = 4  # times as long as all positions took to write, before they are written again: a client may ask without end
 
 
 class LineServer:
@@ -322,6 +323,7 @@ class LineServer:
         self._replicating: set[LineConnection] = set()  # those that sent REPLICATE
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
+        self._next_answer = 0.0  # s, monotonic
         self._with_lines: deque[LineConnection] = deque()  # those with lines that were not taken yet
 
     @asynccontextmanager
@@ -413,12 +415,16 @@ class LineServer:
 
     async def _answer(self) -> None:
         """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
+        await asyncio.sleep(self._next_answer - time.monotonic())
         await self._hub.wait_until_started()
+        began = time.monotonic()
         waiting, self._unanswered, self._answering = self._unanswered, set(), None
         positions = self._hub.positions()
         self._send(waiting, encoded(positions), len(positions))
         for connection in waiting:
             connection.answered = True
+        ended = time.monotonic()
+        self._next_answer = ended + REST * (ended - began)
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
         subscribers = [connection for connection in self._replicating if connection.answered]
