@@ -30,7 +30,7 @@ from psycopg import errors, sql
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import PrerequisitePending, SchemaMismatch, TidemarkError
 from tidemark.common.log import get_logger
-from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
 
 log = get_logger(__name__)
 
@@ -74,46 +74,6 @@ def run_locking(session: PostgresSession, task: str, step: Callable[[Connection]
         if time.monotonic() + pause > deadline:
             raise PrerequisitePending(task, session.where, f"waiting for a lock of {blockers.description}")
         time.sleep(pause)
-
-
-def sessions_of(connection: Connection, pids: list[int]) -> str:
-    """The server processes for a message: pid, user, application, state, since when; 0 is a prepared transaction."""
-    rows = connection.execute(
-        """
-        select pid, coalesce(usename, '-'), coalesce(nullif(application_name, ''), '-'),
-            coalesce(state, 'state not shown'), to_char(xact_start, 'YYYY-MM-DD HH24:MI:SSOF')
-        from pg_stat_activity where pid = any (%s) order by xact_start nulls last, pid
-        """,
-        [pids],
-    ).fetchall()
-    sessions = [
-        f"pid {pid} (user {user}, application {application}, {state}{f' since {since}' if since else ''})"
-        for pid, user, application, state, since in rows
-    ]
-    return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
-
-
-def with_lockers(session: PostgresSession, error: TidemarkError) -> str:
-    """The text of an error of `session`.
-
-    After a lock timeout, it names the sessions that have, or wait for, a strong lock of a table of the schema
-    `tidemark`.
-    """
-    if not isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
-        return str(error)
-    with suppress(TidemarkError, psycopg.Error), session.another() as other, other.use() as connection:
-        rows = connection.execute(
-            """
-            select distinct coalesce(held.pid, 0)
-            from pg_locks held join pg_class on pg_class.oid = held.relation
-            where held.locktype = 'relation' and held.pid is distinct from pg_backend_pid()
-                and held.database = (select oid from pg_database where datname = current_database())
-                and relnamespace = to_regnamespace('tidemark')
-                and mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
-            """
-        ).fetchall()
-        return f"{error}; locked by {sessions_of(connection, [pid for (pid,) in rows]) or 'a session that has ended'}"
-    return str(error)
 
 
 class _BlockerQuery:

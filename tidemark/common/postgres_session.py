@@ -7,15 +7,15 @@ One statement sets them when a session is opened. It also detects a pooler. A po
 client after each transaction, so the settings are then local to each transaction. `SET` is used instead of start-up
 options (`options=`), which poolers refuse or lose.
 
-Sessions of the caller (`tidemark.Writer`, the connection of a reader's batch) are not changed: statements on them need
-none of these settings, and the SQL functions set `row_security` themselves.
+Sessions of the caller (`tidemark.Writer`) are not changed: statements on them need none of these settings, and the SQL
+functions set `row_security` themselves. Transactions of a reader's batch have a `lock_timeout`, and nothing else.
 """
 
 import os
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, LiteralString, Self, TypeAlias, TypeVar
 
@@ -23,6 +23,7 @@ import psycopg
 from psycopg import sql
 from psycopg.abc import Params
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.errors import LockNotAvailable
 from psycopg.pq import Conninfo, PGconn, Ping, PipelineStatus, TransactionStatus
 from psycopg.rows import TupleRow, kwargs_row
 
@@ -47,6 +48,12 @@ _GIVEN = ["lock_timeout", "statement_timeout"]
 """Settings for which a start-up option in the address takes precedence."""
 
 BACKEND = "select pg_backend_pid()"
+
+LOCK_LIMIT = (
+    f"select set_config('lock_timeout', '{SESSION_SETTINGS['lock_timeout']}', true)"
+    " where current_setting('lock_timeout') = '0'"
+)
+"""For a transaction on a session that is not ours alone: the limit, unless the session has one of its own."""
 
 # In a session of a pooler, `set_config` is local to the transaction of this statement.
 _OPEN = """
@@ -381,6 +388,49 @@ def _process(connection: Connection) -> int:
     return int(row[0])
 
 
+def sessions_of(connection: Connection, pids: list[int]) -> str:
+    """The server processes for a message: pid, user, application, state, since when; 0 is a prepared transaction."""
+    rows = connection.execute(
+        """
+        select pid, coalesce(usename, '-'), coalesce(nullif(application_name, ''), '-'),
+            coalesce(state, 'state not shown'), to_char(xact_start, 'YYYY-MM-DD HH24:MI:SSOF')
+        from pg_stat_activity where pid = any (%s) order by xact_start nulls last, pid
+        """,
+        [pids],
+    ).fetchall()
+    sessions = [
+        f"pid {pid} (user {user}, application {application}, {state}{f' since {since}' if since else ''})"
+        for pid, user, application, state, since in rows
+    ]
+    return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
+
+
+# A wait that has timed out is not in pg_locks any more. So this lists the sessions that have, or wait for, a strong
+# lock of a table: of a table of Tidemark if there is one, otherwise of any table.
+_LOCKERS = """
+with locks as (
+    select coalesce(l.pid, 0) as pid,
+        c.relnamespace in (to_regnamespace('tidemark'), to_regnamespace('tidemark_reader')) as is_ours
+    from pg_locks l join pg_class c on c.oid = l.relation
+    where l.locktype = 'relation' and l.pid is distinct from pg_backend_pid()
+        and l.database = (select oid from pg_database where datname = current_database())
+        and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+)
+select distinct pid from locks where is_ours = (select bool_or(is_ours) from locks) limit 10
+"""
+
+
+def lock_problem(error: psycopg.Error, connection: Connection) -> str:
+    """The text of an error about a lock time-out, with the sessions that may have the lock.
+
+    Args:
+        error: what another session in the same database raised.
+        connection: is used for the queries.
+    """
+    lockers = sessions_of(connection, [pid for (pid,) in connection.execute(_LOCKERS).fetchall()])
+    return first_line(error) + (f"; locked by {lockers}" if lockers else "")
+
+
 def fetch_all(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> list[Row]:
@@ -435,6 +485,11 @@ class PostgresSession:
         with self._lock:
             try:
                 yield self._live()
+            except LockNotAvailable as error:
+                problem = first_line(error)
+                with suppress(TidemarkError, psycopg.Error), self.another() as other, other.use() as connection:
+                    problem = lock_problem(error, connection)
+                raise Unavailable("Postgres", self.where, problem) from error
             except psycopg.Error as error:
                 raise explained(error, self.where, self._database.refusals, self._role) from error
 

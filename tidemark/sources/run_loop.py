@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.common.migrations import Migrations, sessions_of, with_lockers
-from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, SourceReports
 from tidemark.streaming.wire import records
@@ -237,7 +237,7 @@ class RunLoop(ABC):
             except (Retry, Refused) as error:
                 if isinstance(error, Refused) and not self._has_worked:
                     raise
-                problem = self._explain(error)
+                problem = str(error)
                 if self._problem != problem:
                     log.warning("Facts wait in the database", problem=problem)
                     self._problem_since = time.monotonic()
@@ -258,10 +258,6 @@ class RunLoop(ABC):
     @abstractmethod
     def _work(self, connection: Connection) -> None:
         """Work until something fails, or `halt` is set. Sets `_has_worked`."""
-
-    def _explain(self, error: Retry | Refused) -> str:
-        """The problem for the log."""
-        return with_lockers(self._session, error)
 
     def _close(self) -> None:
         """Close all sessions after a failure."""

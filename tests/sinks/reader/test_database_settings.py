@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
+from structlog.testing import capture_logs
 
 from tests.hidden import login, switch_rls
 from tests.odd_settings import ODD, make_odd
@@ -13,6 +15,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
 from tidemark.common.errors import Refused
+from tidemark.common.postgres_session import SESSION_SETTINGS
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader.history import History
 
@@ -56,6 +59,38 @@ def test_reader_reads_whatever_the_database_defaults_to(three: ReadingService, p
         }
         for name in ("DateStyle", "TimeZone", "IntervalStyle", "row_security", "lock_timeout"):
             assert batch.connection.execute(f"show {name}".encode()).fetchone() == (ODD[name],)
+
+
+@pytest.mark.parametrize("table", ["facts", "tidemark_reader.places"])
+def test_lock_that_a_reader_waits_for_is_named(
+    three: ReadingService, pipeline: Pipeline, dsn: str, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    """A statement on the source, or on the place, times out behind a lock. The log names the session that has the
+    lock, and the reader continues when the lock is free."""
+    three.until(lambda: three.ids() == [1, 2, 3])
+    for module in ("reader", "async_reader"):
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LOCK_LIMIT", "set local lock_timeout = '200ms'")
+    monkeypatch.setitem(cast("dict[str, str]", SESSION_SETTINGS), "lock_timeout", "200ms")
+    with three.running() as alive:
+        with capture_logs() as logs, psycopg.connect(dsn, application_name="nightly-job") as other:
+            other.execute(f"lock table {table}".encode())
+            other.execute("insert into facts values (4, 'w', 0)")
+            pipeline.move("w", 3, 4)
+            named = f"locked by pid {other.info.backend_pid} (user postgres, application nightly-job"
+            eventually(lambda: any(named in str(it) for it in logs) or not alive())
+            assert three.ids() == [1, 2, 3]
+        eventually(lambda: three.ids() == [1, 2, 3, 4] or not alive())
+    assert three.ids() == [1, 2, 3, 4]
+
+
+def test_transaction_of_a_batch_has_a_lock_timeout(three: ReadingService, dsn: str) -> None:
+    """Ten seconds, only in the transaction of the batch, and only if the session has no limit of its own."""
+    with Positions(three.redis, dsn) as positions, Reader(positions, "s", **three.arguments(rows=1)) as reader:
+        batch = next(reader)
+        assert batch.connection.execute("show lock_timeout").fetchone() == ("10s",)
+    given = make_conninfo(dsn, options="-c lock_timeout=123ms")
+    with Positions(three.redis, dsn) as positions, Reader(positions, "s", **three.arguments(effects=given)) as reader:
+        assert next(reader).connection.execute("show lock_timeout").fetchone() == ("123ms",)
 
 
 def refused(service: ReadingService, **more: Any) -> str:

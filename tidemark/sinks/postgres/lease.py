@@ -22,8 +22,8 @@ from psycopg.errors import LockNotAvailable
 
 from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.common.migrations import run_locking, sessions_of
-from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
+from tidemark.common.migrations import run_locking
+from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, sessions_of
 from tidemark.sinks.postgres.database import session_of
 
 log = get_logger(__name__)

@@ -22,8 +22,7 @@ from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import ChainBroken, LeaseLost
-from tidemark.common.migrations import sessions_of
-from tidemark.common.postgres_session import Connection, PostgresSession, first_line
+from tidemark.common.postgres_session import Connection, PostgresSession, first_line, sessions_of
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name

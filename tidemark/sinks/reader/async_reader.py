@@ -11,7 +11,8 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.postgres_session import BACKEND, AsyncSessionConnection, unprepared_where_pooled
+from tidemark.common.errors import Unavailable
+from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, AsyncSessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
@@ -145,6 +146,9 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
             case RunSql() | BeginTransaction() | CommitTransaction():
                 try:
                     return await self._on_databases(request)
+                except Unavailable as error:
+                    role: Role = request.role if isinstance(request, RunSql) else "place"
+                    raise await asyncio.to_thread(self._databases.with_lockers, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
                     await self.aclose()  # the outcome is unknown
                     raise
@@ -169,6 +173,7 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
                 with self._databases.translated("place", self._sessions):
                     transaction = psycopg.AsyncTransaction(await self._session("place"))
                     await transaction.__aenter__()
+                    await transaction.connection.execute(LOCK_LIMIT)
                     self._transaction = transaction
             case CommitTransaction():
                 assert self._transaction is not None

@@ -5,17 +5,26 @@ write-ahead log that the primary has once the position is known. A replica must 
 """
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import sql
 from psycopg.adapt import Transformer
+from psycopg.errors import LockNotAvailable
 
-from tidemark.common.errors import Refused, RowUnreadable
+from tidemark.common.errors import Refused, RowUnreadable, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.common.postgres_session import address, answers, conninfo, explained, first_line
+from tidemark.common.postgres_session import (
+    SessionConnection,
+    address,
+    answers,
+    conninfo,
+    explained,
+    first_line,
+    lock_problem,
+)
 from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
 
 AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
@@ -68,6 +77,14 @@ class Databases:
             raise Refused(
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
+
+    def with_lockers(self, role: Role, error: Unavailable) -> Unavailable:
+        """`error`, with the sessions that may have the lock if it is about a lock time-out. Connects for that."""
+        if not isinstance(error.__cause__, LockNotAvailable):
+            return error
+        with suppress(TidemarkError, psycopg.Error), SessionConnection.open(self.conninfo(role, "lock waits")) as other:
+            return Unavailable("Postgres", error.where, lock_problem(error.__cause__, other))
+        return error
 
     def _dsn(self, role: Role) -> str:
         match role:

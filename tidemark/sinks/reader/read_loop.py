@@ -291,7 +291,9 @@ class ReadProgram:
 
     def _follow(self) -> Steps:
         """From the stored place, until another copy moves it or a database fails."""
+        yield BeginTransaction()
         self._checkpoint = yield from self.ledger.load()
+        yield CommitTransaction()
         since: Place | Token = self._checkpoint.place
         if not self._checkpoint.version and self._config.since != ZERO:
             since = self._config.since

@@ -13,7 +13,8 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.postgres_session import BACKEND, SessionConnection, unprepared_where_pooled
+from tidemark.common.errors import Unavailable
+from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, SessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
@@ -142,7 +143,11 @@ class Reader(Iterator[ReadBatch[Connection]]):
     def _carry_out(self, request: Request) -> Answer:
         match request:
             case RunSql() | BeginTransaction() | CommitTransaction():
-                return self._on_databases(request)
+                try:
+                    return self._on_databases(request)
+                except Unavailable as error:
+                    role: Role = request.role if isinstance(request, RunSql) else "place"
+                    raise self._databases.with_lockers(role, error) from error.__cause__
             case CloseSessions():
                 self._drop()
                 return None
@@ -164,6 +169,7 @@ class Reader(Iterator[ReadBatch[Connection]]):
                 with self._databases.translated("place", self._sessions):
                     transaction = psycopg.Transaction(self._session("place"))
                     transaction.__enter__()
+                    transaction.connection.execute(LOCK_LIMIT)
                     self._transaction = transaction
             case CommitTransaction():
                 assert self._transaction is not None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from tidemark.common.backoff import Backoff
-from tidemark.common.errors import Refused, Retry, Unavailable
+from tidemark.common.errors import Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
@@ -80,9 +80,6 @@ class SynapseBridge(RunLoop):
 
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
         return state.lock_keys(connection, self._names)
-
-    def _explain(self, error: Retry | Refused) -> str:
-        return str(error)  # the locks may be those of Synapse's database
 
     def _close(self) -> None:
         super()._close()
