@@ -501,13 +501,18 @@ LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
     (crashed_after_telling, queries, "record_upto", lambda *_: None),
 ]
 FUNCTIONS = [
-    (open_long, "append_fact", "perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));", ""),
+    (
+        open_long,
+        "append_fact",
+        "not pg_try_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer))",
+        "false",
+    ),
     (overtaken, "append_fact", "hashtext(_writer)", "hashtext('')"),
     (
         reserved_long,
         "take_lock",
-        "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));",
-        "",
+        "not pg_try_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer))",
+        "false",
     ),
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
     (retiring_while_open, "retire_writer", "pg_try_advisory_xact_lock(1", "pg_try_advisory_xact_lock_shared(1"),

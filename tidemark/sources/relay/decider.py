@@ -106,6 +106,8 @@ class Decider:
         self.unknown_writers: dict[int, dict[str, int]] = {}
         """By number of the stream: writers that have appended and are not known, or have ended; nothing of them lies
         between the floor and the ID."""
+        self.without_beat: set[AppendStream] = set()
+        """Streams whose last beat was not written, because another session holds the lock."""
 
     @property
     def open(self) -> list[AppendStream]:
@@ -242,7 +244,11 @@ class Decider:
         for each in self._streams.values():
             if each.problem is None and each.chains is not None and each.chains.behind(each.evidence.head):
                 yield "beat"
-                queries.beat(self._connection, each.stream_epoch.stream)
+                stream = each.stream_epoch.stream
+                if queries.beat(self._connection, stream):
+                    self.without_beat.discard(stream)
+                else:
+                    self.without_beat.add(stream)
 
     def acknowledged(self, decided: Decision) -> None:
         """Kafka has all of it."""

@@ -7,6 +7,7 @@ by the files in `migrations/` and has a version of its own; see `common.migratio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import LiteralString
 
 from psycopg import errors
 from psycopg.abc import Buffer
@@ -14,7 +15,7 @@ from psycopg.adapt import Loader
 from psycopg.pq import Format
 
 from tidemark.common.migrations import Migrations
-from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession, fetch_value, sessions_of
 from tidemark.sources.relay.evidence import LockHolder
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
@@ -87,10 +88,21 @@ class Page:
     bytes: int
 
 
+_HAS_SEQUENCE: LiteralString = """
+    exists (
+        select from pg_locks sequence
+        where sequence.virtualtransaction = held.virtualtransaction and sequence.locktype = 'relation'
+            and sequence.database = held.database and sequence.relation = streams.ids and sequence.granted
+    )
+"""
+
+
 def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
     """By number of the stream: which of the `running` transactions hold the lock of which writer now.
 
     A transaction that holds a lock and is not in `running` had reserved nothing when `running` was read, or has ended.
+    So had one without a lock on the stream's sequence, which `nextval` takes until the transaction ends. Any login can
+    take the advisory lock, but only the functions can use the sequence.
     """
     rows = connection.execute(
         """
@@ -101,7 +113,8 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
             and own.mode = 'ExclusiveLock' and own.granted
         where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.database = (select oid from pg_database where datname = current_database())
-        """,
+            and """
+        + _HAS_SEQUENCE,
         [LOCK],
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
@@ -164,14 +177,32 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> No
     )
 
 
-def beat(connection: Connection, stream: AppendStream) -> None:
+def beat(connection: Connection, stream: AppendStream) -> bool:
     """Give out an ID that belongs to no writer, at which the chain of every writer is cut.
 
     Nothing happens if the ID has a row already: the sequence was set back since the last round, and the next round
     begins a new timeline or blocks the stream.
+
+    Returns:
+        False if another session holds the lock of heartbeats.
     """
     with suppress(errors.UniqueViolation):
-        connection.execute("select tidemark.append_beat(%s)", [stream.name])
+        return fetch_value(connection, "select tidemark.append_beat(%s)", [stream.name]) is not None
+    return True
+
+
+def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
+    """The sessions that hold the lock of heartbeats of the stream exclusively, or wait for it."""
+    rows = connection.execute(
+        """
+        select distinct coalesce(pid, 0) from pg_locks
+        where locktype = 'advisory' and objsubid = 2 and mode = 'ExclusiveLock' and classid::bigint = %s
+            and objid = hashtext(%s)::oid
+            and database = (select oid from pg_database where datname = current_database())
+        """,
+        [LOCK + stream.number, BEAT],
+    ).fetchall()
+    return sessions_of(connection, [pid for (pid,) in rows]) or "a session that has ended"
 
 
 def raise_floor(
@@ -328,8 +359,9 @@ def blockers(connection: Connection) -> list[OpenTransaction]:
         left join pg_prepared_xacts prepared on prepared.transaction = own.transactionid
         where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.database = (select oid from pg_database where datname = current_database())
-        order by 8 nulls first, 1, 2
-        """,
+            and """
+        + _HAS_SEQUENCE
+        + " order by 8 nulls first, 1, 2",
         [LOCK],
     ).fetchall()
     return [OpenTransaction(*row) for row in rows]

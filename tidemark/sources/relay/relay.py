@@ -69,6 +69,7 @@ class AppendRelay(RunLoop):
         self._metrics = metrics
         self._unknown_writers: dict[int, dict[str, int]] = {}
         self._blocked: dict[str, str] = {}
+        self._without_beat: set[queries.AppendStream] = set()
         self._due: deque[Decision] = deque()
         self._in_flight: list[InFlight] = []
 
@@ -134,6 +135,7 @@ class AppendRelay(RunLoop):
                 settled = time.monotonic()
             if now - last_beat >= max(_BEAT_EVERY, decider.chain_count / _CHAINS_PER_SECOND):
                 _result(decider.beat())
+                self._report_without_beat(connection, decider)
                 last_beat = now
             if self._grow_producer():
                 break
@@ -159,6 +161,15 @@ class AppendRelay(RunLoop):
                     log.info("A stream continues", stream=stream)
             self._metrics.blocked.labels(stream).set(stream in blocked)
         self._blocked = blocked
+
+    def _report_without_beat(self, connection: Connection, decider: Decider) -> None:
+        """Log each stream once when another session prevents its heartbeats."""
+        for stream in decider.without_beat - self._without_beat:
+            log.warning(
+                "The linear position of a stream waits: a session holds the lock of its heartbeats",
+                stream=stream.name, holder=queries.heartbeat_lockers(connection, stream), do="end that session",
+            )  # fmt: skip
+        self._without_beat = {*decider.without_beat}
 
     def _room(self) -> int:
         return MOST_BYTES - sum(each.size for each in self._in_flight)

@@ -111,15 +111,45 @@ comment on column tidemark.append_outbox.writer is
 -- security that is forced on a table is an error, and never just no rows, because the functions rely on rows that are not
 -- there.
 
--- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, and has an ID of its
--- transaction: both are taken first. The relay looks who holds it; only tidemark.retire_writer takes it exclusively.
--- Writers with one hash share a lock, and then wait for each other.
+-- Any login may take the lock of stream and writer. Of Tidemark only tidemark.retire_writer takes it exclusively, for a
+-- moment. So a wait is bounded, by the caller's lock_timeout (_limit) if there is one, and the error names the session.
+create function tidemark.wait_for_lock(_of integer, _writer integer, _stream text, _limit text) returns void
+language plpgsql volatile set lock_timeout = '5s'
+as $$
+declare
+    _holders text;
+begin
+    if _limit <> '0' then
+        perform set_config('lock_timeout', _limit, true);
+    end if;
+    perform pg_advisory_xact_lock_shared(_of, _writer);
+exception when lock_not_available then
+    select string_agg(distinct case when held.pid is null then 'a prepared transaction' else
+        format('pid %s (user %s, application %s)', held.pid, activity.usename, activity.application_name) end, '; ')
+    into _holders
+    from pg_locks as held left join pg_stat_activity as activity on activity.pid = held.pid
+    where held.locktype = 'advisory' and held.objsubid = 2 and held.mode = 'ExclusiveLock'
+        and held.classid::bigint = _of and held.objid = _writer::oid and held.pid is distinct from pg_backend_pid()
+        and held.database = (select oid from pg_database where datname = current_database());
+    raise exception using errcode = 'lock_not_available',
+        message = format('appending to stream %L waits for an advisory lock of %s',
+            _stream, coalesce(_holders, 'a session that has ended')),
+        hint = 'End that session. To keep logins from such locks, see SECURITY.md, "Locks in Postgres".';
+end
+$$;
+
+-- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, has an ID of its transaction,
+-- and holds the sequence: the first two are taken before the ID. The relay looks who holds them. Writers with one hash
+-- share a lock, and then wait for each other.
 create function tidemark.take_lock(_of tidemark.append_streams, _writer text) returns void
 language plpgsql volatile
 as $$
 begin
     perform pg_current_xact_id();
-    perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));
+    if not pg_try_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer)) then
+        perform tidemark.wait_for_lock(
+            1414087749 + _of.number, hashtext(_writer), _of.stream, current_setting('lock_timeout'));
+    end if;
 end
 $$;
 
@@ -247,7 +277,10 @@ begin
     end if;
     -- As tidemark.take_id.
     perform pg_current_xact_id();
-    perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));
+    if not pg_try_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer)) then
+        perform tidemark.wait_for_lock(
+            1414087749 + _number, hashtext(_writer), _stream, current_setting('lock_timeout'));
+    end if;
     _id := nextval(_ids);
     insert into tidemark.append_outbox (number, id, rows, bytes, writer)
     values (_number, _id, _texts, _bytes, _writer);
@@ -426,14 +459,20 @@ $$;
 comment on function tidemark.drop_stream is
     'Nothing is appended to the stream any more; its writers retire. Made again, its IDs go on behind the one that this gives';
 
--- For the relay: where a stream has several writers, the lines of those who are idle end here.
+-- For the relay: where a stream has several writers, the lines of those who are idle end here. NULL if another session
+-- holds the lock: the relay must not wait, because it serves other streams too.
 create function tidemark.append_beat(stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(append_beat.stream);
-    _id bigint := tidemark.take_id(_of, '*');
+    _id bigint;
 begin
+    perform pg_current_xact_id();
+    if not pg_try_advisory_xact_lock_shared(1414087749 + _of.number, hashtext('*')) then
+        return null;
+    end if;
+    _id := nextval(_of.ids);
     insert into tidemark.append_outbox (number, id, rows, bytes, writer)
     values (_of.number, _id, '{}', tidemark.append_bytes('{}'), '*');
     return _id;
@@ -494,7 +533,7 @@ comment on function tidemark.retire_writer is
     'The writer no longer holds positions back, once the relay has published its end. If it appends again it joins again';
 
 revoke all on function
-    tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
+    tidemark.wait_for_lock(integer, integer, text, text), tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
     tidemark.has_invisible(text), tidemark.append_writer(text), tidemark.append_stream(text),
     tidemark.append_checked(jsonb[]), tidemark.fact_bytes(text, text[]),
     tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
