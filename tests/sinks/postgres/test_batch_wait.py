@@ -190,6 +190,30 @@ def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: p
             eventually(lambda: not problems(store))
 
 
+@pytest.mark.postgres
+def test_login_that_takes_all_locks_of_the_server_is_waited_out(tmp_path: Path) -> None:
+    """All sessions share the memory for locks. A batch fails while it is full, and is written once the login has
+    ended."""
+    with own_postgres(tmp_path) as server:
+        dsn = server.dsn()
+        migrate(dsn)
+        with (
+            Postgres(PostgresConfig(dsn)) as store,
+            connected(dsn, "dba") as dba,
+            Lease.acquire(dsn, LEASE, threading.Event()) as lease,
+        ):
+            dba.execute("create role connect_only login password 'connect_only'")
+            with committing(store, lease, 1):
+                pass
+            with connected(make_conninfo(dsn, user="connect_only", password="connect_only"), "attacker") as other:
+                with pytest.raises(psycopg.errors.OutOfMemory):
+                    other.execute("select pg_advisory_lock(number) from generate_series(1, 1000000) as number")
+                with pytest.raises(Unavailable, match="shared memory"):
+                    store.apply(batch(2, stream("s", advance("w", 1, 2)), token=lease.token))
+            with committing(store, lease, 2):
+                pass
+
+
 def test_lease_is_renewed_though_somebody_holds_its_advisory_lock(dsn: str, stranger_dsn: str) -> None:
     """Such a login can see the lock and queue for it. Renewals go on without it, in a new session too."""
     with connected(stranger_dsn, "attacker") as other, Lease.acquire(dsn, LEASE, threading.Event()) as lease:
