@@ -135,8 +135,9 @@ def ended(process: subprocess.Popen[bytes]) -> Mapping[str, Mapping[str, int]]:
 
 
 def check(before: Timed, during: Timed) -> None:
-    """Probes take less than a second, honest clients wait at most twice as long, and lose nothing."""
+    """Probes take less than a second, honest clients wait at most twice as long, and lose nothing. On a machine that is
+    busy with something else, probes take at most twice as long, too."""
     assert before.failed == []
     assert during.failed == [], during.failed[:10]
-    assert during.probe < PROBE, during.probe
+    assert during.probe < max(PROBE, 2 * before.probe), (before.probe, during.probe)
     assert during.snapshot <= max(2 * before.snapshot, FLOOR), (before.snapshot, during.snapshot)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tests.bench import rights
 from tests.bench.crowd import attacking, following, publishing, returning
 from tests.bench.crowd.publishing import Load, PublishedLoad, stream_name
 from tests.bench.sidecar import answer, latencies, peak_of, percentiles, processor_seconds, running, started, tell
@@ -19,6 +20,7 @@ from tests.bench.whole import WrongResult
 
 PROBE_EVERY = 0.2  # seconds
 _HEAVIEST = "come_and_go"
+_FEW_FILES = 1024
 _PROBES = ("/livez", "/readyz")
 
 
@@ -64,20 +66,31 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "attack": _followed(site, plan, "attacked", attacking.ACTS),
         "alone": {act: _followed(site, half, act, [act]) for act in (*attacking.ACTS, *attacking.CROWDS)},
         "beside_alone": {_HEAVIEST: _followed(site, half, f"beside {_HEAVIEST}", [_HEAVIEST], elsewhere=True)},
+        "few_files": _followed(site, half, "few files", ["one_address"], files=_FEW_FILES),
+        "rights": rights.run(site),
         "back": _returned(site, plan),
         "many": _many(site, plan),
     }
 
 
 def _followed(
-    site: BenchSite, plan: AttackPlan, name: str, acts: Sequence[str] = (), *, elsewhere: bool = False
+    site: BenchSite,
+    plan: AttackPlan,
+    name: str,
+    acts: Sequence[str] = (),
+    *,
+    elsewhere: bool = False,
+    files: int = 0,
 ) -> dict[str, Any]:
-    """`elsewhere`: another sidecar on this machine is attacked, which shows what sharing it costs."""
+    """`elsewhere`: another sidecar on this machine is attacked, which shows what sharing it costs. `files`: the soft
+    limit of open files with which the sidecar starts."""
     dsn, url = site.database(), site.emptied_redis()
     names = [stream_name(number) for number in range(plan.streams)]
     stamps = site.directory("stamps") / "events"
     load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
-    with started(site, dsn, url) as (sidecar, tcp), ExitStack() as processes:
+    with ExitStack() as processes:
+        with rights.soft_limit(files):
+            sidecar, tcp = processes.enter_context(started(site, dsn, url))
         publisher = processes.enter_context(running(publishing, load))
         answer(publisher, dict)
         crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
@@ -231,6 +244,11 @@ def render(figures: Mapping[str, Any]) -> list[str]:
                     ("under attack", attack),
                     *((f"`{act}` alone", row) for act, row in figures["alone"].items()),
                     *((f"`{act}` alone, on another", row) for act, row in figures.get("beside_alone", {}).items()),
+                    *(
+                        (f"`one_address` alone, with a soft limit of {_FEW_FILES} files", row)
+                        for row in [figures.get("few_files")]
+                        if row
+                    ),
                 )
             ],
         ),
@@ -244,6 +262,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
             [[*(f"{back['seconds'][p]:.2f} s" for p in ("50", "100")), *_condition(back)]],
         ),
         *(_rendered_many(figures["many"], figures["away"]) if "many" in figures else []),
+        *(rights.render(figures["rights"]) if "rights" in figures else []),
     ]
 
 

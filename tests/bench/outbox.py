@@ -52,7 +52,7 @@ def run(site: BenchSite, plan: OutboxPlan) -> dict[str, Any]:
     dsn, topic = append.prepared(site.database()), site.fresh("outbox")
     Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     found: dict[str, Any] = asdict(plan)
-    with psycopg.connect(dsn, autocommit=True) as sql, _relay(site, dsn, topic) as relay:
+    with psycopg.connect(dsn, autocommit=True) as sql, watched_relay(site, dsn, topic) as relay:
         found["sizes"] = _coming(sql, plan, plan.seconds)
         found["memory"] = relay.peak()
         site.kafka.stop()
@@ -61,7 +61,7 @@ def run(site: BenchSite, plan: OutboxPlan) -> dict[str, Any]:
         found["full"], found["memory_away"] = _size(sql), relay.peak()
         site.kafka.start()
         began = time.monotonic()
-        _until_settled(sql)
+        until_settled(sql)
         found["drained"] = plan.backlog / (time.monotonic() - began)
         found["emptied"], found["memory_draining"] = _size(sql), relay.peak()
         found["sizes_after"] = _coming(sql, plan, plan.after)
@@ -92,7 +92,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _relay(site: BenchSite, dsn: str, topic: str) -> Iterator[_Watched]:
+def watched_relay(site: BenchSite, dsn: str, topic: str) -> Iterator[_Watched]:
     with append.relay(site, dsn, topic) as process:
         watched = _Watched(process)
         thread = threading.Thread(target=watched.watch)
@@ -114,7 +114,7 @@ def _coming(sql: append.Connection, plan: OutboxPlan, seconds: int) -> list[int]
         if sent % (5 * plan.per_second) == 0:
             sizes.append(_size(sql))
             click.echo(f"{sent} facts: {sizes[-1] / _MIB:.1f} MiB", err=True)
-    _until_settled(sql)
+    until_settled(sql)
     return sizes
 
 
@@ -124,7 +124,7 @@ def _size(sql: append.Connection) -> int:
     return int(row[0])
 
 
-def _until_settled(sql: append.Connection) -> None:
+def until_settled(sql: append.Connection) -> None:
     settled = "select from tidemark.append_progress where floor = pg_sequence_last_value('tidemark.append_ids_1')"
     while sql.execute(settled).fetchone() is None:
         time.sleep(0.1)
