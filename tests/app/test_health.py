@@ -12,8 +12,7 @@ from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
 from tidemark.app.diagnosis import health
 from tidemark.app.diagnosis.health import PipelineCondition
-from tidemark.app.pipeline import kafka_lag as end_offsets
-from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline import kafka_lag, metrics
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.stack.processes import KafkaServer
@@ -97,8 +96,8 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing else shows it: no gap, no stream. Both commands are executed as `status` prints them, and end it."""
-    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
-    monkeypatch.setattr(end_offsets, "LAGGING_SECONDS", 0.2)
+    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "LAGGING_SECONDS", 0.2)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics = Topics(connection)
     topics.create_missing([TopicPlan(prefix, 1, 1000)])

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from tests.waiting import eventually
 from tidemark.app import relay
 from tidemark.app.pipeline import metrics
-from tidemark.app.serving import http_health as probes
+from tidemark.app.serving import http_health
 from tidemark.common.errors import BadSetting
 from tidemark.sources.relay.metrics import RelayMetrics
 
@@ -36,13 +36,13 @@ def relaying() -> RelayMetrics:
 
 @pytest.fixture
 def url(health: metrics.PipelineHealth) -> Iterator[str]:
-    with probes.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, now=lambda: NOW) as port:
+    with http_health.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, now=lambda: NOW) as port:
         yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
 def relay_url(relaying: RelayMetrics) -> Iterator[str]:
-    with probes.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "the database"), now=lambda: NOW) as port:
+    with http_health.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "the database"), now=lambda: NOW) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -90,7 +90,7 @@ def test_a_port_in_use_stops_the_start(url: str, health: metrics.PipelineHealth)
     """A person must choose another port: one line says which one was wanted."""
     taken = ("127.0.0.1", int(url.rpartition(":")[2]))
     wrong = pytest.raises(BadSetting, match=f"TIDEMARK_METRICS_PORT.*{taken[1]}")
-    with wrong, probes.served("TIDEMARK_METRICS_PORT", taken, health):
+    with wrong, http_health.served("TIDEMARK_METRICS_PORT", taken, health):
         pass
 
 
@@ -114,12 +114,12 @@ def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: 
     assert states(relay_url) == [503, 200]
 
 
-QUICK = probes.HealthServerConfig(connections=8, request_timeout=1.0, answer_timeout=2.0)
+QUICK = http_health.HealthServerConfig(connections=8, request_timeout=1.0, answer_timeout=2.0)
 
 
 @pytest.fixture
 def bounded(health: metrics.PipelineHealth) -> Iterator[str]:
-    with probes.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, bounds=QUICK) as port:
+    with http_health.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, bounds=QUICK) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -159,7 +159,7 @@ def test_half_open_connections_take_few_threads_and_keep_no_probe_out(url: str, 
             crowd.enter_context(connected(url, sent, source="127.0.0.2"))
         assert states(url) == [200, 503]
         assert not is_ended(early)
-        eventually(lambda: answering() <= probes.HealthServerConfig().connections)
+        eventually(lambda: answering() <= http_health.HealthServerConfig().connections)
 
 
 def test_request_that_does_not_come_is_not_waited_for(bounded: str) -> None:

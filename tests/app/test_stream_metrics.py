@@ -13,8 +13,7 @@ from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata, retire
 from tests.waiting import eventually
-from tidemark.app.pipeline import kafka_lag as end_offsets
-from tidemark.app.pipeline import metrics
+from tidemark.app.pipeline import kafka_lag, metrics
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.stream_metrics import StreamCollector, StreamEntry
 from tidemark.app.stack.processes import KafkaServer
@@ -374,8 +373,8 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records are others: the failure names the topic and what to do, although offsets and partitions fit."""
-    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
-    monkeypatch.setattr(end_offsets, "CHECKS_MISSING", 10_000)
+    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "CHECKS_MISSING", 10_000)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics, admin = Topics(connection), AdminClient(connection.client())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
@@ -393,7 +392,7 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the first answer: a broker that has just started may not know its topics yet."""
-    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
     connection = KafkaConnection(kafka.bootstrap_servers)
     absent = {prefix: RememberedTopic("some", 1)}
     with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:

@@ -13,15 +13,15 @@ from structlog.testing import capture_logs
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.common import migrations as lock_waits
+from tidemark.common import migrations
 from tidemark.common.errors import PrerequisitePending
 from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink
-from tidemark.sources.relay import queries as relay
-from tidemark.sources.rooms import tables as rooms
-from tidemark.sources.synapse import state as synapse
+from tidemark.sources.relay import queries
+from tidemark.sources.rooms import tables
+from tidemark.sources.synapse import state
 
-SCHEMAS = [sink.SCHEMA, relay.SCHEMA, synapse.SCHEMA, rooms.SCHEMA]
+SCHEMAS = [sink.SCHEMA, queries.SCHEMA, state.SCHEMA, tables.SCHEMA]
 
 
 @pytest.fixture(params=SCHEMAS, ids=lambda schema: schema.table)
@@ -54,7 +54,7 @@ def test_migrate_with_nothing_to_do_takes_no_lock(schema: Migrations, database: 
         with psycopg.connect(database, autocommit=True) as other:
             other.execute("set lock_timeout = '100ms'")
             schema.check(other)
-    assert time.monotonic() - began < 0.9 * lock_waits.LOCK_TIMEOUT
+    assert time.monotonic() - began < 0.9 * migrations.LOCK_TIMEOUT
 
 
 def test_migrate_beside_a_dump_applies_what_needs_no_table_of_the_dump(schema: Migrations, database: str) -> None:
@@ -76,12 +76,12 @@ def _with_script(schema: Migrations, script: str) -> Migrations:
 def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that comes while the migration waits is served within the lock time-out; the migration goes on by itself
     once the holder has ended."""
-    monkeypatch.setattr(lock_waits, "_PAUSE", 0.1)
-    migrate(relay.SCHEMA, database)
+    monkeypatch.setattr(migrations, "_PAUSE", 0.1)
+    migrate(queries.SCHEMA, database)
     applied = list[int]()
     with psycopg.connect(database, autocommit=True) as reader:
         reader.execute("delete from tidemark.relay_schema_version")
-        more = _with_script(relay.SCHEMA, "alter table tidemark.append_streams add column of_the_test integer")
+        more = _with_script(queries.SCHEMA, "alter table tidemark.append_streams add column of_the_test integer")
 
         def run() -> None:
             with sink.session_of(database, "migration of the test") as session:
@@ -106,15 +106,15 @@ def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkey
 
 def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may not even read the table of versions is told whom it waits for, and nothing was changed."""
-    monkeypatch.setattr(lock_waits, "_PAUSE", 120.0)
-    migrate(relay.SCHEMA, database)
+    monkeypatch.setattr(migrations, "_PAUSE", 120.0)
+    migrate(queries.SCHEMA, database)
     with (
-        locked(database, relay.SCHEMA.table, "access exclusive") as holder,
+        locked(database, queries.SCHEMA.table, "access exclusive") as holder,
         pytest.raises(
             PrerequisitePending, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"
         ),
     ):
-        migrate(relay.SCHEMA, database)
+        migrate(queries.SCHEMA, database)
 
 
 def test_relay_migrate_behind_a_dump(database: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from tidemark.app.cli import main
-from tidemark.app.pipeline import supervisor as pipeline
+from tidemark.app.pipeline import supervisor
 from tidemark.sinks.background import MaintenanceConfig
 
 FASTER = 12
@@ -39,5 +39,5 @@ def _shortened(duration: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     replaced = "MaintenanceConfig"
-    setattr(pipeline, replaced, partial(MaintenanceConfig, compare=60 / FASTER))
+    setattr(supervisor, replaced, partial(MaintenanceConfig, compare=60 / FASTER))
     main()

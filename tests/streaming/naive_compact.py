@@ -184,7 +184,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
     for rejected in (rejected for packet in packets for rejected in packet.rejected):
         assert rejected.reason not in result.rejected
         result.rejected[rejected.reason] = np.frombuffer(rejected.offsets, "<i8").tolist()
-    result.markers.sort(key=lambda marker: marker[-6])  # type: ignore[arg-type,return-value]  # the offset
+    result.markers.sort(key=lambda marker: marker[10])  # type: ignore[arg-type,return-value]  # the offset
     return result
 
 

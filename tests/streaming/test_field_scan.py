@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
-from tidemark.streaming.ingest import field_scan
-from tidemark.streaming.ingest import kernels as json_scan
+from tidemark.streaming.ingest import field_scan, kernels
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import Edges, Incarnations, MissingIncarnation, RecordBatch
 from tidemark.streaming.wire.records import ROW, Topic, read
@@ -165,7 +164,7 @@ def test_every_part_of_an_odd_record_is_what_it_is_one_by_one(value: bytes) -> N
 @example(b"[" * 70 + b"]" * 70)
 def test_what_is_passed_over_is_json(text: bytes) -> None:
     data = np.frombuffer(text, np.uint8)
-    end = json_scan.value(data, 0, len(data))
+    end = kernels.value(data, 0, len(data))
     assert end <= len(text)
     if end >= 0:
         msgspec.json.decode(text[:end].decode(), type=msgspec.Raw)

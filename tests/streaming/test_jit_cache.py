@@ -195,9 +195,9 @@ def test_who_has_few_records_loads_no_compiler() -> None:
     """A quiet system: neither what Spark forks its workers from, nor a worker with a record, nor the driver."""
     program = """
 import sys
-from tidemark.app.pipeline import supervisor as pipeline
+from tidemark.app.pipeline import supervisor
 from tidemark.streaming.ingest import source
-from tidemark.streaming.ingest import consumer as librdkafka
+from tidemark.streaming.ingest import consumer
 from tidemark.streaming.engine import query
 from tidemark.streaming.ingest.decode import Decoder
 from tidemark.streaming.ingest.record_batch import RecordBatch

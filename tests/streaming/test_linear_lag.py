@@ -4,7 +4,7 @@ import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
 from tidemark.app.diagnosis import open_ranges
-from tidemark.streaming.core import writers as linear
+from tidemark.streaming.core import writers
 from tidemark.streaming.core.effects import LinearLag, Summary, summarize
 from tidemark.streaming.core.writers import LinearPosition
 
@@ -135,7 +135,7 @@ def test_since_when_it_is_behind_stays_short_and_never_becomes_younger() -> None
     line = LinearPosition()
     for batch in range(1, 1001):
         line.follow((batch - 1) * 10, batch * 10, batch)
-        assert len(line.heads) <= linear.HEADS_MAX
+        assert len(line.heads) <= writers.HEADS_MAX
     for id in range(0, 10_000, 7):
         line.settle(id)
         line.follow(10_000, 10_000, 2000)

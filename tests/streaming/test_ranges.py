@@ -13,8 +13,7 @@ from tests.streaming.kafka_log import PARTITIONS, Log, Seen, values
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.ingest import native_consumer
-from tidemark.streaming.ingest import ranges as module
+from tidemark.streaming.ingest import native_consumer, ranges
 from tidemark.streaming.ingest.consumer import ObjectConsumer
 from tidemark.streaming.ingest.native_consumer import NativeConsumer
 from tidemark.streaming.ingest.ranges import EndOffsets, RangeReader
@@ -31,7 +30,7 @@ def log(connection: KafkaConnection, prefix: str) -> Log:
 def consumer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NativeConsumer | ObjectConsumer]:
     """The class that reads messages: both must give the same."""
     chosen: type[NativeConsumer | ObjectConsumer] = request.param
-    monkeypatch.setattr(module, "open_consumer", chosen)
+    monkeypatch.setattr(ranges, "open_consumer", chosen)
     return chosen
 
 

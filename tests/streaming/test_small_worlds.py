@@ -15,8 +15,7 @@ from tests.examples import WORLDS
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
-from tidemark.streaming.core import batch, stream, writers
-from tidemark.streaming.core import store as stream_input
+from tidemark.streaming.core import batch, store, stream, writers
 from tidemark.streaming.core.chain import Chain
 from tidemark.streaming.core.classify import BatchOutcome
 from tidemark.streaming.core.stream import StreamState
@@ -293,7 +292,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     """In a batch the JOINs come last."""
 
-    def in_order(items: list[stream_input.Fact]) -> Iterator[tuple[list[stream_input.Fact], Marker | None]]:
+    def in_order(items: list[store.Fact]) -> Iterator[tuple[list[store.Fact], Marker | None]]:
         yield [item for item in items if not isinstance(item, Marker)], None
         for item in items:
             if isinstance(item, Marker):

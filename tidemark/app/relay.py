@@ -12,7 +12,7 @@ from psycopg import errors
 
 from tidemark.app.connections import host_port
 from tidemark.app.logs import shutdown_event
-from tidemark.app.serving import http_health as probes
+from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
@@ -54,7 +54,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
             stack.enter_context(
-                probes.served("--metrics", metrics_address(plan.metrics), LoopHealth(metrics, "the database"))
+                http_health.served("--metrics", metrics_address(plan.metrics), LoopHealth(metrics, "the database"))
             )
         is_ours = _followed(settings, plan.dsn, halt, stack)
         positions = LocalPositions(session_of(plan.dsn, "tidemark relay positions"), halt, is_ours)
@@ -127,13 +127,13 @@ class LoopHealth:
         return self.metrics.registry
 
     def hangs(self, now: float) -> str | None:
-        is_active = probes.reading(self.metrics.active) == 1
-        is_stale = is_active and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
+        is_active = http_health.reading(self.metrics.active) == 1
+        is_stale = is_active and now - http_health.reading(self.metrics.heartbeat) >= STALE_SECONDS
         return "the loop does not run" if is_stale else None
 
     def lacks(self) -> str | None:
         """None also for a standby: a new release cannot do more while the old one works."""
-        works = probes.reading(self.metrics.active) or probes.reading(self.metrics.standby)
+        works = http_health.reading(self.metrics.active) or http_health.reading(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 

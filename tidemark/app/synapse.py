@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
-from tidemark.app.serving import http_health as probes
+from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Stopping
@@ -84,7 +84,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), health))
+            stack.enter_context(http_health.served("--metrics", metrics_address(plan.metrics), health))
         wait_out(lambda: find_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
         own = stack.enter_context(state_session(settings.postgres))

@@ -20,7 +20,7 @@ import pytest
 from tests.app.lines.given import NO_POSITION, Address, LineClient, served
 from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.lines import client as listen
+from tidemark.app.lines import client
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.serving.tls_listener import Certificate, ListenerConfig
@@ -137,11 +137,11 @@ def test_it_listens_with_tls(
 
 def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends PINGs; when nothing comes back it closes the connection and makes a new one, and asks again."""
-    monkeypatch.setattr(listen, "PING_EVERY", 0.1)
-    monkeypatch.setattr(listen, "SILENCE", 1.0)
+    monkeypatch.setattr(client, "PING_EVERY", 0.1)
+    monkeypatch.setattr(client, "SILENCE", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         silent.settimeout(60)
-        commands = listen.LinesClient(silent.getsockname()).commands()
+        commands = client.LinesClient(silent.getsockname()).commands()
         first = pool.submit(next, commands)
         for _ in range(2):
             connection, _ = silent.accept()
@@ -161,9 +161,9 @@ def test_server_that_ends_every_connection_is_pressed_less_and_less(monkeypatch:
     pauses: list[float] = []
     # In its module alone: who else sleeps in this process is no part of this.
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=pauses.append)
-    monkeypatch.setattr(listen, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
     with served(NO_POSITION, LineServerConfig(connections=0)) as address:
-        commands = listen.LinesClient(address).commands()
+        commands = client.LinesClient(address).commands()
         while len(pauses) < 6:
             assert isinstance(next(commands), ErrorCommand)
         commands.close()
@@ -196,6 +196,6 @@ def test_colours_change_no_letter() -> None:
         ReplicateCommand(),
     ]
     for command in shown:
-        assert click.unstyle(listen.coloured(command)) == str(command)
-        assert json.loads(listen.as_json(command))["command"] == str(command).split(" ")[0]
-    assert listen.coloured(shown[0]).split("1 2")[0] != listen.coloured(shown[1]).split("2 2")[0]
+        assert click.unstyle(client.coloured(command)) == str(command)
+        assert json.loads(client.as_json(command))["command"] == str(command).split(" ")[0]
+    assert client.coloured(shown[0]).split("1 2")[0] != client.coloured(shown[1]).split("2 2")[0]

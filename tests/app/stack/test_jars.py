@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.stack import up as jars_module
+from tidemark.app.stack import up
 from tidemark.app.stack.up import BROKER, JarsUnavailable, fetch_jars
 
 
@@ -48,7 +48,7 @@ def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> Non
 
 def test_a_connection_that_has_died_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ivy would wait for it without a limit. What grows is waited for."""
-    monkeypatch.setattr(jars_module, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(up, "SILENT_SECONDS", 2.0)
     part = tmp_path / "cache/a.jar.part"
     slow = f"mkdir -p {part.parent}; for step in 1 2 3 4; do echo {'x' * 99} >> {part}; sleep 1; done"
     java = _fake_java(tmp_path, f"if [ ! -e {tmp_path}/tried ]; then touch {tmp_path}/tried; sleep 600; fi; {slow}")
@@ -59,6 +59,6 @@ def test_a_connection_that_has_died_is_begun_again(tmp_path: Path, monkeypatch: 
 
 def test_a_network_that_stays_silent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few attempts, each of which ends all of its processes."""
-    monkeypatch.setattr(jars_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(up, "SILENT_SECONDS", 0.3)
     with pytest.raises(JarsUnavailable, match=r"nothing came from the network.*ivy-broker\.log"):
         fetch_jars(tmp_path, _fake_java(tmp_path, "sleep 600"), lambda _: None)

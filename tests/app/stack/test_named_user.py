@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.stack import home as module
+from tidemark.app.stack import home
 from tidemark.app.stack.home import NamedUser, NeedsNamedUser, named_user
 
 
@@ -26,10 +26,10 @@ def test_a_user_with_a_name_needs_nothing(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unknown")
 def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Containers often have no namespaces of their own."""
-    monkeypatch.setattr(module, "_succeeds", lambda command: False)
+    monkeypatch.setattr(home, "_succeeds", lambda command: False)
     library = tmp_path / "libnss_wrapper.so"
     library.touch()
-    monkeypatch.setattr(module, "_LIBRARIES", [str(library.relative_to("/"))])
+    monkeypatch.setattr(home, "_LIBRARIES", [str(library.relative_to("/"))])
     user = named_user(tmp_path)
     assert user.command == ()
     assert user.variables["LD_PRELOAD"] == str(library)
@@ -40,7 +40,7 @@ def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("unknown")
 def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In one line, before anything is started."""
-    monkeypatch.setattr(module, "_succeeds", lambda command: False)
-    monkeypatch.setattr(module, "_LIBRARIES", [])
+    monkeypatch.setattr(home, "_succeeds", lambda command: False)
+    monkeypatch.setattr(home, "_LIBRARIES", [])
     with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, which has no name here"):
         named_user(tmp_path)

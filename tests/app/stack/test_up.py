@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from tidemark.app.settings import load
-from tidemark.app.stack import processes as server_module
+from tidemark.app.stack import processes
 from tidemark.app.stack.home import AlreadyRunning, Home
 from tidemark.app.stack.processes import ServerProcess, StartFailed, free_port, listens
 from tidemark.app.stack.up import LocalStack, Supervisor
@@ -134,7 +134,7 @@ time.sleep(600)
 
 def test_a_start_has_all_the_time_that_it_needs(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is slow. While the log grows the start goes on, and somebody who waits is told how long it is."""
-    monkeypatch.setattr(server_module, "PROGRESS_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "PROGRESS_SECONDS", 2.0)
     server = SlowServer(own_home, free_port())
     told: list[float] = []
     server.start(told.append)
@@ -145,7 +145,7 @@ def test_a_start_has_all_the_time_that_it_needs(own_home: Home, monkeypatch: pyt
 
 def test_work_without_a_word_is_a_sign_of_life(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JVM that loads its classes writes nothing for long."""
-    monkeypatch.setattr(server_module, "WORK_SECONDS", 0.05)  # a busy machine gives it no more in so short a time
+    monkeypatch.setattr(processes, "WORK_SECONDS", 0.05)  # a busy machine gives it no more in so short a time
     server = SlowServer(own_home, free_port())
     server.script = """
 import socket, sys, time
@@ -171,8 +171,8 @@ def test_a_start_that_hangs_has_failed(own_home: Home) -> None:
 
 def test_what_an_idle_server_does_is_no_sign_of_work(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle JVM takes two hundredths of a core for ever."""
-    monkeypatch.setattr(server_module, "WORK_SECONDS", 0.02)
-    monkeypatch.setattr(server_module, "WORK_SHARE", 0.5)  # a short test has no time for the real one
+    monkeypatch.setattr(processes, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "WORK_SHARE", 0.5)  # a short test has no time for the real one
     server = SlowServer(own_home, free_port())
     server.script = """
 import time

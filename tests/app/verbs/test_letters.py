@@ -7,7 +7,7 @@ import pytest
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
 from tidemark.app.output import as_object
-from tidemark.app.verbs import dead_letters as letters
+from tidemark.app.verbs import dead_letters
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.dead_letters import DeadLetter
 from tidemark.streaming.core.effects import OperatorOverride
@@ -29,20 +29,20 @@ def stored() -> bytes:
 
 def refusal(it: DeadLetter, stored: bytes | None) -> str:
     with pytest.raises(BadRecord) as caught:
-        letters.replay(it, "facts", stored, 9.0)
+        dead_letters.replay(it, "facts", stored, 9.0)
     return str(caught.value)
 
 
 def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
     """The state machine's own answer for the record as it stands; whatever it says is known afterwards."""
-    tried = letters.replay(letter(FACT), "facts", stored, 9.0)
+    tried = dead_letters.replay(letter(FACT), "facts", stored, 9.0)
     assert [*tried.lines()] == [
         "RDATA of a in epoch 1, rejected as wrong_partition",
         "a moves from 2 to 5: facts 2",
         "the linear position of events moves from 2 to 5",
     ]
     assert not tried.is_settled()
-    assert letters.replay(letter(FACT), "facts", tried.done.state, 9.0).is_settled()
+    assert dead_letters.replay(letter(FACT), "facts", tried.done.state, 9.0).is_settled()
     assert tried.act("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
 
 
@@ -64,7 +64,7 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
 )
 def test_every_kind_of_edge_can_come_again(stored: bytes, value: bytes, line: str) -> None:
     """A fact with its neighbour or without, what holds none, many in one record, and one of a writer to come."""
-    assert [*letters.replay(letter(value), "facts", stored, 9.0).lines()][1] == line
+    assert [*dead_letters.replay(letter(value), "facts", stored, 9.0).lines()][1] == line
 
 
 def test_what_would_be_refused_again_is_not_sent(stored: bytes) -> None:
@@ -98,18 +98,18 @@ def test_an_act_and_what_is_gone_are_not_replayed(stored: bytes) -> None:
 def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     """Bytes that are no text come in base64, control characters escaped."""
     it = letter(b"\x1b[2J\xff", key=b"\x1b]0;x")
-    text = letters.to_text(it, {("facts", 2, 40): 3}, 61.0)
+    text = dead_letters.to_text(it, {("facts", 2, 40): 3}, 61.0)
     assert text.splitlines()[:2] == ["reason: wrong_partition", "stream: \N{REPLACEMENT CHARACTER}]0;x"]
     assert "replayed_by_act: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
-    assert "\x1b" not in text + letters.to_table([it], {}, 61.0)
-    told = json.loads(as_object(letters.plain(it, {})))
+    assert "\x1b" not in text + dead_letters.to_table([it], {}, 61.0)
+    told = json.loads(as_object(dead_letters.plain(it, {})))
     assert (told["value"], told["value_base64"]) == (None, "G1sySv8=")
 
 
 def test_the_list_has_a_line_for_each() -> None:
     """Its offset is what show and replay want, with the partition before it where that is not 0."""
-    assert letters.to_table([letter(FACT)], {("facts", 2, 40): 3}, 61.0).splitlines() == [
+    assert dead_letters.to_table([letter(FACT)], {("facts", 2, 40): 3}, 61.0).splitlines() == [
         "OFFSET  AGE   REASON           STREAM  RECORD       REPLAYED    DETAIL",
         "7       60 s  wrong_partition  events  facts[2] 40  override 3",
     ]

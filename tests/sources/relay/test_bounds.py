@@ -19,8 +19,7 @@ from tidemark.app.stack.processes import free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding
-from tidemark.sources.relay import epochs, sequences
-from tidemark.sources.relay import relay as relaying
+from tidemark.sources.relay import epochs, relay, sequences
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.transactions import server_history
@@ -70,7 +69,7 @@ def test_joins_that_kafka_has_are_kept(
     many: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relay that ends while it joins leaves the next one only the rest."""
-    monkeypatch.setattr(relaying, "_JOINED_AT_ONCE", 2)
+    monkeypatch.setattr(relay, "_JOINED_AT_ONCE", 2)
     append_to_all(many)
     real, sent = RecordProducer.send, list[str]()
 

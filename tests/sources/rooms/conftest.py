@@ -6,15 +6,15 @@ import psycopg
 import pytest
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import queries as relay
+from tidemark.sources.relay import queries
 from tidemark.sources.rooms.tables import SCHEMA
 
 
 @pytest.fixture
 def rooms(database: str) -> Iterator[Connection]:
     """A connection in autocommit."""
-    with relay.session_of(database, "tests") as session:
-        relay.SCHEMA.migrate(session)
+    with queries.session_of(database, "tests") as session:
+        queries.SCHEMA.migrate(session)
         SCHEMA.migrate(session)
     with psycopg.connect(database, autocommit=True) as connection:
         for stream, direction in (("events", "forward"), ("backfill", "backward"), ("caches", "forward")):

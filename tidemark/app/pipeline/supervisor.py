@@ -24,7 +24,7 @@ from tidemark.app.pipeline.batches import Batches, Isolation, tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.preflight import Start, prepare
 from tidemark.app.pipeline.stream_metrics import StreamCollector
-from tidemark.app.serving import http_health as probes
+from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.backoff import Backoff
@@ -129,7 +129,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     health = metrics.PipelineHealth()
     with (
         suppress(Stopping),
-        probes.served("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
+        http_health.served("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
         locked(settings.checkpoint, stopping),
         engine.running(settings) as spark,
     ):

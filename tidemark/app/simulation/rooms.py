@@ -35,7 +35,6 @@ from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms import tables
-from tidemark.sources.rooms import tables as caches
 from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state, incarnation
 from tidemark.sources.rooms.rules import LONGEST_CHAIN, MEMBER, HeldAs, KeyHolder, RoomEvent, State, Stay
 
@@ -75,7 +74,7 @@ class StoredRooms:
 
     def least(self, cache: str, key: str, upto: Upto) -> int:
         """The version that a cached value must have come to."""
-        if cache == caches.ROOMS_OF:
+        if cache == tables.ROOMS_OF:
             return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
         reported = reversed(self.stale_from.get((cache, key), ()))
         return next((version for row, version in reported if upto.passed(row)), 0)
@@ -337,10 +336,10 @@ def _tables(connection: Connection) -> StoredRooms:
         "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
     ).fetchall():
         reported = TimelineRow(id, "", "", 0, writer)
-        if cache == caches.ROOMS_OF:
+        if cache == tables.ROOMS_OF:
             rooms_of[None if keys is None else keys[0]].append(reported)
             continue
-        for name in (caches.STATE, caches.MEMBERS) if cache == caches.ALL_OF_ROOM else (cache,):
+        for name in (tables.STATE, tables.MEMBERS) if cache == tables.ALL_OF_ROOM else (cache,):
             stale[name, keys[0]].append((reported, version))
     return StoredRooms(timeline, turns, recipients, stays, stale, rooms_of)
 

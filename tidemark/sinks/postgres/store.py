@@ -15,8 +15,6 @@ from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Dsn, fetch_value
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, retention, transaction
-from tidemark.sinks.postgres import history as changes
-from tidemark.sinks.postgres import positions as requeues
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.history import (
     ChangesSince,
@@ -28,7 +26,15 @@ from tidemark.sinks.postgres.history import (
     StoredPage,
 )
 from tidemark.sinks.postgres.operators import PolicyTable
-from tidemark.sinks.postgres.positions import PendingRequeue, forget_retired, stored_positions
+from tidemark.sinks.postgres.positions import (
+    PendingRequeue,
+    add_requeues,
+    forget_retired,
+    give_up_requeues,
+    note_requeue,
+    pending_requeues,
+    stored_positions,
+)
 from tidemark.sinks.postgres.retention import Retention, RetentionClock
 from tidemark.sinks.postgres.status import STATES, Conditions, note_faults, note_lagging
 from tidemark.sinks.postgres.transaction import BatchWait, UnsentDeadLetters, apply
@@ -148,18 +154,18 @@ class Postgres:
     def pending_requeues(self) -> list[PendingRequeue]:
         """Deferred records that are still to be produced again, oldest first, those with a problem last."""
         with self._requeues.use() as connection:
-            return requeues.pending_requeues(connection)
+            return pending_requeues(connection)
 
     def note_requeue(self, requeue: PendingRequeue, problem: str | None = None) -> None:
         """Store the progress of a requeue, and the problem that prevents the rest."""
         with self._requeues.use() as connection:
-            requeues.note_requeue(connection, requeue, problem)
+            note_requeue(connection, requeue, problem)
 
     def give_up_requeues(self, deferred: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
         """Give up these deferred records and all pending requeues: their offsets are no longer valid."""
         with self._batches.use() as connection, connection.transaction():
-            requeues.add_requeues(connection, deferred)
-            requeues.give_up_requeues(connection, why)
+            add_requeues(connection, deferred)
+            give_up_requeues(connection, why)
 
     def note_lagging(self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:
         """Replace the lagging partitions: see `status.note_lagging`."""
@@ -278,14 +284,14 @@ class Postgres:
             return history.advances_since(connection, known, newest)
 
     def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """See `changes.changes`."""
+        """See `history.changes`."""
         with self._reads.use() as connection:
-            return changes.changes(connection, since, streams)
+            return history.changes(connection, since, streams)
 
     def missed(self, since: DurableMark, most: int, seconds: float) -> FullChanges | None:
-        """See `changes.missed`."""
+        """See `history.missed`."""
         with self._reads.use() as connection:
-            return changes.missed(connection, since, most, seconds)
+            return history.missed(connection, since, most, seconds)
 
     def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[StoredLate]]:
         """See `history.late_since`."""
