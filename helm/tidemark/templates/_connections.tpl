@@ -20,7 +20,7 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 
 {{/*
 How a role reaches its database, as YAML: of dsn, dsnSecret and dsnFile one is not empty, and `value` is the value that
-says so. Roles: pipeline, sidecar, migrations, synapse, and with a "database" relay and relay-migrations.
+says so. Roles: pipeline, sidecar, migrations, synapse, and with a "database" relay, relay-follow and relay-migrations.
 */}}
 {{- define "tidemark.postgres" -}}
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
@@ -75,7 +75,7 @@ says so. Roles: pipeline, sidecar, migrations, synapse, and with a "database" re
 
 {{/*
 Files of a role's Secrets, as YAML: (dict "root" $ "role" "pipeline"). `value` is the value of the chart that names the Secret.
-Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "database" relay and relay-migrations.
+Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "database" relay, relay-follow and relay-migrations.
 */}}
 {{- define "tidemark.secretFiles" -}}
 {{- $v := .root.Values -}}
@@ -88,12 +88,12 @@ Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "databas
 {{- $files = append $files (list $user.passwordSecret.name $user.passwordSecret.key "kafka/password" (print $user.value ".passwordSecret")) -}}
 {{- $files = append $files (list $v.kafka.sasl.oauth.clientSecret.name $v.kafka.sasl.oauth.clientSecret.key "kafka/client-secret" "kafka.sasl.oauth.clientSecret") -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "test") -}}
+{{- if has .role (list "pipeline" "sidecar" "test" "relay-follow") -}}
 {{- $files = append $files (list $v.redis.passwordSecret.name $v.redis.passwordSecret.key "redis/password" "redis.passwordSecret") -}}
 {{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password" "redis.sentinelPasswordSecret") -}}
 {{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt" "redis.caSecret") -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-follow" "relay-migrations") -}}
 {{- with include "tidemark.postgres" . | fromYaml -}}
 {{- $connection := trimSuffix ".dsn" .value -}}
 {{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn" .value) -}}
@@ -215,7 +215,7 @@ command:
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "test") -}}
+{{- if has .role (list "pipeline" "sidecar" "test" "relay-follow") -}}
 {{- $env = append $env (list "REDIS_URL" $servers.redis) -}}
 {{- if $v.redis.passwordSecret.name -}}
 {{- $env = append $env (list "REDIS_PASSWORD_FILE" (print $files "/redis/password")) -}}
@@ -232,7 +232,7 @@ command:
 {{- $env = append $env (list "SYNAPSE_REDIS_URL_FILE" (print $files "/synapse/redis")) -}}
 {{- end -}}
 {{- $postgres := dict -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-follow" "relay-migrations") -}}
 {{- $postgres = include "tidemark.postgres" . | fromYaml -}}
 {{- if $postgres.dsnSecret.name -}}
 {{- $env = append $env (list "POSTGRES_DSN_FILE" (print $files "/postgres/dsn")) -}}

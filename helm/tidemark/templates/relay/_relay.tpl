@@ -17,7 +17,7 @@ args:
   {{- toYaml .args | nindent 2 }}
 env:
   {{- include "tidemark.env" . | trim | nindent 2 }}
-  {{- with concat .database.extraEnv (ternary list .root.Values.hooks.extraEnv (eq .role "relay")) }}
+  {{- with concat .database.extraEnv (ternary .root.Values.hooks.extraEnv list (eq .role "relay-migrations")) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- with .database.envFrom }}
