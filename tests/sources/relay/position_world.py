@@ -60,6 +60,9 @@ class ReadingWorld(World):
         self.delivered: list[int] = []
         self._seen = 0
         self._below: set[int] = set()
+        self._vector: dict[str, int] = {}
+        self._checked: dict[str, int] = {}
+        self._counted: dict[str, set[int]] = {}
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute("truncate tidemark_reader.positions, tidemark_reader.places, tidemark_reader.timelines")
 
@@ -96,6 +99,18 @@ class ReadingWorld(World):
         now_below = {id for id in facts if id <= self._seen}
         assert now_below == self._below, f"the position was {self._seen}, and there are new facts below"
         self._seen, self._below = position, {id for id in facts if id <= position}
+        self._check_vector()
+
+    def _check_vector(self) -> None:
+        """No fact of a writer may come at or below a position that the writer had."""
+        row = self._admin.execute("select vector from tidemark_reader.positions").fetchone()
+        for name, id in (row[0] if row else {}).items():
+            self._vector[name] = max(abs(id), self._vector.get(name, 0))
+        for name, position in self._vector.items():
+            facts = {abs(id) for id, (rows, writer) in self._truth().items() if rows and writer == name}
+            late = {id for id in facts if id <= self._checked.get(name, 0)} - self._counted.get(name, set())
+            assert not late, f"{name} was at {self._checked[name]}, and there are new facts {late}"
+            self._checked[name], self._counted[name] = position, {id for id in facts if id <= position}
 
     def read(self, most: int, *, commit: bool) -> None:
         """A reader of the table of facts takes what is new, in a transaction."""

@@ -93,6 +93,25 @@ def test_committed_facts_below_an_open_transaction_are_complete(world: ReadingWo
     assert world.position == 4
 
 
+def test_a_writer_does_not_wait_for_another(world: ReadingWorld) -> None:
+    world.services[0].append(world.stream, 1, "web")
+    world.services[0].append(world.stream, 1, "till")
+    world.relays[0].finish()
+    world.keep()
+    start = world.position
+    world.services[1].begin("read committed", "on")
+    world.services[1].append(world.stream, 1, "till")
+    id = world.services[0].append(world.stream, 1, "web")
+    world.keep()
+    row = world.sql.execute("select linear, vector from tidemark_reader.positions").fetchone()
+    assert row == (start, {"web": id})
+    named = world.sql.execute("select writer, high from tidemark_reader.take_vector(%s, 'vector')", [world.stream])
+    assert named.fetchall() == [("web", id), (None, start)]
+    world.services[1].run("commit")
+    world.keep()
+    assert world.sql.execute("select token from tidemark_reader.positions").fetchone() == (f"m{id}",)
+
+
 def test_the_sequence_that_went_back_begins_a_new_timeline(world: ReadingWorld) -> None:
     for _ in range(4):
         world.services[0].append(world.stream, 1)

@@ -7,7 +7,9 @@ number of processes may decide at once, and be killed between any two steps: wha
 
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from psycopg.types.json import Jsonb
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry
@@ -23,7 +25,7 @@ from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
 
-SHORTEST, LONGEST = 0.005, 0.03
+SHORTEST, LONGEST = 0.005, 0.04
 """Seconds between two rounds: the first while something happens, the second after a while without."""
 IDS_AT_ONCE = 50_000
 _LOCK_KEY = 1
@@ -33,13 +35,27 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
 @dataclass(slots=True)
 class _KnownStream:
-    """`position` is stored, for readers, in the timeline `timeline`; None: nothing is stored yet."""
+    """`position` is stored, for readers, in the timeline `timeline`; None: nothing is stored yet. `locks`: the second
+    half of the lock key of each writer with a name; `writers`: their stored positions."""
 
     stream: AppendStream
     version: int
     evidence: StreamEvidence
     position: int
     timeline: int | None
+    locks: Mapping[str, int]
+    writers: Mapping[str, int] = field(default_factory=dict)
+
+    def vector(self) -> dict[str, int]:
+        """The positions of writers that are beyond the linear position (magnitudes)."""
+        complete, found = self.evidence.complete, dict[str, int]()
+        if complete < self.evidence.head:
+            for writer, lock in self.locks.items():
+                open_ids = self.evidence.open_to([lock])
+                position = int(open_ids.lows[0]) if open_ids else self.evidence.head
+                if position > max(complete, self.writers.get(writer, 0)):
+                    found[writer] = position
+        return found
 
 
 class PositionDecider:
@@ -156,43 +172,55 @@ class PositionDecider:
             return
         rows = self._connection.execute(
             """
-            select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline
+            select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline, (
+                select coalesce(jsonb_object_agg(named.writer, hashtext(named.writer) & 4294967295), '{}')
+                from tidemark.append_writers as named
+                where named.number = kept.number and named.writer is distinct from kept.writer
+                    and named.state in ('joining', 'joined')
+            )
             from tidemark.append_streams join tidemark.append_progress as kept using (number)
             left join tidemark_reader.positions as known using (stream)
             where number = any(%s) and coalesce(known.source, 'database') = 'database'
             """,
             [[*numbers]],
         ).fetchall()
-        for number, version, floor, linear, timeline in rows:
+        for number, version, floor, linear, timeline, locks in rows:
             stream, _ = snapshots[number]
             if timeline is not None or self._is_ours(stream.name):
-                start = max(floor, linear or 0)
-                self._streams[number] = _KnownStream(stream, version, StreamEvidence(start), linear or 0, timeline)
+                evidence = StreamEvidence(max(floor, linear or 0), several=bool(locks))
+                self._streams[number] = _KnownStream(stream, version, evidence, linear or 0, timeline, locks)
 
     def _store(self) -> bool:
-        moves = {
-            known.stream.name: known
-            for known in self._streams.values()
-            if known.timeline is None or known.evidence.complete > known.position
-        }
+        positions = {number: (known.evidence.complete, known.vector()) for number, known in self._streams.items()}
+        moves = [
+            known
+            for number, known in self._streams.items()
+            if known.timeline is None or positions[number][0] > known.position or positions[number][1]
+        ]
         if not moves:
             return False
-        positions = {name: known.evidence.complete for name, known in moves.items()}
+        linears, vectors = list[int](), list[Jsonb]()
+        for known in moves:
+            signed, (complete, vector) = known.stream.towards.signed, positions[known.stream.number]
+            linears.append(signed(complete))
+            vectors.append(Jsonb({writer: signed(id) for writer, id in vector.items()}))
         row = self._connection.execute(
-            "select tidemark_reader.publish('database', %s, %s::bigint[], null, %s::bigint[])",
+            "select tidemark_reader.publish('database', %s, %s::bigint[], %s::jsonb[], %s::bigint[])",
             [
-                [*moves],
-                [known.stream.towards.signed(positions[name]) for name, known in moves.items()],
-                [known.timeline for known in moves.values()],
+                [known.stream.name for known in moves],
+                linears,
+                vectors,
+                [known.timeline for known in moves],
             ],
         ).fetchone()
         moved = set[str](row[0] if row else ())
-        for name, known in moves.items():
-            if name in moved and known.timeline is not None:
-                known.position = positions[name]
+        for known in moves:
+            if known.stream.name in moved and known.timeline is not None:
+                known.position, vector = positions[known.stream.number]
+                known.writers = {**known.writers, **vector}
             else:  # a new row, or another process was here
                 del self._streams[known.stream.number]
-        return bool(moved)
+        return True
 
 
 class LocalPositions:
