@@ -39,7 +39,7 @@ class StreamHistoryReader:
         self._lag = ReaderLag(self._history)
         self._thread = ThreadPoolExecutor(1, "stream history")
         self._answers: dict[Hashable, tuple[float, Any]] = {}
-        self._breakers = {what: CircuitBreaker(what) for what in ("Postgres", "The database of the readers")}
+        self._breakers = {server: CircuitBreaker(server) for server in ("Postgres", "The database of the readers")}
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
@@ -65,9 +65,9 @@ class StreamHistoryReader:
             return []  # the positions' user has no right to places that may be there, and nobody named a database
         return self._lag.statuses(stored)
 
-    async def _read(self, what: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
+    async def _read(self, server: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
         def read_once() -> T:
-            """A request that waited for the thread finds what the one before it has read."""
+            """A request that waited for the thread uses the answer of the request before it."""
             if key in self._answers and time.monotonic() - self._answers[key][0] < age:
                 remembered: T = self._answers[key][1]
                 return remembered
@@ -77,7 +77,7 @@ class StreamHistoryReader:
             self._answers[key] = time.monotonic(), fresh
             return fresh
 
-        with self._breakers[what].guarding():
+        with self._breakers[server].guarding():
             future = self._thread.submit(read_once)
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT)

@@ -112,8 +112,8 @@ class AppendRelay(RunLoop):
             together = acting[start : start + _JOINED_AT_ONCE]
             for record in (record for each in together for record in each.acts()):
                 self._producer.send(record.stream, records.encode(record))
-                what = "Joining" if isinstance(record, Join) else "Retiring"
-                log.info(what, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
+                event = "Joining" if isinstance(record, Join) else "Retiring"
+                log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
             epochs.acknowledged(connection, together)
         return [each for each in found if each.writers]
