@@ -1,8 +1,12 @@
 """`tidemark follow`: published positions in a database of readers."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -129,3 +133,80 @@ def test_a_stream_with_writers_elsewhere_is_moved_by_what_is_published(
         pipeline.move("elsewhere", 0, 9)
         eventually(is_at(readers, "m9"))
         assert not follower.is_ours("s")
+
+
+def test_a_relay_that_has_no_kafka_and_is_killed_serves_the_readers(
+    database: str, readers: psycopg.Connection, tmp_path: Path
+) -> None:
+    """Each fact has its effects once, in order, whatever dies; some transactions stay open meanwhile, or roll back."""
+    dsn = database
+    readers.execute("create table facts (id bigint)")
+    reader, halt = SqlEffects(dsn), threading.Event()
+    reading = threading.Thread(target=reader.run, args=(halt,))
+    reading.start()
+    environment = os.environ | {"TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:9", "TIDEMARK_HOME": str(tmp_path)}
+    appending = "insert into facts select tidemark.append('s', '{}') returning id"
+    last = 0
+    try:
+        for number in range(3):
+            relay = subprocess.Popen(
+                [sys.executable, "-m", "tidemark", "relay", "--dsn", dsn], env=environment, stderr=subprocess.DEVNULL
+            )
+            try:
+                with psycopg.connect(dsn) as slow:
+                    slow.execute(appending)
+                    for _ in range(20):
+                        row = readers.execute(appending).fetchone()
+                        assert row is not None
+                        last = row[0]
+                    slow.execute("commit" if number else "rollback")
+                if number < 2:
+                    eventually(lambda: (token(readers) or "") not in {"", "m0"})
+            finally:
+                if number < 2:
+                    relay.kill()
+                    relay.wait()
+        eventually(is_at(readers, f"m{last}"))
+        eventually(lambda: reader.seen() == facts(readers))
+    finally:
+        relay.kill()
+        relay.wait()
+        halt.set()
+        reading.join(30)
+    assert reader.seen() == facts(readers)
+
+
+def facts(readers: psycopg.Connection) -> list[int]:
+    return [id for (id,) in readers.execute("select id from facts order by id").fetchall()]
+
+
+class SqlEffects:
+    """The loop of docs/how-to/read-in-any-language.md; its effects are rows of a table."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("create table effects (n bigint generated always as identity, id bigint)")
+
+    def run(self, halt: threading.Event) -> None:
+        query = b"select * from tidemark_reader.take('s', 'mailer', most => 7)"
+        with psycopg.connect(self._dsn) as connection:
+            while not halt.is_set():
+                try:
+                    taken = connection.execute(query).fetchone()
+                except psycopg.errors.UndefinedObject:  # no relay has been here yet
+                    taken = None
+                    connection.rollback()
+                if taken is not None:
+                    connection.execute(
+                        "insert into effects (id) select id from facts"
+                        " where id > %s and id <= %s or id = any (%s) order by id",
+                        taken,
+                    )
+                connection.commit()
+                if taken is None:
+                    halt.wait(0.05)
+
+    def seen(self) -> list[int]:
+        with psycopg.connect(self._dsn) as connection:
+            return [id for (id,) in connection.execute("select id from effects order by n").fetchall()]
