@@ -42,14 +42,16 @@ UNIT_PROCESSES = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() +
 test-unit: setup ## Run the tests that need no server
 	$(BIN)/pytest -m "not server and not registry and not compiles" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
 
-# A test that hangs fails with its name and the place where it stood, and the others go on.
+# A test that hangs fails with its name and the place where it stood, and the others go on. If it cannot even be
+# interrupted, its process ends.
+HANGS = --timeout $(1) -o faulthandler_timeout=$(2) -o faulthandler_exit_on_timeout=true
 .PHONY: test
 test: setup ## Run the tests, with real servers, in four processes with servers of their own
-	$(BIN)/pytest -m "not slow" --timeout 600 -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -m "not slow" $(call HANGS,600,900) -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: test-slow
 test-slow: setup ## Run the tests that take half a minute or more each: kills at every step, simulations, installations
-	$(BIN)/pytest -m slow --timeout 900 -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -m slow $(call HANGS,900,1200) -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
@@ -85,7 +87,7 @@ synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while 
 
 .PHONY: worlds
 worlds: setup ## Go through every order of events in worlds of two writers (some minutes on two cores, 1 GB)
-	$(BIN)/pytest --timeout 1800 -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py
+	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports
