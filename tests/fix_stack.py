@@ -13,8 +13,8 @@ import redis
 
 from tests.shadows import shadowed
 from tests.waiting import eventually
+from tidemark.app.settings import read_stack_env
 from tidemark.app.stack.home import Home
-from tidemark.app.stack_env import read_stack_env
 from tidemark.common.environment import child_environment
 
 _TIDEMARK = (sys.executable, "-P", "-m", "tidemark")  # as the installed command, which does not look around itself

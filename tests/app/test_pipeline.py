@@ -38,7 +38,7 @@ from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
 from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.bridge import BridgeMetrics
 from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})

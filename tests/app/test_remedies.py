@@ -13,8 +13,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Record, Shard, forced, join, opened, position, rdata
 from tidemark.app.cli import main
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.open_ranges import OpenRange
-from tidemark.app.diagnosis.remedies import remedy
+from tidemark.app.diagnosis.open_ranges import OpenRange, remedy
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.wire.records import Timeline
 

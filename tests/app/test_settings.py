@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app import config
-from tidemark.app.settings import Settings, is_secret, load, variable_of
+from tidemark.app.settings import Settings, is_secret, load, settings_lines, variable_of
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting
 
@@ -175,7 +174,7 @@ def test_config_masks_every_secret_and_says_where_values_come_from(setenv: SetEn
     setenv("POSTGRES_DSN_FILE", str(tmp_path / "secret"))
     setenv("REDIS_URL", "rediss://:hunter2@@cache:6379/0")
     setenv("KAFKA_SASL_OAUTHBEARER_CLIENT_SECRET", "hunter2")
-    printed = "\n".join(config.lines(load()))
+    printed = "\n".join(settings_lines(load()))
     assert "hunter" not in printed
     line = {line.split()[0]: line.rstrip() for line in printed.splitlines()}
     assert "host=db user=ada password=*** sslpassword=***" in line["TIDEMARK_POSTGRES_DSN"]
@@ -221,7 +220,7 @@ def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                     shown = str(problem)
                 else:
                     taken += 1
-                    shown = "\n".join(config.lines(settings)) + repr(settings) + str(settings.model_dump())
+                    shown = "\n".join(settings_lines(settings)) + repr(settings) + str(settings.model_dump())
             assert "hunter" not in shown, value
     assert taken
 
@@ -232,7 +231,7 @@ def test_no_password_in_an_address_is_ever_shown(monkeypatch: pytest.MonkeyPatch
     for value in WITH_PASSWORD[1:]:
         monkeypatch.setenv(variable_of(name), value)
         try:
-            shown = "\n".join(config.lines(load()))
+            shown = "\n".join(settings_lines(load()))
         except BadSetting as problem:
             shown = str(problem)
         assert "hunter" not in shown, value
@@ -251,7 +250,7 @@ def test_no_password_in_an_address_is_ever_shown(monkeypatch: pytest.MonkeyPatch
 def test_key_in_the_address_of_a_collector_is_never_shown(setenv: SetEnv, url: str) -> None:
     """Wherever it stands: of the address of a web service only host and port are shown."""
     setenv("OTLP_URL", url)
-    shown = "\n".join(config.lines(load())) + repr(load())
+    shown = "\n".join(settings_lines(load())) + repr(load())
     assert "hunter" not in shown
     assert "https://otel.example:4318" in shown
 
@@ -268,7 +267,7 @@ def test_trusted_proxies_are_addresses_or_networks(setenv: SetEnv) -> None:
 def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
     """A variable that is no setting is named, with the setting that was probably meant."""
     setenv("SHARD", "8")
-    assert "TIDEMARK_SHARD is no setting; did you mean TIDEMARK_SHARDS?" in list(config.lines(load()))
+    assert "TIDEMARK_SHARD is no setting; did you mean TIDEMARK_SHARDS?" in list(settings_lines(load()))
 
 
 def test_settings_never_show_a_secret_by_accident(setenv: SetEnv) -> None:
@@ -293,4 +292,4 @@ def test_child_gets_the_stacks_settings_in_place_of_ours(setenv: SetEnv, tmp_pat
 def test_config_shows_a_value_of_several_lines_on_one(setenv: SetEnv) -> None:
     """One line for each setting."""
     setenv("SIDECAR_BANNER", "staging\nAsk Ada.")
-    assert any("staging\\nAsk Ada.  " in line for line in config.lines(load()))
+    assert any("staging\\nAsk Ada.  " in line for line in settings_lines(load()))

@@ -14,9 +14,9 @@ from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
+from tidemark.app.settings import read_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack_env import read_stack_env
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from tests.contracts.record_schemas import DRAFT, REFERENCE, Schema
-from tidemark.app.diagnosis.lag_json import LagCauseAnswer
-from tidemark.app.diagnosis.open_ranges import OpenRange
+from tidemark.app.diagnosis.open_ranges import LagCauseAnswer, OpenRange
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation

@@ -14,7 +14,7 @@ from tidemark.app import cli
 from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.bridge import BridgeMetrics
 
 ALERTS = ["alerts.yaml", "relay-alerts.yaml", "synapse-alerts.yaml"]
 

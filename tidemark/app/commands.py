@@ -71,8 +71,7 @@ class CommandGroup(OurCommand, click.Group):
 
 def without_stack(error: Unavailable | Refused) -> str | None:
     """What to say of a server whose address nobody has set; None if somebody has."""
-    from tidemark.app.settings import origin_of, variable_of
-    from tidemark.app.stack_env import stack_env
+    from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
     origin = "" if name is None else origin_of(name)
@@ -155,8 +154,7 @@ def loaded(*, other_database: bool = False) -> "Settings":
 
 def _is_of_stack(settings: "Settings") -> bool:
     """Whether the database is that of the local stack, also if the shell has sourced `stack.env`."""
-    from tidemark.app.settings import variable_of
-    from tidemark.app.stack_env import read_stack_env
+    from tidemark.app.settings import read_stack_env, variable_of
 
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 

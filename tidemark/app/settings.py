@@ -2,11 +2,17 @@
 
 A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of
 the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
+
+`stack.env` is a file for a shell to source and for commands in other terminals. `settings_lines` shows the effective
+settings and where each came from, without secrets.
 """
 
 import os
+import shlex
 import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -14,11 +20,55 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from tidemark.app.connections import PREFIX, AnyPort, Connections, HostPort, Positive, go_together, masked, variable
-from tidemark.app.stack_env import read_stack_env, stack_env
-from tidemark.common.environment import default_home
+from tidemark.app.connections import (
+    PREFIX,
+    AnyPort,
+    Connections,
+    HostPort,
+    Positive,
+    Shown,
+    go_together,
+    masked,
+    masked_url,
+    variable,
+)
+from tidemark.common.environment import default_home, is_own
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
+
+_FOR_SHELLS = "# For the shell alone: what it inherited would lead psql and curl elsewhere."
+
+
+def stack_env() -> Path:
+    """The path of the file, which is there only while a stack runs."""
+    return Path(os.environ.get(f"{PREFIX}HOME") or default_home()) / "stack.env"
+
+
+def read_stack_env(path: Path | None = None) -> dict[str, str]:
+    """The exported variables of `path`, without it of the stack in TIDEMARK_HOME; empty if there is no file that this
+    user may read and trust."""
+    path = path or stack_env()
+    words: list[list[str]] = []
+    with suppress(OSError, ValueError):
+        text = path.read_text() if is_own(path.parent) else ""
+        words = [shlex.split(line) for line in text.partition(_FOR_SHELLS)[0].splitlines()]
+    pairs = [line[1].partition("=") for line in words if len(line) == 2 and line[0] == "export"]
+    return {name: value for name, _, value in pairs}
+
+
+def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str]) -> None:
+    """Write the file, for the eyes of its owner: it holds the password of Postgres.
+
+    Args:
+        path: the file.
+        variables: what to export.
+        unset: variables that a shell must not have beside these.
+    """
+    path.touch(mode=0o600)
+    lines = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
+    lines += [_FOR_SHELLS, f"unset {' '.join(unset)}"]
+    lines += [f'export {name}="${{{name}:+${name},}}127.0.0.1,localhost"' for name in ("no_proxy", "NO_PROXY")]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _are_proxies(text: str) -> str:
@@ -349,3 +399,32 @@ def unknown_variables() -> list[str]:
     known = FOR_OTHERS | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
+def settings_lines(settings: Settings) -> Iterator[str]:
+    """One line per setting, then one per variable that looks like a setting and is none."""
+    rows = [(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        yield f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}"
+    known = [row[0] for row in rows]
+    for unknown in unknown_variables():
+        close = get_close_matches(unknown, known, n=1)
+        yield f"{unknown} is no setting" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _names() -> list[str]:
+    return list(Settings.model_fields)
+
+
+def _shown(name: str, value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case SecretStr():
+            shown = [it for it in Settings.model_fields[name].metadata if isinstance(it, Shown)]
+            if not shown:
+                return "***"
+            return (masked_url if shown[0].web else masked)(value.get_secret_value())
+        case _:
+            return masked(str(value)).replace("\n", "\\n")

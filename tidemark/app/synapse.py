@@ -19,13 +19,11 @@ from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.synapse import state
-from tidemark.sources.synapse.bridge import SynapseBridge
+from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
-from tidemark.sources.synapse.metrics import BridgeMetrics
-from tidemark.sources.synapse.queries import synapse_session, table_writers
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
-from tidemark.sources.synapse.tables import REFUSED, STREAMS
+from tidemark.sources.synapse.tables import REFUSED, STREAMS, synapse_session, table_writers
 from tidemark.sources.transactions import is_old
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.app.read_side.sentinel import ChainFault, Sentinel
+from tidemark.app.read_side.metrics import ChainFault, Sentinel
 from tidemark.sinks.reader.requests import ListEntry, ReadList, ReadNewest, StreamKeys
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.room_services import ANSWERS, REMOTE, ClientKind, room_streams, simulated_streams
 from tidemark.app.simulation.rooms import CLIENTS, RoomCount, RoomsVerification, RoomsWorkload
 from tidemark.app.simulation.script import Successor, WriterPlan
-from tidemark.app.simulation.workload import SimulationPlan
+from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
 from tidemark.app.stack.home import Home
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of

@@ -8,10 +8,10 @@ import pytest
 
 from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.streams import StreamsVerification
+from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Refused
 from tidemark.sources.relay import sequences

@@ -12,8 +12,7 @@ from tests.fix_redis import Node, SentinelSetup
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
-from tidemark.app.read_side.notifications import Notifications, wait_for_notification
-from tidemark.app.read_side.redis_reader import RedisReader
+from tidemark.app.read_side.redis_reader import Notifications, RedisReader, wait_for_notification
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing

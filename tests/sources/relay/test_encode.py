@@ -11,8 +11,8 @@ from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
+from tidemark.sources.relay.evidence import EmptyRange
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
-from tidemark.sources.relay.writer_chains import EmptyRange
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start

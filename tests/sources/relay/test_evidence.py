@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, ids_of
-from tidemark.sources.relay.writer_chains import WriterChains
+from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains, ids_of
 from tidemark.streaming.values.intervals import Intervals
 
 OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")

@@ -14,9 +14,8 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import epochs, queries, sequences
 from tidemark.sources.relay.decider import Decider, Decision, Steps, _Stream
-from tidemark.sources.relay.evidence import LockHolder, StreamEvidence
+from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains
 from tidemark.sources.relay.queries import AppendStream, Page
-from tidemark.sources.relay.writer_chains import WriterChains
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tests.sources.synapse.world import ASKED, BEGINS, NAMES, Process, Transaction, Writers
-from tidemark.sources.synapse.decider import StreamDecider
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
 from tidemark.sources.synapse.evidence import PublishedFacts
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 
 FLOOR = 20
 MakeDecider = Callable[[Mapping[str, int]], StreamDecider]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.sources.synapse.broken_world import FLOOR, Bridge, BrokenWriters
 from tests.sources.synapse.world import NAMES
+from tidemark.sources.synapse.decider import StreamFact
 from tidemark.sources.synapse.evidence import PublishedFacts
-from tidemark.sources.synapse.facts import StreamFact
 
 Act = tuple[str, int, bool]
 WEIGHTS = {

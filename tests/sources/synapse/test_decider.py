@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.sources.synapse.world import NAMES, WriterPositions, Writers
-from tidemark.sources.synapse.decider import StreamDecider
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
 
 Act = tuple[str, int, bool]
 MakeDecider = Callable[[], StreamDecider]

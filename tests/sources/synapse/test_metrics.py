@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.bridge import BridgeMetrics
 
 
 def sent_upto(metrics: BridgeMetrics, name: str, label: str = "writer") -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from tidemark.common.errors import Refused
-from tidemark.sources.synapse import queries
+from tidemark.sources.synapse import tables
 from tidemark.sources.synapse.tables import STREAMS
 
 RULES = STREAMS["push_rules"]
@@ -26,14 +26,14 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 
 def test_sequence_that_was_never_called_has_given_out_what_lies_below_its_begin(sql: psycopg.Connection) -> None:
     """As a port script leaves it; the first ID that is taken is one beyond."""
-    assert queries.head(sql, RULES) == 0
+    assert tables.head(sql, RULES) == 0
     sql.execute("alter sequence push_rules_stream_sequence restart with 51")
-    assert queries.head(sql, RULES) == 50
-    assert queries.facts(sql, RULES, 0, 100) == (50, [])
+    assert tables.head(sql, RULES) == 50
+    assert tables.facts(sql, RULES, 0, 100) == (50, [])
     sql.execute("select nextval('push_rules_stream_sequence')")
-    assert (queries.head(sql, RULES), queries.facts(sql, RULES, 0, 100)[0]) == (51, 51)
+    assert (tables.head(sql, RULES), tables.facts(sql, RULES, 0, 100)[0]) == (51, 51)
     sql.execute("select setval('push_rules_stream_sequence', 70, false)")
-    assert queries.head(sql, RULES) == 69
+    assert tables.head(sql, RULES) == 69
 
 
 def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: str) -> None:
@@ -44,16 +44,16 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
     try:
         sql.execute("grant pg_read_all_data, pg_read_all_stats to synapse_filtered")
         dsn = make_conninfo(database, user="synapse_filtered", password="filtered")
-        with queries.synapse_session(dsn) as session:
+        with tables.synapse_session(dsn) as session:
             with session.use() as connection:
-                assert [fact.id for fact in queries.facts(connection, RULES, 0, 10)[1]] == [1]
+                assert [fact.id for fact in tables.facts(connection, RULES, 0, 10)[1]] == [1]
             sql.execute("alter table push_rules_stream enable row level security")
-            for ask in (queries.facts, queries.identities):
+            for ask in (tables.facts, tables.identities):
                 with pytest.raises(Refused, match=r"push_rules_stream.*BYPASSRLS"), session.use() as connection:
                     ask(connection, RULES, 0, 10)
             sql.execute("alter role synapse_filtered bypassrls")
             with session.use() as connection:
-                assert [fact.id for fact in queries.identities(connection, RULES, 0, 10)] == [1]
+                assert [fact.id for fact in tables.identities(connection, RULES, 0, 10)] == [1]
     finally:
         sql.execute("drop role synapse_filtered")
 
@@ -61,17 +61,17 @@ def test_rows_that_are_hidden_are_an_error(sql: psycopg.Connection, database: st
 def test_another_row_of_the_same_id_is_another_fact(sql: psycopg.Connection) -> None:
     """Also where the two say the same: then the transactions that wrote them differ."""
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (before,) = queries.identities(sql, RULES, 0, 10)
-    assert queries.facts(sql, RULES, 0, 10)[1][0].marks == before.marks
+    (before,) = tables.identities(sql, RULES, 0, 10)
+    assert tables.facts(sql, RULES, 0, 10)[1][0].marks == before.marks
     sql.execute("delete from push_rules_stream")
     sql.execute("insert into push_rules_stream values (1, 'misc1', '@alice:one.test')")
-    (after,) = queries.identities(sql, RULES, 0, 10)
+    (after,) = tables.identities(sql, RULES, 0, 10)
     assert (before.id, before.writer) == (after.id, after.writer)
     assert before.marks != after.marks
 
 
 def test_sequence_that_does_not_give_ids_in_order_is_unfit(sql: psycopg.Connection) -> None:
     """A cache hands them to connections in portions."""
-    assert queries.unfit(sql, RULES) == ""
+    assert tables.unfit(sql, RULES) == ""
     sql.execute("alter sequence push_rules_stream_sequence cache 20")
-    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in queries.unfit(sql, RULES)
+    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in tables.unfit(sql, RULES)

@@ -9,7 +9,7 @@ import pytest
 from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core
 from tidemark.app.stack.postgres import PostgresServer, Replica
-from tidemark.sources.synapse import queries, state, timelines
+from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
@@ -60,8 +60,8 @@ class Bridged:
         self.reconnect()
         found = server_history(self.synapse, "here", self._stream.questions[0].name)
         server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
-        head = queries.head(self.synapse, self._stream)
-        table = partial(queries.identities, self.synapse, self._stream)
+        head = tables.head(self.synapse, self._stream)
+        table = partial(tables.identities, self.synapse, self._stream)
         known = timelines.begin(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
         self.publisher = StreamPublisher(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
@@ -76,7 +76,7 @@ class Bridged:
 
     def follow(self) -> None:
         """Both workers say that they are as far as the sequence."""
-        head = queries.head(self.synapse, self._stream)
+        head = tables.head(self.synapse, self._stream)
         for name in WRITERS:
             self.publisher.receive(PositionCommand(self._stream.name, name, head, head))
         self.publisher.decider.observe(head, frozenset())

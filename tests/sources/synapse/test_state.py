@@ -9,11 +9,10 @@ from psycopg.conninfo import make_conninfo
 from tests.sources.relay.world import Core
 from tests.sources.synapse.turns import take_turn
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused
-from tidemark.sources.synapse import evidence, queries, state, timelines
+from tidemark.sources.synapse import evidence, state, tables, timelines
 from tidemark.sources.synapse import evidence as published_facts
-from tidemark.sources.synapse.decider import UNBOUNDED
+from tidemark.sources.synapse.decider import UNBOUNDED, ProvenAdvance, StreamFact
 from tidemark.sources.synapse.evidence import PublishedFacts
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import STREAMS
 
@@ -319,23 +318,23 @@ def test_two_synapses_need_names_of_their_own(sql: psycopg.Connection) -> None:
 def test_database_of_another_synapse_is_refused(sql: psycopg.Connection) -> None:
     """By the names of its users; one that has none says nothing."""
     sql.execute("create table users (name text)")
-    queries.check_server(sql, "one.test")
+    tables.check_server(sql, "one.test")
     sql.execute("insert into users values ('@alice:two.test:8448')")
-    queries.check_server(sql, "two.test:8448")
+    tables.check_server(sql, "two.test:8448")
     with pytest.raises(BadSetting, match=r"is one\.test, and the users of \w+ are of two\.test:8448"):
-        queries.check_server(sql, "one.test")
+        tables.check_server(sql, "one.test")
 
 
 def test_what_is_no_synapse_or_may_not_be_read_is_told(sql: psycopg.Connection, database: str) -> None:
     """With what to do."""
     sql.execute("create role synapse_stranger login password 'stranger'")
     try:
-        with queries.synapse_session(make_conninfo(database, user="synapse_stranger", password="stranger")) as session:
+        with tables.synapse_session(make_conninfo(database, user="synapse_stranger", password="stranger")) as session:
             with pytest.raises(Refused, match="give the dsn of Synapse's own database"), session.use() as connection:
-                queries.check_server(connection, "one.test")
+                tables.check_server(connection, "one.test")
             sql.execute("create table users (name text)")
             with pytest.raises(Refused, match=r"users.*grant the user pg_read_all_data"), session.use() as connection:
-                queries.check_server(connection, "one.test")
+                tables.check_server(connection, "one.test")
     finally:
         sql.execute("drop role synapse_stranger")
 

@@ -7,8 +7,7 @@ how far it found everything.
 
 from dataclasses import dataclass, field
 
-from tidemark.sources.synapse.decider import StreamDecider
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
 
 NAMES = ("event1", "event2", "event3")
 BEGINS, ASKED = "REPLICATE", "REPLICATE of ours"

@@ -1,22 +1,182 @@
-"""All that holds positions back, what is known of it, and what would settle it: for the verbs and the live page alike.
+"""Everything that blocks positions, what is known about it, and what would settle it: for the verbs and the live page.
 
-Pure, but for `of`.
+Pure, except for `of`. `remedy` says what ends the waiting for a writer. `lag_answer` is the linear lag in answers of
+`tidemark status` and of the sidecar.
 """
 
+import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import Annotated, Literal
 
-from tidemark.app.diagnosis.lag_json import last_seen, moment
-from tidemark.app.diagnosis.remedies import Verdict, remedy
+import msgspec
+from msgspec import Meta
+
 from tidemark.app.output import duration
 from tidemark.sinks.postgres.status import Reading
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
-from tidemark.streaming.core.effects import Source, is_brief, linear_lag, sources
+from tidemark.streaming.core.effects import BlockReason, LinearLag, Source, is_brief, linear_lag, sources
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.core.writers import UnjoinedWriter, WriterState
 from tidemark.streaming.values.limits import Policies
+
+Verdict = Literal["open transaction", "alive", "silent", "fenced", "unknown", "no heartbeat", "blocked"]
+
+_PROCESS = re.compile(r"\bpid (\d+)\b")
+_PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .*|, user .*|)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """`advice` is a sentence for people; `command` is what to type, empty if only the writer itself can help."""
+
+    advice: str
+    command: str
+
+
+def remedy(
+    verdict: Verdict,
+    stream: str,
+    writer: str,
+    *,
+    id: int,
+    epoch: int,
+    transactions: Sequence[str],
+    relayed: bool,
+    bridged: bool,
+    cause: str = "",
+) -> Remedy:
+    """What settles the open IDs of a writer, or ends the waiting for it.
+
+    Args:
+        verdict: what is known of the writer's life.
+        id: the highest ID that the writer has completed, signed: everything up to it may be settled.
+        epoch: the epoch in which it is waited for.
+        transactions: the transactions that hold its IDs, a line each, as an OPEN record has them.
+        relayed: whether it joined as the relay of a database does, so that `tidemark relay blockers` knows it.
+        bridged: whether `tidemark synapse` sends the stream's records.
+        cause: why its relay or bridge sends nothing new, with what to do, as an OPEN record has it.
+    """
+    if verdict == "blocked":
+        return Remedy(f"{cause}.", "")
+    if verdict == "no heartbeat":
+        program = "the bridge to Synapse" if bridged else f"the relay of {writer}" if relayed else writer
+        return Remedy(f"Start {program}; the end of its log says why it ended.", "")
+    blockers = f"tidemark {'synapse' if bridged else 'relay'} blockers"
+    if verdict == "open transaction":
+        if statement := _ending(transactions):
+            return Remedy("End the transaction, by this statement in its own database:", statement)
+        return Remedy("In its database, this names the transaction and how to end it:", blockers)
+    if verdict == "alive":
+        if relayed or bridged:
+            return Remedy(
+                f"{writer} is alive, so a transaction of it is open. In its database, this names the transaction:",
+                blockers,
+            )
+        return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")
+    if bridged:
+        return Remedy(
+            f"{_WAITING[verdict].format(writer, epoch)} If it is gone for good:", _synapse_retire(stream, writer)
+        )
+    named = ["--epoch", str(epoch)] if verdict == "unknown" else []
+    options = shlex.join([*named, f"--id={id}"])
+    command = f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(arguments(stream, writer))}'
+    return Remedy(f"{_WAITING[verdict].format(writer, epoch)} If it is gone for good:", command)
+
+
+_WAITING = {
+    "silent": "Start {0}, or the relay of its database.",
+    "fenced": "Start {0}, in an epoch above {1}.",
+    "unknown": "Let {0} join.",
+}
+
+
+def arguments(*words: str) -> list[str]:
+    """Names as arguments of a command, of which none passes for an option."""
+    return [*(["--"] if any(word.startswith("-") for word in words) else []), *words]
+
+
+def _synapse_retire(stream: str, writer: str) -> str:
+    """The bridge proves from Synapse's tables what an operator could only claim."""
+    return f"tidemark synapse retire {shlex.join(arguments(writer, stream))}"
+
+
+def _ending(transactions: Sequence[str]) -> str:
+    """The statement that ends the first of them, which is the oldest; empty if its line does not say who it is."""
+    if not transactions:
+        return ""
+    if found := _PROCESS.search(transactions[0]):
+        return f"select pg_terminate_backend({found[1]})"
+    if found := _PREPARED.search(transactions[0]):
+        return "rollback prepared '{}'".format(found[1].replace("'", "''"))
+    return ""
+
+
+StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
+
+
+class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A writer that blocks the linear position below the allocated position, with a gap or without one."""
+
+    writer: Name
+    epoch: Annotated[int, Meta(ge=0)]
+    reason: Annotated[
+        BlockReason,
+        Meta(
+            description="`transaction`: the writer reported an open one; `gap`: it completed IDs above open ones;"
+            " `silent`: it has sent nothing beyond `position`; `unknown`: it never joined."
+        ),
+    ]
+    position: Annotated[StreamId | None, Meta(description="Position of the writer; null if it never joined.")]
+    since: Annotated[
+        datetime | None, Meta(description="Since when it blocks the linear position; null if that was not noted.")
+    ]
+    last_seen: Annotated[
+        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
+    ]
+
+
+class LinearLagAnswer(msgspec.Struct, frozen=True):
+    """The linear position is below what is allocated. `blockers` has the ten lowest of `blocker_count` writers."""
+
+    ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
+    since: Annotated[
+        datetime | None, Meta(description="When IDs beyond it were first seen; null if that was not noted.")
+    ]
+    blockers: list[LagCauseAnswer]
+    blocker_count: Annotated[int, Meta(ge=0)]
+
+
+def lag_answer(found: LinearLag | None) -> LinearLagAnswer | None:
+    if found is None:
+        return None
+    blockers = [
+        LagCauseAnswer(
+            writer=it.writer,
+            epoch=it.epoch,
+            reason=it.reason,
+            position=None if it.reason == "unknown" else it.position,
+            since=None if it.since is None else moment(it.since),
+            last_seen=last_seen(it.seen),
+        )
+        for it in found.blockers
+    ]
+    return LinearLagAnswer(found.ids, None if found.since is None else moment(found.since), blockers, found.count)
+
+
+def last_seen(milliseconds: int) -> datetime | None:
+    """None if none of its records was noted."""
+    return moment(milliseconds) if milliseconds else None
+
+
+def moment(milliseconds: int) -> datetime:
+    """The time from milliseconds since 1970."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
 
 NO_POLICIES = Policies()
 

@@ -30,7 +30,7 @@ from tidemark.app.lines.rows import AnnouncedPositions, Announcement, Writer
 from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.notifications import listen
+from tidemark.app.read_side.redis_reader import listen
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.common.log import get_logger

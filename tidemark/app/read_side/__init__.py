@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.followers import Followers
-from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.postgres_reader import PostgresReader
-from tidemark.app.read_side.redis_reader import RedisReader
+from tidemark.app.read_side.redis_reader import Notifications, RedisReader
 from tidemark.app.read_side.replay import Resumptions
 from tidemark.app.read_side.snapshots import AnsweredPositions, Snapshots
 from tidemark.app.read_side.stream_history import StreamHistoryReader

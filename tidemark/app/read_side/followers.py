@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import RequestHandler
-from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.metrics import Sentinel
 from tidemark.app.read_side.postgres_reader import PostgresReader
+from tidemark.app.read_side.redis_reader import Notifications
 from tidemark.app.read_side.replay import BufferedReplay, ReplayBuffer
-from tidemark.app.read_side.sentinel import Sentinel
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle

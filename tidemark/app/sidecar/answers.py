@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.diagnosis.lag_json import LinearLagAnswer, Name, StreamId, lag_answer, moment
+from tidemark.app.diagnosis.open_ranges import LinearLagAnswer, Name, StreamId, lag_answer, moment
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader import Advance, Event, Late, LateLost, LinearMove, Reread, Token

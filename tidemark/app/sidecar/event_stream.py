@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tidemark.app.diagnosis.lag_json import StreamId
+from tidemark.app.diagnosis.open_ranges import StreamId
 from tidemark.app.read_side.replay import PAGE, MissedMoves, MissedPage
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.snapshots import Snapshots

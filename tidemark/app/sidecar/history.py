@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from tidemark.app.diagnosis.lag_json import Name, StreamId
+from tidemark.app.diagnosis.open_ranges import Name, StreamId
 from tidemark.app.diagnosis.reader_lag import ReaderState, ReaderStatus
 from tidemark.app.sidecar.openapi import Operation, OperationCall, json
 from tidemark.app.sidecar.operations import existing

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import HistoryPage, HistoryPager
-from tidemark.app.read_side.notifications import wait_for_notification
+from tidemark.app.read_side.redis_reader import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar.answers import (
     AdvancesAnswer,

@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tidemark.app.diagnosis.lag_json import LinearLagAnswer, Name, StreamId, lag_answer, last_seen, moment
-from tidemark.app.diagnosis.remedies import Verdict
+from tidemark.app.diagnosis.open_ranges import LinearLagAnswer, Name, StreamId, Verdict, lag_answer, last_seen, moment
 from tidemark.app.read_side import ReadSide
 from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.single_flight import cancel_until_done

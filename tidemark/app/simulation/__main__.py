@@ -15,7 +15,7 @@ from tidemark.app import logs, relay
 from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import load
 from tidemark.app.simulation import room_services, services
-from tidemark.app.simulation.processes import ProcessRole
+from tidemark.app.simulation.workload import ProcessRole
 from tidemark.common.errors import TidemarkError
 
 

@@ -11,10 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from tidemark.app.simulation.postgres_failover import PostgresFailover
-from tidemark.app.simulation.processes import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases
 from tidemark.app.simulation.script import OF_SERVERS, OF_SOURCES, Fault, PlannedFault
 from tidemark.app.simulation.source_faults import SourceFaults
-from tidemark.app.simulation.workload import Workload
+from tidemark.app.simulation.workload import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases, Workload
 from tidemark.common.log import get_logger
 
 if TYPE_CHECKING:  # it needs what comes with the local stack

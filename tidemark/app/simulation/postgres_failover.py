@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidemark.app.simulation.processes import SimulatedProcess
 from tidemark.app.simulation.script import Fault, PlannedFault
+from tidemark.app.simulation.workload import SimulatedProcess
 from tidemark.common.log import get_logger
 
 if TYPE_CHECKING:  # it needs what comes with the local stack

@@ -17,7 +17,6 @@ import msgspec
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.simulation import tables as simulation_tables
-from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
 from tidemark.app.simulation.room_services import (
     ANSWERS,
     REMOTE,
@@ -30,7 +29,7 @@ from tidemark.app.simulation.room_services import (
 )
 from tidemark.app.simulation.room_truth import Truth
 from tidemark.app.simulation.script import ALL, OF_SOURCES, SimulatedStream, Successor
-from tidemark.app.simulation.workload import ReadCount, Verification, Workload
+from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import session_of

@@ -18,12 +18,18 @@ from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
-from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import OF_DATABASES, OF_SOURCES, SimulatedStream, fault_schedule
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.streams import StreamsVerification, StreamsWorkload
-from tidemark.app.simulation.workload import ReadCount, SimulationPlan, Verification, Workload, table
+from tidemark.app.simulation.workload import (
+    ReadCount,
+    SimulationDatabases,
+    SimulationPlan,
+    Verification,
+    Workload,
+    table,
+)
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader import Positions, Standing

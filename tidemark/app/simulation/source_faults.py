@@ -25,9 +25,9 @@ from psycopg import sql
 
 from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.processes import SimulationDatabases
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
 from tidemark.app.simulation.streams import StreamsVerification
+from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.common.errors import TidemarkError
 from tidemark.common.log import get_logger
 from tidemark.sources.writer import Writer

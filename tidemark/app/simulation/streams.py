@@ -17,10 +17,9 @@ import psycopg
 from psycopg import sql
 
 from tidemark.app.simulation import tables
-from tidemark.app.simulation.processes import ProcessRole, SimulationDatabases
 from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, Successor
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
-from tidemark.app.simulation.workload import ReadCount, Verification, Workload
+from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
 from tidemark.common.errors import TidemarkError
 from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tidemark.app.connections import Connections, variable
-from tidemark.app.settings import Settings
+from tidemark.app.settings import Settings, write_stack_env
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, libpq_variables
 from tidemark.app.stack.processes import (
@@ -38,7 +38,6 @@ from tidemark.app.stack.processes import (
     free_port,
     obstacle,
 )
-from tidemark.app.stack_env import write_stack_env
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Stop
 

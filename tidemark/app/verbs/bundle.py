@@ -16,11 +16,10 @@ from urllib.request import urlopen
 
 import click
 
-from tidemark.app import config
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
 from tidemark.app.diagnosis import health, open_ranges
 from tidemark.app.output import as_object, count, one_line
-from tidemark.app.settings import Settings
+from tidemark.app.settings import Settings, settings_lines
 from tidemark.app.verbs import gaps, status
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.sinks.postgres import status as dump
@@ -100,7 +99,7 @@ def to_json(bundle: Bundle) -> str:
 
 def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:
     yield _Part("versions.json", "", _versions)
-    yield _Part("settings.txt", "", lambda: "\n".join(config.lines(settings)))
+    yield _Part("settings.txt", "", lambda: "\n".join(settings_lines(settings)))
     postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres)))
     tables = stack.enter_context(session_of(settings.postgres, "tidemark bundle"))
     yield _Part("status.json", "Postgres", lambda: _status(settings, postgres))

@@ -223,7 +223,7 @@ def _disk(settings: "Settings") -> Iterator[Check]:
 
 def _ports(settings: "Settings") -> Iterator[Check]:
     from tidemark.app.connections import host_port
-    from tidemark.app.stack_env import read_stack_env
+    from tidemark.app.settings import read_stack_env
 
     lines = host_port(settings.lines_listen) if settings.lines_listen else None
     wanted = {

@@ -14,7 +14,7 @@ import click
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.lag_json import moment as moment_of
+from tidemark.app.diagnosis.open_ranges import moment as moment_of
 from tidemark.app.diagnosis.reader_lag import ReaderStatus, sentences
 from tidemark.app.output import as_object, count, duration, echo, ids, sanitize, timestamp
 from tidemark.app.verbs import gaps, readers

@@ -8,8 +8,7 @@ import click
 
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.open_ranges import OpenRange
-from tidemark.app.diagnosis.remedies import arguments
+from tidemark.app.diagnosis.open_ranges import OpenRange, arguments
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 

@@ -27,9 +27,7 @@ from tidemark.app.commands import (
     until_seen,
 )
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.lag_json import last_seen
-from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, silence
-from tidemark.app.diagnosis.remedies import Verdict
+from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, Verdict, last_seen, silence
 from tidemark.app.output import as_object, count, duration, id_range, ids
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines

@@ -14,9 +14,9 @@ from tidemark.app.output import count
 @click.command("config", cls=OurCommand)
 def config() -> None:
     """Print the effective settings, secrets masked, and where each came from."""
-    from tidemark.app.config import lines
+    from tidemark.app.settings import settings_lines
 
-    click.echo("\n".join(lines(loaded())))
+    click.echo("\n".join(settings_lines(loaded())))
 
 
 @click.command("migrate", cls=OurCommand)

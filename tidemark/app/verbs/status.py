@@ -17,7 +17,7 @@ import msgspec
 from tidemark.app.commands import CHECK_FAILED, Amount, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import health, open_ranges
 from tidemark.app.diagnosis.health import PipelineCondition
-from tidemark.app.diagnosis.lag_json import lag_answer, last_seen
+from tidemark.app.diagnosis.open_ranges import lag_answer, last_seen
 from tidemark.app.output import as_object, count, duration, echo, id_range, sanitize, table
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable

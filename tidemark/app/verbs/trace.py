@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import click
 
 from tidemark.app.commands import MOST_ID, CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.diagnosis.lag_json import moment
+from tidemark.app.diagnosis.open_ranges import moment
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize, timestamp
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters

@@ -14,10 +14,9 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.epochs import StreamEpoch
-from tidemark.sources.relay.evidence import StreamEvidence
+from tidemark.sources.relay.evidence import EmptyRange, StreamEvidence, WriterChains, edges
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream, Page
 from tidemark.sources.relay.sequences import StrayRowQuery, StrayRows, StreamSnapshot
-from tidemark.sources.relay.writer_chains import EmptyRange, WriterChains, edges
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Steps = Generator[str, None, "list[Decision]"]

@@ -13,9 +13,8 @@ from msgspec import Raw
 from tidemark.common.errors import MalformedFact
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decision
-from tidemark.sources.relay.evidence import ids_of
+from tidemark.sources.relay.evidence import EmptyRange, ids_of
 from tidemark.sources.relay.queries import AppendedFact
-from tidemark.sources.relay.writer_chains import EmptyRange
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void

@@ -6,24 +6,26 @@ of several bridges of a stream works, the others are on standby until its sessio
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.run_loop import PATIENCE, RunLoop, set_lock_timeout
-from tidemark.sources.synapse import queries, state, timelines
+from tidemark.sources.run_loop import PATIENCE, LoopMetrics, RunLoop, set_lock_timeout
+from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
-from tidemark.sources.synapse.metrics import BridgeMetrics
-from tidemark.sources.synapse.queries import TableWriter
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
+from tidemark.sources.synapse.tables import TableWriter
 from tidemark.sources.transactions import (
+    OldestOpenGauge,
     OpenTransaction,
     SourceReports,
     end_own_transaction,
@@ -33,6 +35,139 @@ from tidemark.sources.transactions import (
 )
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
+
+
+class BridgeMetrics(LoopMetrics):
+    """The metrics of one bridge process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.started = Gauge(
+            "tidemark_synapse_started_timestamp_seconds",
+            "Time at which the process began (s since 1970).",
+            registry=registry,
+        )
+        self.started.set_to_current_time()
+        self.active = Gauge(
+            "tidemark_synapse_publishing",
+            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
+            " no fact is sent, and none is lost.",
+            registry=registry,
+        )
+        self.standby = Gauge(
+            "tidemark_synapse_standby",
+            "1 while this process waits because another bridge works on its streams.",
+            registry=registry,
+        )
+        self.heartbeat = Gauge(
+            "tidemark_synapse_heartbeat_timestamp_seconds",
+            "Time of the last round of the loop (s since 1970). Older than a minute: it hangs.",
+            registry=registry,
+        )
+        self.sent = Gauge(
+            "tidemark_synapse_sent_timestamp_seconds",
+            "Time at which Kafka last acknowledged a record, or had all of them (s since 1970). Not rising while the"
+            " bridge is active: Kafka does not accept records, or the loop hangs.",
+            registry=registry,
+        )
+        self.listening = Gauge(
+            "tidemark_synapse_listening",
+            "1 while Synapse's replication channel is subscribed. 0: Redis is away, and no position can advance.",
+            registry=registry,
+        )
+        self.lines = Gauge(
+            "tidemark_synapse_lines",
+            "Lines received on Synapse's replication channel since the process began.",
+            registry=registry,
+        )
+        self.facts = Counter(
+            "tidemark_synapse_facts",
+            "Facts that were written to the bridge's outbox. They are sent until Kafka has acknowledged them.",
+            ["stream"],
+            registry=registry,
+        )
+        self.unseen = Counter(
+            "tidemark_synapse_unseen",
+            "Ranges that were published as unseen: overwritten rows may have been in them. Readers read the table"
+            " there.",
+            ["stream"],
+            registry=registry,
+        )
+        self.late = Counter(
+            "tidemark_synapse_late",
+            "Facts that the tables had where everything was published, which were published as late: two processes had"
+            " one worker_name, or a sequence went back. Any is a fault outside of the bridge, which its log names.",
+            ["stream"],
+            registry=registry,
+        )
+        self.oversized = Gauge(
+            "tidemark_synapse_oversized",
+            "1 for a stream whose next record is above the topic's max.message.bytes: the stream waits, and the log"
+            " names the record with its ID and size. Raise max.message.bytes of the topic.",
+            ["stream"],
+            registry=registry,
+        )
+        self.blocked = Gauge(
+            "tidemark_synapse_blocked_streams",
+            "1 while nothing of the stream is published, because its sequence has a CACHE, a CYCLE or another INCREMENT"
+            " than Synapse gives it. The log has the statement that repairs it.",
+            ["stream"],
+            registry=registry,
+        )
+        self.lag_ids = Gauge(
+            "tidemark_synapse_lag_ids",
+            "IDs that are given out and not published, by the writer that has not passed them. Staying above 0: that"
+            " worker blocks the stream, or is gone and not retired.",
+            ["stream", "writer"],
+            registry=registry,
+        )
+        self.lag_seconds = Gauge(
+            "tidemark_synapse_lag_seconds",
+            "For how long the writer's position has not advanced while IDs beyond it are given out. Of every writer of"
+            " a stream at once: no worker is received, or a transaction of a dead worker is open.",
+            ["stream", "writer"],
+            registry=registry,
+        )
+        self.silent = Gauge(
+            "tidemark_synapse_silent_writers",
+            "Workers that have not announced a position yet, of a stream that has not begun. Staying above 0: one is"
+            " not started, or is misspelt in --writers; the log names them.",
+            ["stream"],
+            registry=registry,
+        )
+        self.oldest = Gauge(
+            "tidemark_synapse_oldest_transaction_seconds",
+            "Age of the oldest transaction that writes to the tables of a stream that lags. Rising: it hangs, and"
+            " readers wait for it; `tidemark synapse blockers` names it.",
+            ["stream"],
+            registry=registry,
+        )
+        self.open = OldestOpenGauge(self.oldest)
+        self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
+
+    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
+        return (transaction.stream,)
+
+    def clear(self) -> None:
+        super().clear()
+        self.silent.clear()
+        self.blocked.clear()
+        for stream in [*self._waited]:
+            self.show_lag(stream, {}, 0, 0)
+
+    def show_lag(self, stream: str, sent_upto: Mapping[str, int], head: int, now: float) -> None:
+        """By writer, up to where the stream is published, of all IDs up to `head`; `now`: seconds of any one clock."""
+        before = self._waited.get(stream, {})
+        for gone in before.keys() - sent_upto.keys():
+            self.lag_ids.remove(stream, gone)
+            self.lag_seconds.remove(stream, gone)
+        self._waited[stream] = after = {}
+        for writer, at in sent_upto.items():
+            was, since = before.get(writer, (at, now))
+            after[writer] = at, since if was == at < head else now
+            self.lag_ids.labels(stream, writer).set(max(0, head - at))
+            self.lag_seconds.labels(stream, writer).set(now - after[writer][1])
+
 
 log = get_logger(__name__)
 
@@ -99,17 +234,17 @@ class SynapseBridge(RunLoop):
         self._sent, self._done, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
         found = server_history(synapse, self._synapse.where, "events")
-        queries.check_server(synapse, self._channel.name)
+        tables.check_server(synapse, self._channel.name)
         server = SynapseServer(found.database, flush_wal(synapse), self._channel.name)
         self._server = server
         self._publishers = {}
         for each in self._streams:
-            head = queries.head(synapse, each.stream)
-            read = partial(queries.identities, synapse, each.stream)
+            head = tables.head(synapse, each.stream)
+            read = partial(tables.identities, synapse, each.stream)
             seen = self._heads.get(each.name, 0)
             known = timelines.begin(own, each.stream, each.name, server, head, read, seen)
             self._heads[each.name] = head
-            writers = {*each.writers} or queries.writers(synapse, each.stream)
+            writers = {*each.writers} or tables.writers(synapse, each.stream)
             samples = HeadSamples.load(own, each.name)
             self._publishers[each.stream.name] = StreamPublisher(each, server, known, writers, head, samples)
         self._send(own)
@@ -161,7 +296,7 @@ class SynapseBridge(RunLoop):
             heads = self._see(synapse, asked)
             end_own_transaction(synapse)
             runs = running_transactions(synapse)
-            who = queries.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
+            who = tables.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
             for each in asked:
                 name = each.of.stream.name
                 each.decider.observe(heads[name], frozenset(it.number for it in who if name in it.streams))
@@ -180,7 +315,7 @@ class SynapseBridge(RunLoop):
     def _see(self, synapse: Connection, publishers: Iterable[StreamPublisher]) -> dict[str, int]:
         """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
         found = {each.of.stream.name: each for each in publishers}
-        heads = queries.heads(synapse, [each.of.stream for each in found.values()])
+        heads = tables.heads(synapse, [each.of.stream for each in found.values()])
         for name, each in found.items():
             self._heads[each.of.name] = max(heads[name], each.head)
             each.see(heads[name])
@@ -244,7 +379,7 @@ class SynapseBridge(RunLoop):
                 if not each.has_begun:
                     log.info("Waiting for the position of every writer", stream=each.of.name, silent=each.silent)
         self._report_streams(
-            queries.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
+            tables.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
         )
 
     def _audit(self, synapse: Connection, own: Connection) -> None:
@@ -254,7 +389,7 @@ class SynapseBridge(RunLoop):
         """
         if server_history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
-        clock, deep = queries.now(synapse), self._checks % _DEEP_EVERY == 0
+        clock, deep = tables.now(synapse), self._checks % _DEEP_EVERY == 0
         self._checks += 1
         for each in self._publishers.values():
             each.check_sequence(synapse)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.synapse.decider import UNBOUNDED
-from tidemark.sources.synapse.facts import StreamFact
+from tidemark.sources.synapse.decider import UNBOUNDED, StreamFact
 
 MOST_FACTS = 10_000
 """The newest facts of a stream that are remembered, each with its marks."""

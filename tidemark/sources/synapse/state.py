@@ -14,8 +14,8 @@ from tidemark.common.errors import BadSetting, PrerequisitePending
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse import evidence
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamFact, WriterEncoder
 from tidemark.sources.synapse.evidence import PublishedFacts
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact, WriterEncoder
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Record, Timeline

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from tidemark.common.errors import FactsReplaced, SequenceWentBack
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.synapse import evidence, queries, state
-from tidemark.sources.synapse.decider import StreamDecider
+from tidemark.sources.synapse import evidence, state, tables
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
 from tidemark.sources.synapse.evidence import HeadSamples, PublishedFacts
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import flush_wal
@@ -124,7 +123,7 @@ class StreamPublisher:
             self._send_backlog(synapse, own, writer)
         if (asked := self.decider.asked()) is None:
             return []
-        head, facts = queries.facts(synapse, self.of.stream, *asked)
+        head, facts = tables.facts(synapse, self.of.stream, *asked)
         self.see(head)
         advances = self.decider.read(asked, head, facts)
         if advances:
@@ -136,7 +135,7 @@ class StreamPublisher:
 
     def check_sequence(self, synapse: Connection) -> None:
         """Hold the stream while its sequence does not give out IDs one by one, in order."""
-        if (unfit := queries.unfit(synapse, self.of.stream)) != self.blocked_reason:
+        if (unfit := tables.unfit(synapse, self.of.stream)) != self.blocked_reason:
             self.blocked_reason = unfit
             if unfit:
                 log.error("A stream of Synapse is blocked", stream=self.of.name, problem=unfit)
@@ -166,14 +165,14 @@ class StreamPublisher:
         assert self.published is not None
         low = self.published.since if newest is None else self.published.above(newest)
         sent_upto = {writer: at for writer, at in self.known.all_sent_upto.items() if writer not in self.known.backlog}
-        table = self.decider.owned(queries.identities(synapse, self.of.stream, low, self.known.reach))
+        table = self.decider.owned(tables.identities(synapse, self.of.stream, low, self.known.reach))
         self.decider.add_unknown(fact.writer for fact in table)
         if other := self.published.replaced(table):
             raise FactsReplaced(self.of.name, other[0].id)
         found = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
         for id in sorted(found)[:MOST_LATE]:
-            late += self.decider.owned(queries.facts(synapse, self.of.stream, id - 1, id)[1])
+            late += self.decider.owned(tables.facts(synapse, self.of.stream, id - 1, id)[1])
         if late:
             flush_wal(synapse)
             state.publish_late(own, self.known, self.published, late)
@@ -204,7 +203,7 @@ class StreamPublisher:
             self.decider.add_writer(unknown_writer, 0)
         if self.decider.floor() is None or not self.decider.reported_positions.keys() >= {*self.of.writers}:
             return
-        self.see(queries.head(synapse, self.of.stream))
+        self.see(tables.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
             return  # a worker announces an ID that is not given out
@@ -230,7 +229,7 @@ class StreamPublisher:
     def _send_backlog(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None
         assert self.published is not None
-        _, facts = queries.facts(
+        _, facts = tables.facts(
             synapse, self.of.stream, self.known.backlog[writer], self.known.sent_upto[writer], writer
         )
         flush_wal(synapse)

@@ -13,8 +13,8 @@ from tidemark.common.errors import BadSetting
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, state
+from tidemark.sources.synapse.decider import StreamFact
 from tidemark.sources.synapse.evidence import MOST_FACTS, PublishedFacts
-from tidemark.sources.synapse.facts import StreamFact
 from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire.records import Timeline
