@@ -32,6 +32,7 @@ WORDS = {
     "an async context manager": "a context manager",
     "An async context manager": "A context manager",
     "an async iterator": "an iterator",
+    "another task": "another thread",
     "An async iterator": "An iterator",
     "`positions` is the form for threads. It is generated from this module (`make format`).": (
         "This is the form for threads of `async_positions`."
@@ -49,6 +50,9 @@ WORDS = {
     "AsyncPositions": "Positions",
     "AsyncReader": "Reader",
     "AsyncSessionConnection": "SessionConnection",
+    "AsyncStep": "Step",
+    "AbstractAsyncContextManager": "AbstractContextManager",
+    "async_own_transactions": "own_transactions",
     "AsyncTransaction": "Transaction",
     "StopAsyncIteration": "StopIteration",
     "__aenter__": "__enter__",

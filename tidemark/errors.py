@@ -8,6 +8,7 @@ from tidemark.common.errors import BadRecord as BadRecord
 from tidemark.common.errors import BadRow as BadRow
 from tidemark.common.errors import BadSetting as BadSetting
 from tidemark.common.errors import BadToken as BadToken
+from tidemark.common.errors import BatchTimedOut as BatchTimedOut
 from tidemark.common.errors import BatchTooLarge as BatchTooLarge
 from tidemark.common.errors import ChainBroken as ChainBroken
 from tidemark.common.errors import CheckpointNotWritable as CheckpointNotWritable
@@ -24,6 +25,7 @@ from tidemark.common.errors import NotReserved as NotReserved
 from tidemark.common.errors import PartitionsChanged as PartitionsChanged
 from tidemark.common.errors import PrerequisitePending as PrerequisitePending
 from tidemark.common.errors import QueryFailed as QueryFailed
+from tidemark.common.errors import ReaderInUse as ReaderInUse
 from tidemark.common.errors import ReaderModeChanged as ReaderModeChanged
 from tidemark.common.errors import RecordsBeyondEnd as RecordsBeyondEnd
 from tidemark.common.errors import RecordsGone as RecordsGone

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.common import migrations
-from tidemark.common.errors import PrerequisitePending
+from tidemark.common.errors import PrerequisitePending, SchemaMismatch
 from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink
 from tidemark.sources.relay import queries
@@ -134,3 +134,23 @@ def test_relay_migrate_behind_a_dump(database: str) -> None:
         dump.execute("lock table tidemark.append_streams in access share mode")
         service.execute("select from tidemark.append_streams for update")
         assert said() == "the schema is up to date\nthere is stream orders\n"
+
+
+def test_database_that_is_being_restored_is_waited_for(
+    schema: Migrations, database: str, another_database: str
+) -> None:
+    """While pg_restore fills it, some tables may be there and others not: nobody is advised to migrate it."""
+
+    def check(dsn: str) -> None:
+        with sink.session_of(dsn, "test") as session, session.use() as connection:
+            schema.check(connection)
+
+    for dsn in (database, another_database):
+        with (
+            psycopg.connect(dsn, application_name="pg_restore"),
+            pytest.raises(PrerequisitePending, match="pg_restore"),
+        ):
+            check(dsn)
+    check(database)
+    with pytest.raises(SchemaMismatch):
+        check(another_database)

@@ -4,14 +4,18 @@ import asyncio
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID
 
+import asyncpg
 import msgspec
 import psycopg
 import pytest
 from psycopg.rows import dict_row
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from tests.sources.relay.world import prepared_schema
 from tidemark import AsyncWriter, Writer, errors
@@ -97,8 +101,24 @@ def _nested(depth: int) -> list[object]:
         (object(), "no JSON"),
         ("\ud800", "no JSON"),
         (msgspec.Raw(b'"\xff"'), "no JSON"),
+        ('{"order": 17}', "would be stored as a string"),
+        (" [1]", "would be stored as a string"),
+        (b"{}", "it is bytes"),
     ],
-    ids=["nan", "infinity", "in a tuple", "deep", "bottomless", "large", "object", "surrogate", "bytes"],
+    ids=[
+        "nan",
+        "infinity",
+        "in a tuple",
+        "deep",
+        "bottomless",
+        "large",
+        "object",
+        "surrogate",
+        "bytes",
+        "text",
+        "array",
+        "binary",
+    ],
 )
 def test_a_row_that_could_not_be_told_is_not_sent(connection: psycopg.Connection, row: object, says: str) -> None:
     """It is said at once, whichever way it is given, and the transaction goes on."""
@@ -321,3 +341,56 @@ def test_workers_that_are_forked_after_its_first_use_share_a_name(dsn: str) -> N
     found = outbox(dsn)
     assert [id for id, _, _ in found] == [*range(1, 202)]
     assert {writer for _, writer, _ in found} == {"web"}
+
+
+@pytest.mark.parametrize("kind", ["connection", "pool", "sqlalchemy session", "sqlalchemy connection"])
+def test_asyncpg_writes_in_its_transaction(dsn: str, kind: str) -> None:
+    """Committed facts are there, facts of a rolled back transaction are not; what is refused is explained."""
+    writer, url = AsyncWriter("web"), dsn.replace("postgresql://", "postgresql+asyncpg://")
+
+    @asynccontextmanager
+    async def transaction() -> AsyncIterator[Any]:
+        if kind == "connection":
+            connection = await asyncpg.connect(dsn)
+            try:
+                async with connection.transaction():
+                    yield connection
+            finally:
+                await connection.close()
+        elif kind == "pool":
+            async with (
+                asyncpg.create_pool(dsn, min_size=1) as pool,
+                pool.acquire() as connection,
+                connection.transaction(),
+            ):
+                yield connection
+        else:
+            engine = create_async_engine(url)
+            try:
+                async with AsyncSession(engine) if kind.endswith("session") else engine.connect() as connection:
+                    yield connection
+                    await connection.commit()
+            finally:
+                await engine.dispose()
+
+    async def main() -> None:
+        async with transaction() as connection:
+            assert await writer.append(connection, "orders", {"order": 17}, 'quoted "\\') == 1
+            assert await writer.append_many(connection, "orders", [{"n": 1}, {"n": 2}]) == [2, 3]
+            id = await writer.reserve(connection, "orders")
+            await writer.complete(connection, "orders", id, None)
+        with suppress(KeyError):
+            async with transaction() as connection:
+                await writer.append(connection, "orders", 1)
+                raise KeyError
+        with pytest.raises(errors.Refused, match="create_stream"):
+            async with transaction() as connection:
+                await writer.append(connection, "none", 1)
+
+    asyncio.run(main())
+    assert outbox(dsn) == [
+        (1, "web", ['{"order": 17}', r'"quoted \"\\"']),
+        (2, "web", ['{"n": 1}']),
+        (3, "web", ['{"n": 2}']),
+        (4, "web", ["null"]),
+    ]

@@ -75,6 +75,13 @@ class Slow(Unavailable):
     """The server did not answer one request in time, but it answers others."""
 
 
+@message("{what} at {where} ended the transaction of a batch while its handler was working: {problem}")
+class BatchTimedOut(Unavailable):
+    """The server's limit for transactions is shorter than the handler takes. The batch is read again."""
+
+    setting: str  # the setting of the server, or of a pooler, that ended the transaction
+
+
 @message("{what} is not possible yet: {problem}")
 class PrerequisitePending(Unavailable):
     """Another process or a transaction has to finish first."""
@@ -375,6 +382,14 @@ class RowUnreadable(Stop):
 class TransactionEnded(Stop):
     reader: str
     stream: str
+
+
+@message("""reader {reader} of stream {stream} is in use by another {kind}: give each {kind} a reader of its own;
+    readers with one name take turns""")
+class ReaderInUse(Stop):
+    reader: str
+    stream: str
+    kind: str  # thread or task
 
 
 class ExtraMissing(Stop, ImportError):

@@ -115,6 +115,10 @@ class _BlockerQuery:
 
 _WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILINE)
 
+_RESTORING = """
+select pid from pg_stat_activity where datname = current_database() and application_name = 'pg_restore' limit 1
+"""
+
 
 @dataclass(frozen=True)
 class Migrations:
@@ -193,7 +197,13 @@ class Migrations:
         self.check_from(connection, self.wanted)
 
     def check_from(self, connection: Connection, oldest: int) -> None:
-        """Raise `SchemaMismatch` unless this code can read the schema, which it can from version `oldest` on."""
+        """Raise `SchemaMismatch` unless this code can read the schema, which it can from version `oldest` on.
+
+        Raises `PrerequisitePending` while pg_restore fills the database: some tables may be there and others not.
+        """
+        if (process := connection.execute(_RESTORING).fetchone()) is not None:
+            problem = f"pg_restore (process {process[0]}) is filling it"
+            raise PrerequisitePending("using the database", connection.info.dbname, problem)
         version = self.version(connection) or 0
         if not oldest <= version <= self.wanted and not self._works_for_us(connection, version):
             raise SchemaMismatch(version, self.wanted, self.command)

@@ -287,6 +287,15 @@ _DISTRUST = re.compile(
 )
 
 
+# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is away, or which have no free session. They
+# answer a login themselves, so such an error says nothing about user and password.
+_POOLER_OUTAGE = re.compile(
+    r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
+    r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"
+    r"|no more connections allowed|unable to (get|find) (a )?session|all backend nodes are down"
+    r"|failed to connect to remote server|could not get connection|AllServersDown|timed.out waiting"
+)
+
 _POOLER_CHECKS = 5
 """More than one check, because another client of the pooler may have taken the session just then."""
 
@@ -347,6 +356,11 @@ def explained(
 
 def first_line(error: psycopg.Error) -> str:
     return error.diag.message_primary or (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_outage(error: psycopg.Error) -> bool:
+    """Whether a connection failed because the server behind a pooler is away: the pooler says so, or says nothing."""
+    return isinstance(error, psycopg.errors.ConnectionTimeout) or _POOLER_OUTAGE.search(str(error)) is not None
 
 
 def answers(dsn: str) -> bool:
@@ -555,12 +569,14 @@ class PostgresSession:
             if _DISTRUST.search(str(error)):
                 do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
                 raise Refused("Postgres", self.where, first_line(error), do) from error
-            if not answers(wanted):
+            if is_outage(error) or not answers(wanted):
                 raise
         # The server refuses the login, or it came up between the two calls: try once more.
         try:
             return SessionConnection.open(wanted, options)
         except psycopg.OperationalError as error:
+            if error.sqlstate is not None or is_outage(error):
+                raise
             do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
             raise Refused("Postgres", self.where, first_line(error), do) from error
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.common.backoff import Backoff
-from tidemark.common.errors import Refused, Retry, Unavailable
+from tidemark.common.errors import Refused, Retry, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
@@ -234,8 +234,10 @@ class RunLoop(ABC):
                     if self._has_its_turn(connection):
                         began = time.monotonic()
                         self._work(connection)
-            except (Retry, Refused) as error:
-                if isinstance(error, Refused) and not self._has_worked:
+            except (Retry, Refused, SchemaMismatch) as error:
+                # A schema that this process has used and that is gone now is being restored.
+                is_final = isinstance(error, SchemaMismatch) and error.found != 0
+                if is_final or not (self._has_worked or isinstance(error, Retry)):
                     raise
                 problem = str(error)
                 if self._problem != problem:

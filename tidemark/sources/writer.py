@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -65,7 +66,10 @@ class Writer:
         self._calls = _Calls(_writer(name))
 
     def append(self, connection: object, stream: str, *rows: object) -> int:
-        """A fact with these rows (any JSON) happened, if this transaction commits; its stream ID."""
+        """A fact with these rows (any JSON) happened, if this transaction commits; its stream ID.
+
+        A row is a value, such as a dict, and not its JSON text. Text that is JSON already is given as `msgspec.Raw`.
+        """
         return int(_run(connection, self._calls.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
@@ -82,7 +86,11 @@ class Writer:
 
 
 class AsyncWriter:
-    """`Writer` for psycopg's AsyncConnection, and for SQLAlchemy's AsyncSession and AsyncConnection on it."""
+    """`Writer` for asyncio.
+
+    `connection` is psycopg's AsyncConnection, asyncpg's Connection (or one of its pool), or an AsyncSession or
+    AsyncConnection of SQLAlchemy on either.
+    """
 
     def __init__(self, name: str | None = None) -> None:
         self._calls = _Calls(_writer(name))
@@ -162,6 +170,13 @@ def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -
 
 def _problem(row: object, body: bytes) -> str:
     """Why the row could not be published, or an empty text. Examines a row closely only if something could be wrong."""
+    if isinstance(row, bytes | bytearray | memoryview):
+        return "it is bytes, which JSON does not have: give the object itself, or JSON text as msgspec.Raw"
+    if isinstance(row, str) and _is_json_text(row):
+        return (
+            "it is a str with the text of a JSON object or array, and would be stored as a string: give the object"
+            " itself, or its text as msgspec.Raw"
+        )
     if len(body) > MOST_BYTES:
         return f"it has {len(body)} bytes of JSON, and Kafka takes {MOST_BYTES}"
     if b"null" in body and not _finite(row):
@@ -169,6 +184,16 @@ def _problem(row: object, body: bytes) -> str:
     if body.count(b"[") + body.count(b"{") >= DEEPEST and _depth(body) >= DEEPEST:
         return f"it is nested {DEEPEST} deep or deeper, which not every reader of JSON takes"
     return ""
+
+
+def _is_json_text(row: str) -> bool:
+    if not row.lstrip().startswith(("{", "[")):
+        return False
+    try:
+        msgspec.json.decode(row)
+    except ValueError:
+        return False
+    return True
 
 
 def _finite(row: object) -> bool:
@@ -208,6 +233,8 @@ def _run(given: object, call: _Call) -> Any:
 
 async def _run_async(given: object, call: _Call) -> Any:
     driver = await _async_driver(given)
+    if not isinstance(driver, psycopg.AsyncConnection):
+        return await _run_asyncpg(driver, call)
     try:
         cursor = psycopg.AsyncCursor(driver, row_factory=tuple_row)
         await cursor.execute(call.statement.encode(), call.params, prepare=False)
@@ -217,6 +244,34 @@ async def _run_async(given: object, call: _Call) -> Any:
             raise explained from error
         raise
     return row and row[0]
+
+
+async def _run_asyncpg(driver: Any, call: _Call) -> Any:
+    """On a connection of asyncpg, or on one of SQLAlchemy on asyncpg, which begins its transaction itself."""
+    numbers = count(1)
+    # asyncpg encodes each value by the type of its parameter; text is one that every value here has.
+    statement = re.sub("%s", lambda _: f"${next(numbers)}::text", call.statement)
+    try:
+        if hasattr(driver, "exec_driver_sql"):
+            return (await driver.exec_driver_sql(statement, tuple(map(_as_text, call.params)))).scalar()
+        return await driver.fetchval(statement, *map(_as_text, call.params))
+    except Exception as error:
+        cause: Any = error
+        while cause is not None and not _is_asyncpg(cause):
+            cause = cause.__cause__ or getattr(cause, "orig", None)
+        code = getattr(cause, "sqlstate", None) or ""
+        where = "the database of the writer"
+        if (explained := _explanation(code, str(cause), getattr(cause, "hint", None), where, call)) is not None:
+            raise explained from error
+        raise
+
+
+def _as_text(value: object) -> str:
+    return str(value)
+
+
+def _is_asyncpg(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "asyncpg"
 
 
 def _driver(given: Any) -> psycopg.Connection[Any]:
@@ -235,8 +290,8 @@ def _driver(given: Any) -> psycopg.Connection[Any]:
     return _checked(found, psycopg.Connection)
 
 
-async def _async_driver(given: Any) -> psycopg.AsyncConnection[Any]:
-    if isinstance(given, psycopg.AsyncConnection):
+async def _async_driver(given: Any) -> Any:
+    if isinstance(given, psycopg.AsyncConnection) or _is_asyncpg(given):
         return given
     found = given
     if hasattr(given, "run_sync") and not hasattr(given, "get_raw_connection"):  # an AsyncSession of SQLAlchemy
@@ -244,7 +299,10 @@ async def _async_driver(given: Any) -> psycopg.AsyncConnection[Any]:
     if hasattr(found, "get_raw_connection"):  # an AsyncConnection of SQLAlchemy
         if not found.in_transaction():
             await found.begin()
-        found = (await found.get_raw_connection()).driver_connection
+        driver = (await found.get_raw_connection()).driver_connection
+        if _is_asyncpg(driver):
+            return found
+        found = driver
     return _checked(found, psycopg.AsyncConnection)
 
 
@@ -265,11 +323,14 @@ def _explained(
     code = error.sqlstate or ""
     if (hidden := hidden_rows(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)
+    return _explanation(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
+
+
+def _explanation(code: str, problem: str, hint: str | None, where: str, call: _Call) -> Exception | None:
     if code in _OF_ROWS:
-        return BadRow(call.stream, first_line(error))
+        return BadRow(call.stream, problem)
     if code == _NOT_RESERVED and call.id is not None:
         return NotReserved(call.stream, call.id)
     if code in _REFUSALS:
-        do = (code == "42704" and error.diag.message_hint) or _REFUSALS[code]
-        return Refused("Postgres", address(driver.info.dsn), first_line(error), do)
+        return Refused("Postgres", where, problem, (code == "42704" and hint) or _REFUSALS[code])
     return None

@@ -27,6 +27,7 @@ class ReadingService:
     informed: bool = True
     given: dict[str, Any] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
+    withdrawn: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def write(self, *ids: int, instance: str | None = "w", rows: int = 1) -> None:
         """Facts of `instance`, committed to the backing table."""
@@ -91,6 +92,7 @@ class ReadingService:
         ):
             for batch in reader:
                 self.sizes.append(len(batch.rows))
+                self.withdrawn += [[*batch.withdrawn]] if batch.withdrawn else []
                 for row in batch.rows:
                     batch.connection.execute(*effect(row, batch))
 
@@ -102,6 +104,7 @@ class ReadingService:
             ):
                 async for batch in reader:
                     self.sizes.append(len(batch.rows))
+                    self.withdrawn += [[*batch.withdrawn]] if batch.withdrawn else []
                     for row in batch.rows:
                         await batch.connection.execute(*effect(row, batch))
 

@@ -19,7 +19,7 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     """The service sums three orders and ends when told to, and parks one where it may; tokens and
     advances are shown."""
     pages = "".join(Path(f"docs/how-to/{name}.md").read_text() for name in ("read-facts", "read-positions"))
-    loop, parking, look, follow = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
+    loop, parking, _session, metrics, look, follow = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
     environment = {**os.environ, **named}
     sql.execute("create table orders (id bigint primary key, total integer not null)")
@@ -27,8 +27,8 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     pipeline.publish(stream("orders", advance("shop-1", 0, 3), linear=3))
     service = subprocess.Popen([sys.executable, "-c", loop], env=environment, stdout=subprocess.DEVNULL)
     try:
-        eventually(lambda: sql.execute("select to_regclass('sums')").fetchone() != (None,))
-        eventually(lambda: sql.execute("select total from sums").fetchone() == (54,))
+        eventually(lambda: sql.execute("select to_regclass('booked')").fetchone() != (None,))
+        eventually(lambda: sql.execute("select sum(total) from booked").fetchone() == (54,))
         service.send_signal(signal.SIGTERM)
         assert service.wait(60) == 0
     finally:
@@ -45,24 +45,26 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     assert line.startswith("error: Postgres at ")
     assert line.endswith('relation "orders" does not exist; check the name of the table')
     assert hint.startswith("Hint: Correct what the message names")
-    sql.execute("update sums set total = 0")
+    sql.execute("delete from booked")
     sql.execute("drop schema tidemark_reader cascade")
     book = (
         "def book(row, connection):\n"
-        "    connection.execute('update sums set total = total + %s', [row['total']])\n"
+        "    connection.execute('insert into booked values (%s, %s)', [row['id'], row['total']])\n"
         "    if row['id'] == 1:\n"
         "        raise KeyError('id')\n"
     )
     parks = book + loop[: loop.index("    for batch in")] + indent(parking, "    ")
     service = subprocess.Popen([sys.executable, "-c", parks], env=environment, stdout=subprocess.DEVNULL)
     try:
-        eventually(lambda: sql.execute("select total from sums").fetchone() == (14,))
+        eventually(lambda: sql.execute("select sum(total) from booked").fetchone() == (14,))
         assert sql.execute("select id, reason from tidemark_reader.parked").fetchall() == [(1, "KeyError: 'id'")]
         service.send_signal(signal.SIGTERM)
         assert service.wait(60) == 0
     finally:
         service.kill()
         service.wait()
+    report = f"{metrics}\nreport(ReadProgress('books', 'orders', None, 2, 1, False, 0.1, 0))"
+    subprocess.run([sys.executable, "-c", report], env=environment, check=True, timeout=60)
     said = subprocess.run(
         [sys.executable, "-c", look], env=environment, check=True, timeout=60, capture_output=True, text=True
     )

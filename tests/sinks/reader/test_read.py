@@ -349,6 +349,28 @@ def test_source_that_was_set_back_repeats_its_ids(service: ReadingService, pipel
     assert service.ids(late=True) == [2, 3]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("mode", ["linear", "vector"])
+def test_ids_whose_facts_a_restore_took_are_withdrawn(
+    either: ReadingService, pipeline: Pipeline, mode: str, sign: int
+) -> None:
+    """Of a late range all IDs but those with rows of other writers; also if nothing but voids came late."""
+    either.write(*(sign * id for id in (1, 2, 3, 5, 6)))
+    either.write(sign * 4, instance="v")
+    both = advance("w", 0, sign * 6), advance("v", 0, sign * 6)
+    pipeline.publish(stream("s", *both, linear=sign * 6))
+    either.until(lambda: len(either.ids()) == 6, mode=mode, rows=2)
+    either.sql.execute("delete from facts where abs(stream_id) in (2, 3, 5, 6)")
+    either.write(sign * 3)
+    voids = [late(0, sign * 4, sign * 6, "regressed", 2)]
+    facts = [late(1, sign * 1, sign * 4, "regressed", 2)]
+    pipeline.publish(stream("s", linear=sign * 6, linear_prev=sign * 6, late=facts))
+    pipeline.publish(stream("s", linear=sign * 6, linear_prev=sign * 6, late=voids))
+    either.until(lambda: len(either.withdrawn) == 2, mode=mode, rows=2)
+    assert either.withdrawn == [[tuple(sorted((sign * 2, sign * 3)))], [tuple(sorted((sign * 5, sign * 6)))]]
+    assert either.ids(late=True) == [sign * 3]
+
+
 def test_reader_goes_on_without_redis(either: ReadingService, pipeline: Pipeline, redis_server: RedisServer) -> None:
     """With the address of Tidemark's Postgres it reads what is committed there, and then with Redis again; all once."""
     either.write(1)

@@ -2,21 +2,28 @@
 
 import asyncio
 import os
+import re
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import conninfo
+from structlog.testing import capture_logs
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
-from tidemark.common.errors import Refused, RowUnreadable, TransactionEnded
-from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
+from tidemark.common.errors import BadToken, ReaderInUse, Refused, RowUnreadable, TransactionEnded
+from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, ReadProgress, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.checkpoint import CheckpointStore
+from tidemark.sinks.reader.effects import OwnTransaction
 
 
 @pytest.fixture
@@ -84,7 +91,12 @@ def test_asyncio_parks_too(three: ReadingService) -> None:
 def test_what_mends_by_itself_is_not_parked(database: str, error: Exception) -> None:
     """A deadlock, a lost connection, and errors that were not named, leave the loop."""
     with psycopg.connect(database, autocommit=True) as connection:
-        parking = Parking(CheckpointStore("r", "s", "linear"), connection, 1, (ValueError, psycopg.Error))
+        parking = Parking(
+            CheckpointStore("r", "s", "linear"),
+            OwnTransaction(connection, connection, connection.transaction),
+            1,
+            (ValueError, psycopg.Error),
+        )
         with pytest.raises(type(error)), parking:
             raise error
 
@@ -215,7 +227,8 @@ def test_copy_that_waits_for_its_turn_can_be_told_to_stop(three: ReadingService)
 
 
 def test_cancelled_step_is_taken_again(three: ReadingService) -> None:
-    """`anext` that was given up in the middle of a statement leaves no transaction; the next one gives the batch."""
+    """`anext` that was given up in the middle of a statement goes on, and the next one gives the batch. `aclose` leaves
+    no session."""
 
     async def main() -> list[int]:
         async with AsyncPositions(three.redis) as positions, AsyncReader(positions, "s", **three.arguments()) as reader:
@@ -223,11 +236,14 @@ def test_cancelled_step_is_taken_again(three: ReadingService) -> None:
                 holder.execute("lock table facts in access exclusive mode")
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(anext(reader), 0.5)
+                await reader.aclose()
                 query = (
                     "select count(*) from pg_stat_activity"
                     " where application_name like 'tidemark reader copier%' and datname = current_database()"
                 )
                 eventually(lambda: three.sql.execute(query).fetchone() == (0,))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(reader), 0.5)
             batch = await asyncio.wait_for(anext(reader), 60)
             return [row["stream_id"] for row in batch.rows]
 
@@ -272,3 +288,175 @@ def test_reader_that_catches_up_logs_its_progress(
     assert "remaining_ids=20" in second
     assert "Caught up" in end
     assert "rows=100" in end
+
+
+def test_short_timeouts_around_a_step_do_not_starve_the_reader(three: ReadingService) -> None:
+    """Each time-out is shorter than a step takes: the step goes on, so a later `anext` has the batch."""
+
+    async def main() -> tuple[list[int], int]:
+        async with AsyncPositions(three.redis) as positions, AsyncReader(positions, "s", **three.arguments()) as reader:
+            for attempt in range(100_000):
+                try:
+                    batch = await asyncio.wait_for(anext(reader), 0.002)
+                except TimeoutError:
+                    continue
+                return [row["stream_id"] for row in batch.rows], attempt
+        return [], 0
+
+    ids, attempts = asyncio.run(asyncio.wait_for(main(), 60))
+    assert ids == [1, 2, 3]
+    assert attempts > 0
+
+
+@pytest.mark.parametrize("form", ["threads", "asyncio"])
+def test_handler_that_is_slower_than_the_server_allows_is_named(three: ReadingService, form: str) -> None:
+    """The log counts the repetitions of the batch, and names the setting. The server is not said to be down."""
+    slow = conninfo.make_conninfo(three.dsn, options="-c idle_in_transaction_session_timeout=1500")
+    seconds = [3, 3, 0]
+
+    def in_threads() -> None:
+        with Positions(three.redis) as positions, Reader(positions, "s", **three.arguments(effects=slow)) as reader:
+            for batch, pause in zip(reader, seconds, strict=False):
+                for row in batch.rows:
+                    batch.connection.execute(*effect(row, batch))
+                time.sleep(pause)
+                if not pause:
+                    reader._stopping.set()
+            next(reader, None)
+
+    async def in_tasks() -> None:
+        async with (
+            AsyncPositions(three.redis) as positions,
+            AsyncReader(positions, "s", **three.arguments(effects=slow)) as reader,
+        ):
+            for pause in seconds:
+                batch = await anext(reader)
+                for row in batch.rows:
+                    await batch.connection.execute(*effect(row, batch))
+                await asyncio.sleep(pause)
+            reader._stopping.set()
+            assert await anext(reader, None) is None
+
+    with capture_logs() as logs:
+        in_threads() if form == "threads" else asyncio.run(in_tasks())
+    lines = [line for line in logs if line["event"].startswith("A transaction ended before its handler did")]
+    assert [line["times"] for line in lines] == [1, 2]
+    assert all("idle_in_transaction_session_timeout" in line["do"] for line in lines)
+    assert not [line for line in logs if "Waiting for Postgres" in line["event"]]
+    assert three.ids() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("since", ["m2", 2, Token(2)])
+def test_start_is_a_token_its_text_or_an_id(three: ReadingService, since: Any) -> None:
+    """Of a new reader. One that has a place goes on there, and says so."""
+    with Positions(three.redis) as positions:
+        with Reader(positions, "s", **three.arguments(since=since)) as reader:
+            assert [row["stream_id"] for row in next(reader).rows] == [3]
+            reader._stopping.set()
+            assert next(reader, None) is None
+        with capture_logs() as logs, Reader(positions, "s", **three.arguments(since="m1")) as reader:
+            reader._stopping.set()
+            reader._driver.step()
+            stopping = threading.Timer(0.5, reader._stopping.set)
+            reader._stopping.clear()
+            stopping.start()
+            assert next(reader, None) is None
+        (line,) = [line for line in logs if line["event"].startswith("Continuing from the stored place")]
+        assert (line["place"], line["since"]) == ("m3", "m1")
+        with pytest.raises(BadToken, match="not a float"):
+            Reader(positions, "s", **three.arguments(since=3.0))
+
+
+@pytest.mark.parametrize("form", ["threads", "asyncio"])
+def test_progress_is_reported_for_metrics(three: ReadingService, form: str) -> None:
+    """After each commit, and when everything is read. A function that fails does not stop the reader."""
+    three.form = form
+    reports: list[ReadProgress] = []
+
+    def observe(progress: ReadProgress) -> None:
+        reports.append(progress)
+        raise ValueError("no such metric")
+
+    three.until(lambda: bool(reports) and reports[-1].position == Token(3), rows=2, observe=observe)
+    committed = [report for report in reports if report.rows]
+    assert [(report.position, report.lag_ids, report.rows) for report in committed] == [
+        (Token(2), 1, 2),
+        (Token(3), 0, 1),
+    ]
+    assert all(report.seconds >= 0 and not report.is_late and not report.timed_out for report in reports)
+    assert three.ids() == [1, 2, 3]
+
+
+def test_reader_that_is_reset_reads_from_the_start(three: ReadingService, pipeline: Pipeline) -> None:
+    """The statements of the documentation, in one transaction with the effects. A running copy notices at its next
+    fact."""
+    page = Path("docs/how-to/read-facts.md").read_text()
+    (reset,) = re.findall(r"```sql\n(begin;.*?)```", page, re.DOTALL)
+    reset = reset.replace("'books'", "'copier'").replace("'orders'", "'s'").replace("booked", "effects")
+    with three.running():
+        eventually(lambda: three.ids() == [1, 2, 3])
+        three.sql.execute(reset)
+        three.write(4)
+        pipeline.move("w", 3, 4)
+        eventually(lambda: three.place().linear == 4)
+    assert three.ids() == [1, 2, 3, 4]
+
+
+def test_rows_are_filtered_by_the_database(three: ReadingService) -> None:
+    """Facts without a wanted row give no batch; the place passes them."""
+    three.until(lambda: three.place().linear == 3, table=Table("facts", where="stream_id % 2 = 1"))
+    assert three.ids() == [1, 3]
+
+
+def test_second_thread_on_one_reader_is_refused(three: ReadingService) -> None:
+    """In the middle of a step, and as its loop begins while the first thread has a batch in hand."""
+    raised: list[BaseException] = []
+
+    def second(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except ReaderInUse as error:
+            raised.append(error)
+
+    with Positions(three.redis) as positions, Reader(positions, "s", **three.arguments()) as reader:
+        with psycopg.connect(three.dsn) as holder:
+            holder.execute("lock table facts in access exclusive mode")
+            first = threading.Thread(target=next, args=(reader,))
+            first.start()
+            eventually(lambda: "source" in reader._sessions)
+            second(lambda: next(reader))
+        first.join(60)
+        assert len(raised) == 1
+        reader.close()
+        batch = next(reader)
+        thread = threading.Thread(target=second, args=(lambda: iter(reader),))
+        thread.start()
+        thread.join(60)
+        assert "give each thread a reader of its own" in str(raised[1])
+        for row in batch.rows:
+            batch.connection.execute(*effect(row, batch))
+        reader._stopping.set()
+        assert next(reader, None) is None
+    assert three.ids() == [1, 2, 3]
+
+
+def test_second_task_on_one_reader_is_refused(three: ReadingService) -> None:
+    """The first one gets its batch."""
+
+    async def main() -> list[int]:
+        async with AsyncPositions(three.redis) as positions, AsyncReader(positions, "s", **three.arguments()) as reader:
+            results: list[Any] = [*await asyncio.gather(anext(reader), anext(reader), return_exceptions=True)]
+            first, second = results
+            assert isinstance(second, ReaderInUse)
+            assert not isinstance(first, BaseException)
+            return [row["stream_id"] for row in first.rows]
+
+    assert asyncio.run(main()) == [1, 2, 3]
+
+
+def test_mistyped_stream_is_logged_again_and_again(three: ReadingService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With why: no record of such a stream was published."""
+    monkeypatch.setattr("tidemark.sinks.reader.follow.LOG_EVERY", 0.3)
+    with capture_logs() as logs, three.running("tiped"):
+        eventually(lambda: len([line for line in logs if "not known yet" in line["event"]]) >= 2)
+    assert logs[-1]["why"] == "no record of it was published: check its name"

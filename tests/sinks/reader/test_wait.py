@@ -228,6 +228,10 @@ def test_bad_arguments_are_named(either: Any) -> None:
     """What is no token is refused before anybody is asked."""
     with pytest.raises(BadToken):
         either.wait("s", "7")
+    with pytest.raises(BadToken, match="not a float"):
+        either.wait("s", 3.0)
+    with pytest.raises(BadToken, match="not a bool"):
+        either.wait("s", until=True)
 
 
 def test_address_is_not_quoted() -> None:

@@ -9,7 +9,7 @@ from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions
 from tidemark.sinks.reader.async_positions import read_either as read_either
 from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
 from tidemark.sinks.reader.follow import CaughtUp as CaughtUp
 from tidemark.sinks.reader.follow import FollowProgram as FollowProgram
 from tidemark.sinks.reader.follow import Mode as Mode
@@ -67,6 +67,7 @@ __all__ = [
     "Place",
     "Positions",
     "ReadBatch",
+    "ReadProgress",
     "Reader",
     "Recovering",
     "Reread",

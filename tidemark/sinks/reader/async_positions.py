@@ -37,7 +37,7 @@ from tidemark.sinks.reader.requests import (
     StreamKeys,
     async_pause,
 )
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader.token import Token, as_token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
@@ -122,7 +122,7 @@ class AsyncPositions:
         self,
         stream: str,
         mode: Mode = "vector",
-        since: Place | Token | str | None = None,
+        since: Place | Token | str | int | None = None,
         stopping: asyncio.Event | None = None,
     ) -> "AsyncFollow":
         """Every advance after `since`, each once, joined, in order per writer. For one asyncio task at a time.
@@ -137,8 +137,8 @@ class AsyncPositions:
             since: where to begin; None: at what is published now.
             stopping: once set, the iteration ends within about a second.
         """
-        since = Token.parse(since) if isinstance(since, str) else since
-        return AsyncFollow(self, FollowProgram(stream, mode, since), stopping or asyncio.Event())
+        start = since if since is None or isinstance(since, Place) else as_token(since)
+        return AsyncFollow(self, FollowProgram(stream, mode, start), stopping or asyncio.Event())
 
     async def carry_out(self, request: Request, stopping: asyncio.Event) -> Answer:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""

@@ -5,47 +5,52 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from typing import Self
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, Self
 
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.errors import Unavailable
+from tidemark.common.errors import TransactionEnded, Unavailable
 from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, AsyncSessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
+from tidemark.sinks.reader.effects import BatchRolledBack, OwnTransaction, async_own_transactions
+from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
 from tidemark.sinks.reader.requests import (
     Answer,
+    AsyncStep,
     BeginTransaction,
     CloseSessions,
     CommitTransaction,
     Driver,
     Request,
     Role,
+    Row,
     RunSql,
 )
 from tidemark.sinks.reader.table import Table
-from tidemark.sinks.reader.token import ZERO, Token
+from tidemark.sinks.reader.token import ZERO, Token, as_token
 
 AsyncConnection = psycopg.AsyncConnection[TupleRow]
 
 
-class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
+class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     """An async context manager and an async iterator of batches, for one asyncio task.
 
     The effects of a batch are committed when the next batch is asked for, and only then. A loop that is left by `break`
     or by an error rolls back the batch in hand, with its effects. The loop ends between two batches once `stopping` is
     set. The reader waits for servers that are down, and logs that.
 
-    Cancellation: after a cancelled `anext` the next one goes on from the stored place. The batch before may have been
-    committed or rolled back; if it was rolled back, it comes again.
+    Cancellation: a cancelled `anext`, for example by a time-out, loses nothing: its work goes on, and the next `anext`
+    gets the batch. `aclose` ends that work.
 
-    Raises `Refused`, `ReaderModeChanged`, `LateUnknown`, `LateNeedsWriter`, and whatever psycopg raises of a statement
-    that the database does not understand.
+    Raises `Refused`, `ReaderInUse` (another task reads from the same object), `ReaderModeChanged`, `LateUnknown`,
+    `LateNeedsWriter`, and whatever psycopg raises of a statement that the database does not understand.
     """
 
     def __init__(
@@ -56,12 +61,13 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         *,
         name: str,
         source: str,
-        effects: str,
+        effects: Any,
         mode: Mode = "linear",
-        since: Token = ZERO,
+        since: Token | str | int = ZERO,
         rows: int = 1000,
         primary: str | None = None,
         stopping: asyncio.Event | None = None,
+        observe: Callable[[ReadProgress], object] | None = None,
     ) -> None:
         """Raises `BadSetting`.
 
@@ -71,26 +77,38 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
             table: the backing table of the stream.
             name: the name of the stored place. Every copy of a service uses the same name, and they take turns.
             source: the address of the database with the backing table.
-            effects: the address of the reader's own database.
+            effects: the reader's own database: its address; or what your service uses itself, on psycopg 3: a pool of
+                psycopg, an engine or session maker of SQLAlchemy, or `django.db.connection`. Then `batch.connection` is
+                a connection of the pool, a session, or Django's connection, inside the transaction of the batch.
             mode: "linear", or "vector" to read the rows of each writer as soon as its position passes them.
-            since: where a new reader begins.
+            since: where a new reader begins: a token, its text, or an ID. A reader that has a stored place continues
+                there, and logs that.
             rows: how many rows a batch has at most, unless one fact has more.
             primary: the address of the primary, if `source` is a replica.
             stopping: once set, the loop ends between two batches.
+            observe: for metrics: is called with the progress after each commit, and whenever everything is read. It
+                must not block. What it raises is logged.
         """
         self._positions = positions
-        self._databases = Databases(source, effects, primary)
+        self._own = async_own_transactions(effects)
+        self._databases = Databases(source, effects if self._own is None else "", primary)
         self._stopping = stopping or asyncio.Event()
-        self._config = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
+        self._config = ReadConfig(
+            stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
+        )
         self._trusted: set[Role] = set()
+        self._step = AsyncStep(name, stream)
         self._begin()
 
     def _begin(self) -> None:
+        if getattr(self, "_process", None) != os.getpid():
+            self._step = AsyncStep(self._config.reader, self._config.stream)
         self._process = os.getpid()
         self._reading = ReadProgram(self._config)
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, AsyncConnection] = {}
-        self._transaction: psycopg.AsyncTransaction | None = None
+        self._transaction: AbstractAsyncContextManager[Any] | None = None
+        self._opened: OwnTransaction | None = None
         self._is_restarted = False
 
     async def __aenter__(self) -> Self:
@@ -101,11 +119,16 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
 
     async def aclose(self) -> None:
         """Roll back what was not committed. Whoever continues with the reader begins at the stored place."""
+        await self._step.aclose()
         await self._drop()
         self._begin()
 
     async def _drop(self) -> None:
-        self._transaction = None
+        transaction = self._transaction
+        self._transaction = self._opened = None
+        if self._own is not None and transaction is not None and self._process == os.getpid():
+            with suppress(Exception):
+                await transaction.__aexit__(BatchRolledBack, BatchRolledBack(), None)
         # The sessions of the parent process stay open after a fork: closing them here would end the parent's.
         if self._process == os.getpid():
             for session in self._sessions.values():
@@ -113,7 +136,12 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         self._sessions.clear()
 
     def __aiter__(self) -> Self:
-        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done."""
+        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done.
+
+        Raises `ReaderInUse` if another task has that batch in hand.
+        """
+        if self._transaction is not None:
+            self._step.check_loop()
         self._is_restarted = self._transaction is not None
         return self
 
@@ -127,16 +155,29 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         """What is complete as far as this reader knows: what it may use already."""
         return self._reading.usable
 
-    async def __anext__(self) -> ReadBatch[AsyncConnection]:
+    async def __anext__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
             self._begin()
-        if self._is_restarted:
-            await self.aclose()
-        portion = await run_to_next_value(self._driver, self._carry_out, self._stopped)
+        portion = await self._step.result(self._next_portion)
         if portion is None:
             raise StopAsyncIteration
-        table, ledger = self._config.table, self._reading.ledger
-        return ReadBatch(portion.rows, self._sessions["place"], portion.late, portion.is_retry, table.id, ledger)
+        assert self._opened is not None
+        return ReadBatch(
+            portion.rows,
+            self._opened.session,
+            portion.late,
+            portion.withdrawn,
+            portion.is_retry,
+            self._config.table.id,
+            self._reading.ledger,
+            self._opened,
+        )
+
+    async def _next_portion(self) -> Portion | None:
+        if self._is_restarted:
+            await self._drop()
+            self._begin()
+        return await run_to_next_value(self._driver, self._carry_out, self._stopped)
 
     def _stopped(self) -> bool:
         return self._stopping.is_set() and self._transaction is None
@@ -150,7 +191,8 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
                     role: Role = request.role if isinstance(request, RunSql) else "place"
                     raise await asyncio.to_thread(self._databases.with_lockers, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
-                    await self.aclose()  # the outcome is unknown
+                    await self._drop()  # the outcome is unknown
+                    self._begin()
                     raise
             case CloseSessions():
                 await self._drop()
@@ -160,27 +202,42 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
 
     async def _on_databases(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
         match request:
-            case RunSql(role, statement):
+            case RunSql(role):
                 with self._databases.translated(role, self._sessions):
-                    session = await self._session(role)
-                    async with session.cursor(row_factory=dict_row) as cursor:
-                        await cursor.execute(statement)
-                        try:
-                            return await cursor.fetchall() if cursor.description else []
-                        except Exception as error:
-                            raise unreadable(cursor, request, error) from error
+                    if role != "place" or self._own is None:
+                        return await self._rows(await self._session(role), request)
+                    if self._opened is not None:
+                        if self._opened.has_ended:
+                            raise TransactionEnded(self._config.reader, self._config.stream)
+                        return await self._rows(self._opened.driver, request)
+                    async with self._own() as opened:
+                        return await self._rows(opened.driver, request)
             case BeginTransaction():
                 with self._databases.translated("place", self._sessions):
-                    transaction = psycopg.AsyncTransaction(await self._session("place"))
-                    await transaction.__aenter__()
-                    await transaction.connection.execute(LOCK_LIMIT)
+                    if self._own is None:
+                        connection = await self._session("place")
+                        transaction: AbstractAsyncContextManager[Any] = psycopg.AsyncTransaction(connection)
+                        await transaction.__aenter__()
+                        self._opened = OwnTransaction(connection, connection, connection.transaction)
+                    else:
+                        transaction = self._own()
+                        self._opened = await transaction.__aenter__()
                     self._transaction = transaction
+                    await self._opened.driver.execute(LOCK_LIMIT)
             case CommitTransaction():
                 assert self._transaction is not None
-                transaction, self._transaction = self._transaction, None
+                transaction, self._transaction, self._opened = self._transaction, None, None
                 with self._databases.translated("place", self._sessions):
                     await transaction.__aexit__(None, None, None)
         return None
+
+    async def _rows(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
+        async with connection.cursor(row_factory=dict_row) as cursor:
+            await cursor.execute(request.statement)
+            try:
+                return await cursor.fetchall() if cursor.description else []
+            except Exception as error:
+                raise unreadable(cursor, request, error) from error
 
     async def _session(self, role: Role) -> AsyncConnection:
         if role not in self._sessions:

@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.adapt import Transformer
 from psycopg.errors import LockNotAvailable
 
-from tidemark.common.errors import Refused, RowUnreadable, TidemarkError, Unavailable
+from tidemark.common.errors import BatchTimedOut, Refused, RowUnreadable, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import (
     SessionConnection,
@@ -23,8 +23,10 @@ from tidemark.common.postgres_session import (
     conninfo,
     explained,
     first_line,
+    is_outage,
     lock_problem,
 )
+from tidemark.sinks.reader.effects import psycopg_error
 from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
 
 AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
@@ -42,13 +44,19 @@ _REFUSALS: Mapping[str, str] = {
 }
 
 
+_TIME_LIMITS: Mapping[str, str] = {
+    "25P03": "idle_in_transaction_session_timeout",
+    "25P04": "transaction_timeout",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Databases:
     """Addresses, which may contain passwords.
 
     Attributes:
         source: the database with the backing table.
-        effects: the reader's own database.
+        effects: the reader's own database; empty if the service opens its transactions.
         primary: the server that `source` is a replica of; None: `source` is not a replica.
     """
 
@@ -66,21 +74,29 @@ class Databases:
         """Turn what psycopg raises into `Unavailable` (continue from the stored checkpoint) and `Refused`."""
         try:
             yield
-        except psycopg.Error as error:
-            user = getattr(sessions.get(role), "role", "")
-            raise explained(error, address(self._dsn(role)), _REFUSALS, user) from error
+        except Exception as error:
+            cause = psycopg_error(error)
+            if cause is None:
+                raise
+            where = address(self._dsn(role)) if self._dsn(role) else "effects"
+            if role == "place" and (setting := _ended_by(cause)):
+                raise BatchTimedOut("Postgres", where, first_line(cause), setting) from error
+            problem = explained(cause, where, _REFUSALS, getattr(sessions.get(role), "role", ""))
+            if problem is cause:
+                raise
+            raise problem from error
 
     def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
         """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the server
         may have run out of connections, which libpq reports like a wrong password."""
-        if answers(self._dsn(role)):
+        if error.sqlstate is None and not is_outage(error) and answers(conninfo(self._dsn(role), "")):
             raise Refused(
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
 
     def with_lockers(self, role: Role, error: Unavailable) -> Unavailable:
         """`error`, with the sessions that may have the lock if it is about a lock time-out. Connects for that."""
-        if not isinstance(error.__cause__, LockNotAvailable):
+        if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
         with suppress(TidemarkError, psycopg.Error), SessionConnection.open(self.conninfo(role, "lock waits")) as other:
             return Unavailable("Postgres", error.where, lock_problem(error.__cause__, other))
@@ -95,6 +111,13 @@ class Databases:
             case "primary":
                 assert self.primary is not None
                 return self.primary
+
+
+def _ended_by(error: psycopg.Error) -> str | None:
+    """The setting that ended an idle or long transaction; None: something else happened."""
+    if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
+        return setting
+    return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None
 
 
 def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:

@@ -108,6 +108,31 @@ class LateLost:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """What a reader reports after each commit, and whenever it has read everything: see `Reader(observe=...)`.
+
+    Attributes:
+        reader: the name of the reader.
+        stream: the name of the stream.
+        position: up to where the reader has read and committed.
+        lag_ids: how many IDs it is behind what is complete, as far as it knows.
+        rows: rows of the batch that was committed; 0 if there was none.
+        is_late: the batch had late facts.
+        seconds: time from handing the batch over to its commit.
+        timed_out: how often the server ended the transaction of this batch before, because the handler was too slow.
+    """
+
+    reader: str
+    stream: str
+    position: Token
+    lag_ids: int
+    rows: int
+    is_late: bool
+    seconds: float
+    timed_out: int
+
+
 Event = Advance | Reread | LinearMove | Late | LateLost
 
 

@@ -6,6 +6,7 @@ not hold; without Postgres the reader is told to read the table. And a reading i
 the position that Redis gives in the same transaction.
 """
 
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +22,7 @@ from tidemark.sinks.reader.requests import (
     ListEntry,
     ReadHistory,
     ReadList,
+    ReadName,
     ReadNewest,
     Request,
     StreamHistory,
@@ -30,6 +32,8 @@ from tidemark.sinks.reader.requests import (
 from tidemark.sinks.reader.token import Token
 
 log = get_logger(__name__)
+
+LOG_EVERY = 60.0  # seconds between two warnings that a stream is not known
 
 PAGE = 5000  # advances that Postgres is asked for at once: bounds the memory, and the time of an answer
 
@@ -146,7 +150,7 @@ class FollowProgram:
         self._since = since
         self._merge: EventMerge | None = None
         self._linear_evidence: LinearEvidence | None = None
-        self._has_logged = False
+        self._unknown_since = self._logged = 0.0
 
     @property
     def place(self) -> Place | None:
@@ -176,9 +180,7 @@ class FollowProgram:
                 keys = yield from self._read_keys(ReadList(self._stream, keys.entries[-1]))
             self._begin(keys)
         if self._merge is None or keys.linear is None:  # Redis does not know the stream: it is recovering
-            if not self._has_logged:
-                log.warning("Waiting for a stream that is not known yet", stream=self._stream)
-            self._has_logged = True
+            yield from self._log_unknown()
             yield from self._await_entry(keys)
             return
         if self._linear_evidence:
@@ -209,6 +211,21 @@ class FollowProgram:
             keys = yield from self._read_keys(ReadList(self._stream, last_entry))
             if keys.linear is None or not keys.joined:
                 return
+
+    def _log_unknown(self) -> Generator[Request, Answer, None]:
+        """Log at once, and again every minute: the name may be mistyped."""
+        now = time.monotonic()
+        self._unknown_since = self._unknown_since or now
+        if self._logged and now - self._logged < LOG_EVERY:
+            return
+        self._logged = now
+        may_exist = yield from patiently(ReadName(self._stream))
+        log.warning(
+            "Waiting for a stream that is not known yet",
+            stream=self._stream,
+            seconds=round(now - self._unknown_since),
+            why="no record of it was published: check its name" if may_exist is False else "Redis is recovering",
+        )
 
     def _begin(self, keys: StreamKeys) -> None:
         assert keys.linear is not None

@@ -39,7 +39,7 @@ from tidemark.sinks.reader.requests import (
     StreamKeys,
     pause,
 )
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader.token import Token, as_token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
@@ -124,7 +124,7 @@ class Positions:
         self,
         stream: str,
         mode: Mode = "vector",
-        since: Place | Token | str | None = None,
+        since: Place | Token | str | int | None = None,
         stopping: threading.Event | None = None,
     ) -> "Follow":
         """Every advance after `since`, each once, joined, in order per writer. For one thread at a time.
@@ -137,8 +137,8 @@ class Positions:
             since: where to begin; None: at what is published now.
             stopping: once set, the iteration ends within about a second.
         """
-        since = Token.parse(since) if isinstance(since, str) else since
-        return Follow(self, FollowProgram(stream, mode, since), stopping or threading.Event())
+        start = since if since is None or isinstance(since, Place) else as_token(since)
+        return Follow(self, FollowProgram(stream, mode, start), stopping or threading.Event())
 
     def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
         """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""

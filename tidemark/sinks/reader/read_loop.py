@@ -18,15 +18,15 @@ skipped range are remembered until the next epoch of the writer: from then on th
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tidemark.common.backoff import WaitLog
-from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+from tidemark.common.backoff import FIRST_PAUSE, LONGEST_PAUSE, Backoff, WaitLog
+from tidemark.common.errors import BadSetting, BatchTimedOut, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
 from tidemark.sinks.reader.databases import caught_up
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -43,6 +43,8 @@ from tidemark.sinks.reader.requests import (
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.streaming.values.direction import beyond, farther
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +149,31 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
             yield part
 
 
+def gaps(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
+    """The IDs of `(prev, id]` that are not `present`, which ascend away from 0: as pairs, the lower ID first."""
+    sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
+    for high in (*map(abs, present), abs(id) + 1):
+        if high - low > 1:
+            first, last = sorted((sign * (low + 1), sign * (high - 1)))
+            absent.append((first, last))
+        low = high
+    return absent
+
+
 def still_unread(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
     return tuple(span for span in must_read if beyond(span.id, _at(place, span.writer)))
 
 
 def _parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
-    """The parts that were passed, that the burst passes, and beyond. All are empty if nothing but voids came late."""
-    if not late.facts:
-        return [], [], []
+    """The parts that were passed, that the burst passes, and beyond.
+
+    If nothing but voids came late, all are empty. After a restore, the first one is not: its IDs may have had facts.
+    """
     span = Range(late.writer, late.prev, late.id)
     reached, passed_to = _at(checkpoint.place, late.writer), _at(goal, late.writer)
+    if not late.facts:
+        part = span.upto(reached) if late.why == REGRESSED else None
+        return [part] if part else [], [], []
     rest = span.after(reached)
     between = rest.upto(passed_to) if rest else None
     parts = (span.upto(reached), between, span.after(farther(reached, passed_to)))
@@ -176,6 +193,8 @@ def _concerns(must_read: Range, span: Range) -> bool:
 log = get_logger(__name__)
 
 RANGES = 64  # in one query
+REGRESSED = "regressed"  # why facts are late after a restore of their source
+OTHERS = 10_000  # IDs that are compared in one transaction with those of a late range
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +206,7 @@ class ReadConfig:
         since: where a new reader begins.
         rows: how many rows a portion has at most, unless one fact has more.
         replica: the backing table is read from a replica, which has to catch up first.
+        observe: is called with the progress after each commit.
     """
 
     stream: str
@@ -196,6 +216,7 @@ class ReadConfig:
     since: Token
     rows: int
     replica: bool
+    observe: Callable[[ReadProgress], object] | None = None
 
     def __post_init__(self) -> None:
         if self.mode == "vector" and self.table.writer is None:
@@ -207,10 +228,12 @@ class ReadConfig:
 @dataclass(frozen=True, slots=True)
 class Portion:
     """Rows to be handed over, in an open transaction that ends when the program continues. `late`: the late completion
-    that the rows belong to, None for rows in order. `is_retry`: the rows of a fact that was parked."""
+    that the rows belong to, None for rows in order. `withdrawn`: see `ReadBatch`. `is_retry`: the rows of a fact that
+    was parked."""
 
     rows: list[Row]
     late: Late | None
+    withdrawn: Sequence[tuple[int, int]] = ()
     is_retry: bool = False
 
 
@@ -274,6 +297,11 @@ class ReadProgram:
         self._checkpoint = ReaderCheckpoint()
         self._transaction = ""
         self._patience = WaitLog()
+        self._has_logged_since = False
+        self.timed_out = 0  # transactions of batches that the server ended, one after another
+        self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._handed_over_at = 0.0
+        self._portion_in_hand: Portion | None = None
         self._facts_upto: int | None = None  # the farthest ID that may hold a fact of the table
         self.promised = self.usable = ZERO
 
@@ -285,9 +313,25 @@ class ReadProgram:
                 yield CommitTransaction()  # nothing was written: this releases the lock
                 if moved.busy:
                     yield Pause(BUSY)
+            except BatchTimedOut as problem:
+                self._log_timed_out(problem)
+                yield CloseSessions()
+                yield Pause(self._timed_out_pause.next())
             except Unavailable as problem:
                 yield CloseSessions()
                 yield Pause(self._patience.pause_after(problem))
+
+    def _log_timed_out(self, problem: BatchTimedOut) -> None:
+        self.timed_out += 1
+        log.warning(
+            "A transaction ended before its handler did: the batch is read again",
+            reader=self._config.reader,
+            stream=self._config.stream,
+            times=self.timed_out,
+            seconds=round(time.monotonic() - self._handed_over_at, 1),
+            problem=problem.problem,
+            do=f"raise {problem.setting}, for example with ALTER ROLE ... SET, or ask for fewer rows: Reader(rows=...)",
+        )
 
     def _follow(self) -> Steps:
         """From the stored place, until another copy moves it or a database fails."""
@@ -295,6 +339,15 @@ class ReadProgram:
         self._checkpoint = yield from self.ledger.load()
         yield CommitTransaction()
         since: Place | Token = self._checkpoint.place
+        if self._checkpoint.version and self._config.since != ZERO and not self._has_logged_since:
+            self._has_logged_since = True
+            log.info(
+                "Continuing from the stored place: since= is for a reader that has none",
+                reader=self._config.reader,
+                stream=self._config.stream,
+                place=str(_least(self._checkpoint.place)),
+                since=str(self._config.since),
+            )
         if not self._checkpoint.version and self._config.since != ZERO:
             since = self._config.since
             self._checkpoint = ReaderCheckpoint(place=Place.after(since))
@@ -309,7 +362,9 @@ class ReadProgram:
             self.usable = _token(following.place)
             if events:
                 yield from self._read(following, events)
-            self.promised = self.usable
+            is_new, self.promised = self.promised != self.usable, self.usable
+            if is_new:
+                self._report()
             if self._checkpoint.version and time.monotonic() - looked_at >= OPERATOR_EVERY:
                 if (yield from self._heed_operators()):
                     return
@@ -326,7 +381,7 @@ class ReadProgram:
             if (yield from self.ledger.unpark(id)):
                 fact_rows = yield from rows(RunSql("source", self._config.table.select([fact]), self._config.table.id))
                 if fact_rows:
-                    yield Portion(fact_rows, None, is_retry=True)
+                    yield self._portion(fact_rows, None, is_retry=True)
                 else:
                     log.warning("A parked fact has no rows any more", stream=self._config.stream, id=id)
             yield from self._save(self._checkpoint)
@@ -358,7 +413,7 @@ class ReadProgram:
             remaining = [*page.left, *rest]
             new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if new:
-                yield Portion(new, None)
+                yield self._portion(new, None)
             uncertain = work.uncertain((row[self._config.table.id], self._writer(row)) for row in new)
             place = work.place(remaining)
             past = () if remaining else self._past(work.epochs, place)
@@ -378,14 +433,19 @@ class ReadProgram:
             remaining = [replace(span, has_null=True) for span in remaining]
         while remaining:
             yield from self._lock()
-            page = yield from self._page(remaining[:1])
-            done = page.left[0].prev if page.left else remaining[0].id
-            remaining = [*page.left, *remaining[1:]]
-            rows = page.rows
+            span = remaining[0]
+            page = (yield from self._page([span])) if late.facts else TablePage([], [])
+            done, rows = page.left[0].prev if page.left else span.id, page.rows
+            withdrawn: Sequence[tuple[int, int]] = ()
+            if late.why == REGRESSED and not beyond(span.id, _at(before.place, late.writer)):
+                done, withdrawn = yield from self._withdrawn(replace(span, id=done), rows)
+                rows = [row for row in rows if not beyond(row[self._config.table.id], done)]
+            left = span.after(done)
+            remaining = [*([left] if left else []), *remaining[1:]]
             if late.why == "skipped":
                 rows = [row for row in rows if row[self._config.table.id] not in self._checkpoint.delivered]
-            if rows:
-                yield Portion(rows, late)
+            if rows or withdrawn:
+                yield self._portion(rows, late, withdrawn)
             position = before.place.positions.get(late.writer, before.place.linear)
             ids = [row[self._config.table.id] for row in rows]
             remembered = [id for id in ids if late.why == "skipped" or beyond(id, position)]
@@ -405,6 +465,33 @@ class ReadProgram:
         if counts["have_writer"] + counts["have_none"] > late.facts:
             raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
         return True
+
+    def _portion(
+        self,
+        rows: list[Row],
+        late: Late | None,
+        withdrawn: Sequence[tuple[int, int]] = (),
+        *,
+        is_retry: bool = False,
+    ) -> Portion:
+        self._handed_over_at = time.monotonic()
+        self._portion_in_hand = Portion(rows, late, withdrawn, is_retry)
+        return self._portion_in_hand
+
+    def _withdrawn(
+        self, span: Range, own: Sequence[Row]
+    ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
+        """Up to which ID of the span this is known, and the IDs up to there whose earlier facts are gone.
+
+        These are all IDs but those with rows of other writers, which other late completions are about.
+        """
+        column = self._config.table.id
+        everything = replace(span, writer=None, besides=frozenset(), has_null=False)
+        with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, OTHERS)))
+        present = [row[column] for row in with_rows]
+        done = present[-1] if len(present) == OTHERS else span.id
+        own_ids = {row[column] for row in own}
+        return done, gaps(span.prev, done, [id for id in present if id not in own_ids])
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
         return table_page(self._config.table, ranges, self._config.rows)
@@ -442,6 +529,29 @@ class ReadProgram:
         self._checkpoint = replace(checkpoint, version=version)
         self.promised = _least(checkpoint.place)
         self._patience.succeeded()
+        self._report()
+        self.timed_out = 0
+        self._timed_out_pause.reset()
+        self._portion_in_hand = None
+
+    def _report(self) -> None:
+        if self._config.observe is None:
+            return
+        portion = self._portion_in_hand
+        progress = ReadProgress(
+            self._config.reader,
+            self._config.stream,
+            self.promised,
+            max(0, abs(self.usable.linear) - abs(self.promised.linear)),
+            0 if portion is None else len(portion.rows),
+            portion is not None and portion.late is not None,
+            0.0 if portion is None else time.monotonic() - self._handed_over_at,
+            self.timed_out,
+        )
+        try:
+            self._config.observe(progress)
+        except Exception as problem:  # noqa: BLE001 - metrics must not stop a reader
+            log.warning("The function observe= of a reader failed", reader=self._config.reader, problem=repr(problem))
 
 
 def _left(ranges: Sequence[Range]) -> int:

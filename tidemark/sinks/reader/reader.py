@@ -7,16 +7,19 @@ This is the form for threads of `async_reader`.
 
 import os
 import threading
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Self
 
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from tidemark.common.errors import Unavailable
+from tidemark.common.errors import TransactionEnded, Unavailable
 from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, SessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
+from tidemark.sinks.reader.effects import BatchRolledBack, OwnTransaction, own_transactions
+from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.positions import Positions, run_to_next_value
 from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
@@ -28,23 +31,25 @@ from tidemark.sinks.reader.requests import (
     Driver,
     Request,
     Role,
+    Row,
     RunSql,
+    Step,
 )
 from tidemark.sinks.reader.table import Table
-from tidemark.sinks.reader.token import ZERO, Token
+from tidemark.sinks.reader.token import ZERO, Token, as_token
 
 Connection = psycopg.Connection[TupleRow]
 
 
-class Reader(Iterator[ReadBatch[Connection]]):
+class Reader(Iterator[ReadBatch[Any]]):
     """A context manager and an iterator of batches, for one thread.
 
     The effects of a batch are committed when the next batch is asked for, and only then. A loop that is left by `break`
     or by an error rolls back the batch in hand, with its effects. The loop ends between two batches once `stopping` is
     set. The reader waits for servers that are down, and logs that.
 
-    Raises `Refused`, `ReaderModeChanged`, `LateUnknown`, `LateNeedsWriter`, and whatever psycopg raises of a statement
-    that the database does not understand.
+    Raises `Refused`, `ReaderInUse` (another thread reads from the same object), `ReaderModeChanged`, `LateUnknown`,
+    `LateNeedsWriter`, and whatever psycopg raises of a statement that the database does not understand.
     """
 
     def __init__(
@@ -55,12 +60,13 @@ class Reader(Iterator[ReadBatch[Connection]]):
         *,
         name: str,
         source: str,
-        effects: str,
+        effects: Any,
         mode: Mode = "linear",
-        since: Token = ZERO,
+        since: Token | str | int = ZERO,
         rows: int = 1000,
         primary: str | None = None,
         stopping: threading.Event | None = None,
+        observe: Callable[[ReadProgress], object] | None = None,
     ) -> None:
         """Raises `BadSetting`.
 
@@ -70,26 +76,38 @@ class Reader(Iterator[ReadBatch[Connection]]):
             table: the backing table of the stream.
             name: the name of the stored place. Every copy of a service uses the same name, and they take turns.
             source: the address of the database with the backing table.
-            effects: the address of the reader's own database.
+            effects: the reader's own database: its address; or what your service uses itself, on psycopg 3: a pool of
+                psycopg, an engine or session maker of SQLAlchemy, or `django.db.connection`. Then `batch.connection` is
+                a connection of the pool, a session, or Django's connection, inside the transaction of the batch.
             mode: "linear", or "vector" to read the rows of each writer as soon as its position passes them.
-            since: where a new reader begins.
+            since: where a new reader begins: a token, its text, or an ID. A reader that has a stored place continues
+                there, and logs that.
             rows: how many rows a batch has at most, unless one fact has more.
             primary: the address of the primary, if `source` is a replica.
             stopping: once set, the loop ends between two batches.
+            observe: for metrics: is called with the progress after each commit, and whenever everything is read. It
+                must not block. What it raises is logged.
         """
         self._positions = positions
-        self._databases = Databases(source, effects, primary)
+        self._own = own_transactions(effects)
+        self._databases = Databases(source, effects if self._own is None else "", primary)
         self._stopping = stopping or threading.Event()
-        self._config = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
+        self._config = ReadConfig(
+            stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
+        )
         self._trusted: set[Role] = set()
+        self._step = Step(name, stream)
         self._begin()
 
     def _begin(self) -> None:
+        if getattr(self, "_process", None) != os.getpid():
+            self._step = Step(self._config.reader, self._config.stream)
         self._process = os.getpid()
         self._reading = ReadProgram(self._config)
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, Connection] = {}
-        self._transaction: psycopg.Transaction | None = None
+        self._transaction: AbstractContextManager[Any] | None = None
+        self._opened: OwnTransaction | None = None
         self._is_restarted = False
 
     def __enter__(self) -> Self:
@@ -100,11 +118,16 @@ class Reader(Iterator[ReadBatch[Connection]]):
 
     def close(self) -> None:
         """Roll back what was not committed. Whoever continues with the reader begins at the stored place."""
+        self._step.close()
         self._drop()
         self._begin()
 
     def _drop(self) -> None:
-        self._transaction = None
+        transaction = self._transaction
+        self._transaction = self._opened = None
+        if self._own is not None and transaction is not None and self._process == os.getpid():
+            with suppress(Exception):
+                transaction.__exit__(BatchRolledBack, BatchRolledBack(), None)
         # The sessions of the parent process stay open after a fork: closing them here would end the parent's.
         if self._process == os.getpid():
             for session in self._sessions.values():
@@ -112,7 +135,12 @@ class Reader(Iterator[ReadBatch[Connection]]):
         self._sessions.clear()
 
     def __iter__(self) -> Self:
-        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done."""
+        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done.
+
+        Raises `ReaderInUse` if another thread has that batch in hand.
+        """
+        if self._transaction is not None:
+            self._step.check_loop()
         self._is_restarted = self._transaction is not None
         return self
 
@@ -126,16 +154,29 @@ class Reader(Iterator[ReadBatch[Connection]]):
         """What is complete as far as this reader knows: what it may use already."""
         return self._reading.usable
 
-    def __next__(self) -> ReadBatch[Connection]:
+    def __next__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
             self._begin()
-        if self._is_restarted:
-            self.close()
-        portion = run_to_next_value(self._driver, self._carry_out, self._stopped)
+        portion = self._step.result(self._next_portion)
         if portion is None:
             raise StopIteration
-        table, ledger = self._config.table, self._reading.ledger
-        return ReadBatch(portion.rows, self._sessions["place"], portion.late, portion.is_retry, table.id, ledger)
+        assert self._opened is not None
+        return ReadBatch(
+            portion.rows,
+            self._opened.session,
+            portion.late,
+            portion.withdrawn,
+            portion.is_retry,
+            self._config.table.id,
+            self._reading.ledger,
+            self._opened,
+        )
+
+    def _next_portion(self) -> Portion | None:
+        if self._is_restarted:
+            self._drop()
+            self._begin()
+        return run_to_next_value(self._driver, self._carry_out, self._stopped)
 
     def _stopped(self) -> bool:
         return self._stopping.is_set() and self._transaction is None
@@ -156,27 +197,42 @@ class Reader(Iterator[ReadBatch[Connection]]):
 
     def _on_databases(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
         match request:
-            case RunSql(role, statement):
+            case RunSql(role):
                 with self._databases.translated(role, self._sessions):
-                    session = self._session(role)
-                    with session.cursor(row_factory=dict_row) as cursor:
-                        cursor.execute(statement)
-                        try:
-                            return cursor.fetchall() if cursor.description else []
-                        except Exception as error:
-                            raise unreadable(cursor, request, error) from error
+                    if role != "place" or self._own is None:
+                        return self._rows(self._session(role), request)
+                    if self._opened is not None:
+                        if self._opened.has_ended:
+                            raise TransactionEnded(self._config.reader, self._config.stream)
+                        return self._rows(self._opened.driver, request)
+                    with self._own() as opened:
+                        return self._rows(opened.driver, request)
             case BeginTransaction():
                 with self._databases.translated("place", self._sessions):
-                    transaction = psycopg.Transaction(self._session("place"))
-                    transaction.__enter__()
-                    transaction.connection.execute(LOCK_LIMIT)
+                    if self._own is None:
+                        connection = self._session("place")
+                        transaction: AbstractContextManager[Any] = psycopg.Transaction(connection)
+                        transaction.__enter__()
+                        self._opened = OwnTransaction(connection, connection, connection.transaction)
+                    else:
+                        transaction = self._own()
+                        self._opened = transaction.__enter__()
                     self._transaction = transaction
+                    self._opened.driver.execute(LOCK_LIMIT)
             case CommitTransaction():
                 assert self._transaction is not None
-                transaction, self._transaction = self._transaction, None
+                transaction, self._transaction, self._opened = self._transaction, None, None
                 with self._databases.translated("place", self._sessions):
                     transaction.__exit__(None, None, None)
         return None
+
+    def _rows(self, connection: Connection, request: RunSql) -> list[Row]:
+        with connection.cursor(row_factory=dict_row) as cursor:
+            cursor.execute(request.statement)
+            try:
+                return cursor.fetchall() if cursor.description else []
+            except Exception as error:
+                raise unreadable(cursor, request, error) from error
 
     def _session(self, role: Role) -> Connection:
         if role not in self._sessions:

@@ -7,15 +7,15 @@ share every decision.
 
 import asyncio
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from psycopg.sql import Composed
 
 from tidemark.common.backoff import WaitLog
-from tidemark.common.errors import Unavailable
+from tidemark.common.errors import ReaderInUse, Unavailable
 from tidemark.sinks.reader.events import Advance, Late, Place
 
 LONGEST_WAIT = 1.0  # seconds between two readings: the linear position may move without a list entry (a writer retires)
@@ -224,3 +224,74 @@ async def async_pause(stopping: asyncio.Event, seconds: float) -> None:
 def pause(stopping: threading.Event, seconds: float) -> None:
     """`async_pause` for threads."""
     stopping.wait(seconds)
+
+
+class AsyncStep:
+    """The next step of a reader, for one asyncio task at a time.
+
+    A step is a task of its own: if the caller is cancelled, for example by a time-out, the step goes on, and the next
+    call gets its result.
+    """
+
+    def __init__(self, reader: str, stream: str) -> None:
+        self._names = reader, stream
+        self._caller: asyncio.Task[Any] | None = None
+        self._is_taken = False
+        self._task: asyncio.Task[Any] | None = None
+
+    async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
+        """The result of `begin`, or of the step that goes on. Raises `ReaderInUse`."""
+        if self._is_taken:
+            raise ReaderInUse(*self._names, "task")
+        self._is_taken, self._caller = True, asyncio.current_task()
+        if self._task is None:
+            self._task = asyncio.ensure_future(begin())
+        task = self._task
+        try:
+            # The caller may be cancelled in the moment in which the step ends. Its result is then for the next call.
+            await asyncio.wait([task])
+            self._task = None
+            return cast("R", task.result())
+        finally:
+            self._is_taken = False
+
+    def check_loop(self) -> None:
+        """A loop begins while a batch is in hand. Raises `ReaderInUse` if the task of that batch is running."""
+        if self._caller not in {None, asyncio.current_task()} and not self._caller.done():
+            raise ReaderInUse(*self._names, "task")
+
+    async def aclose(self) -> None:
+        """End a step that goes on."""
+        task, self._task = self._task, None
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)  # redis-py may swallow a cancellation while it connects
+        if task is not None and not task.cancelled():
+            task.exception()
+
+
+class Step:
+    """`AsyncStep` for threads."""
+
+    def __init__(self, reader: str, stream: str) -> None:
+        self._names = reader, stream
+        self._caller: threading.Thread | None = None
+        self._taken = threading.Lock()
+
+    def result(self, begin: Callable[[], R]) -> R:
+        """The result of `begin`. Raises `ReaderInUse`."""
+        if not self._taken.acquire(blocking=False):
+            raise ReaderInUse(*self._names, "thread")
+        self._caller = threading.current_thread()
+        try:
+            return begin()
+        finally:
+            self._taken.release()
+
+    def check_loop(self) -> None:
+        """A loop begins while a batch is in hand. Raises `ReaderInUse` if the thread of that batch is running."""
+        if self._caller not in {None, threading.current_thread()} and self._caller.is_alive():
+            raise ReaderInUse(*self._names, "thread")
+
+    def close(self) -> None:
+        """A step never goes on after its call."""

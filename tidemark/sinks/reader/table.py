@@ -5,6 +5,7 @@ SQL is composed, and names are always quoted.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import LiteralString
 
 from psycopg import sql
 
@@ -24,6 +25,8 @@ class Table:
         writer: the column with the writer's name. Needed in vector mode.
         columns: the columns of the rows; empty: all columns.
         then: the columns by which rows of one ID are ordered.
+        where: a condition in SQL for the rows that the reader gets, such as `"kind = 'sale'"`. Text of your program:
+            never put values of users into it.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Table:
     writer: str | None = None
     columns: Sequence[str] = ()
     then: Sequence[str] = ()
+    where: LiteralString | None = None
 
     def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
         """The rows of the ranges, ascending (away from 0), at most `limit`. The ranges run in the same direction.
@@ -42,13 +46,23 @@ class Table:
         least = sql.SQL("" if limit is None else " limit {}").format(limit)
         branches = sql.SQL(" union all ").join(
             sql.SQL("(select {} from {} where {} order by {}{})").format(
-                self._columns(*self.then), self._name(), self._in(span, ranges[:number]), by_id, least
+                self._columns(*self.then), self._name(), self._wanted(span, ranges[:number]), by_id, least
             )
             for number, span in enumerate(ranges)
         )
         order = sql.SQL(", ").join([by_id, *map(sql.Identifier, self.then)])
         page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, least)
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
+
+    def ids(self, span: "Range", limit: int) -> sql.Composed:
+        """The IDs of the range that have rows, ascending (away from 0), at most `limit`."""
+        return sql.SQL("select distinct {id} from {table} where {range} order by {id}{direction} limit {limit}").format(
+            id=sql.Identifier(self.id),
+            table=self._name(),
+            range=self._in(span),
+            direction=sql.SQL(" desc" if span.id < 0 else ""),
+            limit=limit,
+        )
 
     def count_of_writer(self, span: "Range") -> sql.Composed:
         """How many facts of the range have the writer of the range (`have_writer`), and how many have no writer
@@ -59,6 +73,10 @@ class Table:
             sql.SQL(count).format(sql.Identifier(self.id), self._name(), self._in(part)) for part in (span, null)
         )
         return sql.SQL("select {} as have_writer, {} as have_none").format(own, unnamed)
+
+    def _wanted(self, span: "Range", others: "Sequence[Range]") -> sql.Composed:
+        conditions = self._in(span, others)
+        return conditions if self.where is None else sql.SQL("{} and ({})").format(conditions, sql.SQL(self.where))
 
     def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
         """The condition for rows of `span` that are not rows of `others` too."""

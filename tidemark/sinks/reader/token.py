@@ -85,16 +85,18 @@ class Token:
         """The position of `writer`, whether the token names it or not."""
         return dict(self.positions).get(writer, self.linear)
 
-    def covers(self, other: "Token") -> bool:
+    def covers(self, other: "Token | str | int") -> bool:
         """Whether everything that `other` stands for is at or below this token. Raises as `compare` does."""
+        other = as_token(other)
         _check_direction(self, other)
         if beyond(other.linear, self.linear):
             return False
         own = dict(self.positions)
         return not any(beyond(id, own.get(name, self.linear)) for name, id in other.positions)
 
-    def compare(self, other: "Token") -> Order:
-        """Raises `BadToken` if one token is of a backward stream and the other is not."""
+    def compare(self, other: "Token | str | int") -> Order:
+        """Raises `BadToken` if one token is of a backward stream and the other is not, or if `other` is no token."""
+        other = as_token(other)
         _check_direction(self, other)
         pairs = [(self.linear, other.linear), *((own, other_id) for _, own, other_id in self._writers_of_both(other))]
         less = any(beyond(other_id, own) for own, other_id in pairs)
@@ -103,13 +105,13 @@ class Token:
             return Order.INCOMPARABLE
         return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL
 
-    def least_upper(self, other: "Token") -> "Token":
+    def least_upper(self, other: "Token | str | int") -> "Token":
         """The least token that covers both: what two readers have read together."""
-        return self._merged(other, farther)
+        return self._merged(as_token(other), farther)
 
-    def greatest_lower(self, other: "Token") -> "Token":
+    def greatest_lower(self, other: "Token | str | int") -> "Token":
         """The greatest token that both cover: what each of two readers has read."""
-        return self._merged(other, nearer)
+        return self._merged(as_token(other), nearer)
 
     def farthest(self) -> int:
         """The ID furthest from 0 that the token names."""
@@ -129,6 +131,18 @@ class Token:
 
     def _ids(self) -> list[int]:
         return [self.linear, *[id for _, id in self.positions]]
+
+
+def as_token(value: Token | str | int) -> Token:
+    """A token, its text, or an ID, which stands for everything up to the ID. Raises `BadToken`."""
+    match value:
+        case Token():
+            return value
+        case str():
+            return Token.parse(value)
+        case int() if not isinstance(value, bool) and -(2**63) <= value < 2**63:
+            return Token(value)
+    raise BadToken(str(value), f"give a Token, its text, or a stream ID as an int, and not a {type(value).__name__}")
 
 
 ZERO = Token(0)

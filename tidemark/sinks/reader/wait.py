@@ -21,7 +21,7 @@ from tidemark.sinks.reader.requests import (
     Request,
     StreamKeys,
 )
-from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader.token import Token, as_token
 from tidemark.streaming.values.direction import beyond, farther
 
 log = get_logger(__name__)
@@ -69,7 +69,7 @@ class Standing:
         This is the farthest position."""
         return self.token.farthest()
 
-    def reached(self, token: Token) -> bool:
+    def reached(self, token: Token | str | int) -> bool:
         """Whether everything up to `token` is complete."""
         return self.token.covers(token)
 
@@ -230,12 +230,5 @@ def wait_for_token(
 
 def target(until: Token | str | int, writer: str | None) -> Token:
     """The token that stands for `until`. Raises `BadToken`."""
-    match until:
-        case Token():
-            return until
-        case str():
-            return Token.parse(until)
-        case int() if writer is None:
-            return Token(until)
-        case int():
-            return Token.of(0, {writer: until})
+    token = as_token(until)
+    return Token.of(0, {writer: until}) if writer is not None and isinstance(until, int) else token

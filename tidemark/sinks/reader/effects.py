@@ -1,0 +1,119 @@
+"""The reader's own database as the service uses it: an engine or a session maker of SQLAlchemy, a pool, Django.
+
+A batch is handed over with the service's own session, and committed by the service's own library. The statements of the
+reader run on the psycopg connection below it, in the same transaction. No library is imported unless it is used.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from tidemark.common.errors import BadSetting
+
+BEGIN = "select 1"  # these libraries begin a transaction with its first statement
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTransaction:
+    """An open transaction of the service's library.
+
+    Attributes:
+        session: what the batch is handed over with.
+        driver: the psycopg connection below it.
+        savepoint: makes a context manager that is a savepoint of the session.
+    """
+
+    session: Any
+    driver: Any
+    savepoint: Callable[[], Any]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the handler has committed or rolled back. A lost connection is something else."""
+        if self.driver.closed:
+            return not self.driver.broken
+        return bool(self.driver.info.transaction_status == TransactionStatus.IDLE)
+
+
+class BatchRolledBack(Exception):
+    """Ends the block of an `OwnTransaction` without a commit."""
+
+
+def own_transactions(effects: Any) -> Callable[[], AbstractContextManager[OwnTransaction]] | None:
+    """What begins transactions of `effects`; None if it is an address. Raises `BadSetting`."""
+    return None if isinstance(effects, str) else partial(_begin, _known(effects))
+
+
+def async_own_transactions(effects: Any) -> Callable[[], AbstractAsyncContextManager[OwnTransaction]] | None:
+    """`own_transactions` for asyncio."""
+    return None if isinstance(effects, str) else partial(_async_begin, _known(effects))
+
+
+def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
+    """The error of psycopg that is the cause of an error of SQLAlchemy or Django."""
+    while error is not None and not isinstance(error, psycopg.Error):
+        error = getattr(error, "orig", None) or error.__cause__
+    return error
+
+
+def _known(effects: Any) -> Any:
+    if hasattr(effects, "getconn") or hasattr(effects, "ensure_connection") or _is_engine(effects) or callable(effects):
+        return effects
+    problem = (
+        f"is a {type(effects).__name__}: give an address, a pool, an engine, a session maker or Django's connection"
+    )
+    raise BadSetting("effects", problem)
+
+
+def _is_engine(effects: Any) -> bool:
+    return hasattr(effects, "dialect") and hasattr(effects, "connect")
+
+
+def _checked(driver: Any, wanted: type[Any]) -> Any:
+    if not isinstance(driver, wanted):
+        raise BadSetting("effects", f"its connections are of {type(driver).__module__}, and must be of psycopg 3")
+    return driver
+
+
+@contextmanager
+def _begin(effects: Any) -> Iterator[OwnTransaction]:
+    if hasattr(effects, "getconn"):  # a pool of psycopg
+        with effects.connection() as connection, connection.transaction():
+            yield OwnTransaction(connection, connection, connection.transaction)
+    elif hasattr(effects, "ensure_connection"):  # Django's
+        from django.db import transaction  # noqa: PLC0415 - only services that use Django have it
+
+        savepoint = partial(transaction.atomic, using=effects.alias)
+        with savepoint(durable=True), effects.cursor() as cursor:
+            driver = _checked(cursor.connection, psycopg.Connection)
+            driver.execute(BEGIN)
+            yield OwnTransaction(effects, driver, savepoint)
+    else:
+        from sqlalchemy.orm import Session  # noqa: PLC0415 - only services that use SQLAlchemy have it
+
+        with Session(effects) if _is_engine(effects) else effects() as session, session.begin():
+            driver = _checked(session.connection().connection.driver_connection, psycopg.Connection)
+            driver.execute(BEGIN)
+            yield OwnTransaction(session, driver, session.begin_nested)
+
+
+@asynccontextmanager
+async def _async_begin(effects: Any) -> AsyncIterator[OwnTransaction]:
+    if hasattr(effects, "getconn"):
+        async with effects.connection() as connection, connection.transaction():
+            yield OwnTransaction(connection, connection, connection.transaction)
+    elif hasattr(effects, "ensure_connection"):
+        raise BadSetting("effects", "Django has no transactions for asyncio: use tidemark.Reader")
+    else:
+        from sqlalchemy.ext.asyncio import AsyncSession  # noqa: PLC0415 - only services that use SQLAlchemy have it
+
+        async with AsyncSession(effects) if _is_engine(effects) else effects() as session, session.begin():
+            raw = await (await session.connection()).get_raw_connection()
+            driver = _checked(raw.driver_connection, psycopg.AsyncConnection)
+            await driver.execute(BEGIN)
+            yield OwnTransaction(session, driver, session.begin_nested)
