@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,6 +134,26 @@ def test_a_stream_with_writers_elsewhere_is_moved_by_what_is_published(
         pipeline.move("elsewhere", 0, 9)
         eventually(is_at(readers, "m9"))
         assert not follower.is_ours("s")
+
+
+@pytest.mark.parametrize(("epoch", "position"), [(7, "m9"), (6, "m4")])
+def test_an_override_moves_the_stream(
+    redis_url: str, pipeline: Pipeline, database: str, readers: psycopg.Connection, epoch: int, position: str
+) -> None:
+    """An operator has settled ID 5, which is open here. An override of an epoch from before a restore is ignored."""
+    readers.execute("update tidemark.append_progress set writer = 'shop'")
+    readers.execute(
+        "insert into tidemark.append_writers (number, writer, epoch, last)"
+        " select number, 'shop', 7, 0 from tidemark.append_streams"
+    )
+    readers.execute("select tidemark_reader.publish('database', array['s'], array[4])")
+    with following(redis_url, database) as follower:
+        pipeline.publish(stream("s", advance("shop", 0, 4, epoch=epoch, facts=4), linear=4))
+        eventually(lambda: follower.is_ours("s"))
+        pipeline.publish(stream("s", advance("shop", 4, 9, epoch=epoch, skipped=1, facts=4), linear=9, linear_prev=4))
+        if epoch == 6:
+            time.sleep(2.5)  # it has looked twice
+        eventually(is_at(readers, position))
 
 
 def test_a_relay_that_has_no_kafka_and_is_killed_serves_the_readers(

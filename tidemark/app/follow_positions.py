@@ -16,6 +16,7 @@ from tidemark.common.postgres_session import Dsn
 from tidemark.sinks import reader_database
 from tidemark.sinks.reader import (
     REMEDIES,
+    Advance,
     CaughtUp,
     Driver,
     Event,
@@ -68,8 +69,10 @@ class PositionFollower:
         self._halt = halt
         self._streams = None if streams is None else frozenset(streams)
         self._known: dict[str, KnownStream] = {}
-        self._here: Mapping[str, tuple[int, frozenset[str]]] = {}
+        self._here: Mapping[str, tuple[int, Mapping[str, int]]] = {}
         self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
+        self._is_read_anew = False
+        """Whether the positions of this database were read a moment ago."""
         self._ours = set[str]()
 
     def is_ours(self, stream: str) -> bool:
@@ -102,7 +105,8 @@ class PositionFollower:
             read_at = -ALL_EVERY
             while not self._halt.is_set():
                 moved = _moved(pubsub)
-                if time.monotonic() - read_at >= ALL_EVERY:
+                self._is_read_anew = time.monotonic() - read_at >= ALL_EVERY
+                if self._is_read_anew:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
                     self._here = reader_database.writers_here(self._session)
@@ -124,27 +128,43 @@ class PositionFollower:
             if moves:
                 reader_database.publish(self._session, moves)
                 for stream, move in moves.items():
-                    known = self._known.get(stream, KnownStream(0, is_decided_here=False))
+                    known = self._known.get(stream, KnownStream(0, 0, is_decided_here=False))
                     newest = max([known.late, move.late_after, *(late.number for late in move.late)])
-                    self._known[stream] = KnownStream(newest, is_decided_here=False)
+                    self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
 
     def _is_followed(self, stream: str, keys: StreamKeys) -> bool:
         """Whether the published positions move the stream. Finds out which streams have all their writers in this
         database: those are decided by its transactions."""
-        is_decided_here = stream in self._known and self._known[stream].is_decided_here
+        known = self._known.get(stream)
+        is_decided_here = known is not None and known.is_decided_here
         if stream in self._here:
             after, writers = self._here[stream]
             if any(writer not in writers and beyond(id, after) for writer, id in keys.positions.items()):
-                self._ours.discard(stream)
-                if is_decided_here:
-                    log.warning("A stream has writers elsewhere; published positions move it now", stream=stream)
-                    reader_database.share(self._session, stream, keys.late)
-                    self._known[stream] = KnownStream(keys.late, is_decided_here=False)
-                    is_decided_here = False
-            elif stream not in self._known or is_decided_here:
+                reason = "it has writers elsewhere"
+            elif known is not None and is_decided_here and self._is_overridden(stream, keys, known, writers):
+                reason = "an operator has settled IDs that are open here"
+            elif known is None or is_decided_here:
                 self._ours.add(stream)
                 return False
+            else:
+                reason = ""
+            self._ours.discard(stream)
+            if is_decided_here:
+                log.warning("Published positions move a stream now", stream=stream, reason=reason)
+                reader_database.share(self._session, stream, keys.late)
+                self._known[stream] = KnownStream(keys.linear or 0, keys.late, is_decided_here=False)
+                is_decided_here = False
         return keys.linear is not None and not is_decided_here
+
+    def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
+        """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
+        An override of an earlier epoch is from before a restore."""
+        if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_read_anew:
+            return False
+        return any(
+            isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
+            for event in self._events(stream, Place(known.linear, {}, keys.late, is_settled=True))
+        )
 
     def _move(self, stream: str, keys: StreamKeys) -> Move | None:
         assert keys.linear is not None
@@ -158,7 +178,7 @@ class PositionFollower:
             return Move(keys.linear, writers, late_after=keys.late)
         if keys.late <= known.late:
             return Move(keys.linear, writers)
-        events = self._late(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
+        events = self._events(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
         late = [
             PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
             for event in events
@@ -167,7 +187,7 @@ class PositionFollower:
         lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
         return Move(keys.linear, writers, lost, late)
 
-    def _late(self, stream: str, since: Place) -> list[Event]:
+    def _events(self, stream: str, since: Place) -> list[Event]:
         """The events beyond a place, up to what is published now."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()

@@ -78,9 +78,10 @@ def install(session: PostgresSession) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KnownStream:
-    """A stream in a database of readers: its newest late completion, and whether the transactions of this database
-    decide its position."""
+    """A stream in a database of readers: its linear position, its newest late completion, and whether the transactions
+    of this database decide its position."""
 
+    linear: int
     late: int
     is_decided_here: bool
 
@@ -97,29 +98,31 @@ class Move:
 
 def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
     """By name, the streams whose positions this database has."""
-    rows = session.fetch_tuples("select stream, late, source = 'database' from tidemark_reader.positions")
-    return {stream: KnownStream(late, is_decided_here) for stream, late, is_decided_here in rows}
+    rows = session.fetch_tuples("select stream, linear, late, source = 'database' from tidemark_reader.positions")
+    return {stream: KnownStream(linear, late, is_decided_here) for stream, linear, late, is_decided_here in rows}
 
 
-def writers_here(session: PostgresSession) -> dict[str, tuple[int, frozenset[str]]]:
-    """By stream that services append to in this database: the ID (a magnitude) behind which it begins, and the writers.
-    Empty without a relay."""
+def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
+    """By stream that services append to in this database: the ID (a magnitude) behind which it begins, and the epochs
+    of its writers. Empty without a relay."""
     if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
         return {}
     rows = session.fetch_tuples(
         """
-        select stream, abs(streams.after), array_remove(array_agg(known.writer) || max(kept.writer), null)
+        select stream, abs(streams.after), coalesce(jsonb_object_agg(known.writer, known.epoch)
+            filter (where known.writer is not null), '{}')
+            || case when max(kept.writer) is null then '{}' else jsonb_build_object(max(kept.writer), coalesce(
+                max(known.epoch) filter (where known.writer = kept.writer), 0)) end
         from tidemark.append_streams as streams join tidemark.append_progress as kept using (number)
         left join tidemark.append_writers as known using (number)
         where ids is not null group by 1, 2
         """
     )
-    return {stream: (after, frozenset(writers)) for stream, after, writers in rows}
+    return {stream: (after, writers) for stream, after, writers in rows}
 
 
 def share(session: PostgresSession, stream: str, late: int) -> None:
-    """From now on the published positions move the stream: writers elsewhere were found. Late completions up to number
-    `late` are older than that."""
+    """From now on the published positions move the stream. Late completions up to number `late` are older than that."""
     session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
 
 

@@ -146,8 +146,8 @@ begin
 end
 $$;
 
--- Writers elsewhere were found: from now on the published positions move the stream, and the transactions of this database
--- do not. Late completions up to `late` are older than that.
+-- Writers elsewhere were found, or an operator has settled IDs that are open here: from now on the published positions move
+-- the stream, and the transactions of this database do not. Late completions up to `late` are older than that.
 create or replace function tidemark_reader.share(stream text, late bigint) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
