@@ -19,25 +19,20 @@ MIN_LINES = 80
 """A shorter module belongs to its importer, if it has only one."""
 
 # What is left of each rule. The lists and numbers may only become shorter and smaller.
-FULL_FOLDERS = {"tidemark/app": 34}
-SMALL_MODULES = {
-    "tidemark.app.pipeline.supervisor",
-    "tidemark.errors",  # the public name of our errors
-    "tidemark.sources.run_loop",
-}
+SMALL_MODULES = {"tidemark.errors"}  # the public name of our errors
 
 RETIRED_PARTS = {
-    "told": 21,
+    "told": 18,
     "tell": 2,
     "said": 5,
-    "heard": 2,
+    "heard": 1,
     "owes": 0,
     "beats": 2,
     "stands": 4,
     "standing": 8,
-    "holder": 18,
+    "holder": 17,
     "apart": 0,
-    "letters": 10,
+    "letters": 7,
     "looks": 3,
     "doubt": 0,
     "doubtful": 0,
@@ -45,12 +40,12 @@ RETIRED_PARTS = {
     "company": 0,
     "befall": 0,
     "kept": 25,
-    "held": 18,
+    "held": 16,
     "everybody": 0,
     "nobody": 0,
     "living": 1,
     "nowhere": 2,
-    "anew": 3,
+    "anew": 1,
 }
 """How often a word may be a part of an identifier: words that docs/design.md, section 1, has a better one for."""
 
@@ -65,7 +60,7 @@ RETIRED_NAMES = {
     "place": 60,
     "places": 18,
     "that": 0,
-    "what": 32,
+    "what": 31,
     "who": 5,
 }
 """How often a word may be all of a variable's name: words that do not name the content."""
@@ -135,7 +130,7 @@ def test_no_module_is_too_long() -> None:
 def test_no_folder_has_too_many_modules() -> None:
     """A folder has one role."""
     counts = Counter(str(path.parent.relative_to(ROOT)) for path in modules() if path.name != "__init__.py")
-    too_full = {folder: count for folder, count in counts.items() if count > FULL_FOLDERS.get(folder, MAX_MODULES)}
+    too_full = {folder: count for folder, count in counts.items() if count > MAX_MODULES}
     assert too_full == {}
 
 

@@ -18,7 +18,7 @@ def _verbs(role: str) -> list[str]:
 
 
 ENTRIES = {
-    "": ["app.cli", "app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.writer"],
+    "": ["app.cli", "app.lines.client", "app.logs", "app.settings", "sinks.postgres.database", "sources.writer"],
     "writer": ["sources.writer"],
     "relay": ["app.relay", *_verbs("relay")],
     "reader": ["sinks.reader"],
