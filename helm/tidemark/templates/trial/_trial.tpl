@@ -36,7 +36,8 @@ spec:
   template:
     metadata:
       labels:
-        {{- include "tidemark.labels" $labels | nindent 8 }}
+        {{- /* Without versions: an upgrade of the chart would start the servers again, and their data would be gone. */}}
+        {{- toYaml (merge (dict) (include "tidemark.selectorLabels" $labels | fromYaml) .root.Values.commonLabels) | nindent 8 }}
     spec:
       automountServiceAccountToken: false
       enableServiceLinks: false
