@@ -181,7 +181,7 @@ class Kube:
         return self.kubectl("get", "pods", "-l", labels, "-o", "jsonpath={.items[*].metadata.name}").split()
 
     def delete_pods(self, names: Sequence[str]) -> None:
-        """At once: the processes get no signal before SIGKILL."""
+        """At once. The processes get no signal before SIGKILL."""
         assert names, "there is no pod to delete"
         self.kubectl("delete", "pod", *names, "--wait=false", "--grace-period=0", "--force")
 
