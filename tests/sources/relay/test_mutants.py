@@ -497,7 +497,7 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
     (open_long, transactions, "end_own_transaction", lambda _: None),
     (prepared_long, queries, "lock_holders", sessions_only),
-    (crashed_after_telling, queries, "record_upto", lambda *_: None),
+    (crashed_after_telling, queries, "record_upto", lambda *_: True),
 ]
 FUNCTIONS = [
     (

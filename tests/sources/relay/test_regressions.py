@@ -91,6 +91,47 @@ def test_a_restore_in_place_while_no_relay_runs(world: DisorderedWorld) -> None:
     assert len(world.core.named) == 3
 
 
+@pytest.mark.parametrize("steps", range(2, 8))
+def test_a_restore_in_place_in_the_middle_of_a_round(world: DisorderedWorld, steps: int) -> None:
+    """The round notes up to where it publishes, and that is the history before the restore. Then the sequence is set
+    beyond that, as a message asks for if a row is beyond the sequence."""
+    for _ in range(3):
+        published(world, 3, "web")
+        world.save()
+        published(world, 4, "web")
+        relay = world.relays[0]
+        world.services[0].append(world.stream, 1, "web")
+        for _ in range(steps):
+            relay.look()
+        world.restore()
+        for _ in range(3):
+            world.services[0].append(world.stream, 1, "web")
+        relay.round()
+        world.move(10)
+        observed(world)
+        assert world.tokens <= world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_restore_in_place_before_the_floor_is_raised(world: DisorderedWorld) -> None:
+    """The floor of the backup is the one that the relay knows: the relay deletes no row that it has not sent."""
+    published(world, 3, "web")
+    world.save()
+    relay = world.relays[0]
+    for _ in range(3):
+        world.services[0].append(world.stream, 1, "web")
+    relay.round()
+    while relay.unacknowledged:
+        relay.acknowledge()
+    world.restore()
+    for _ in range(2):
+        world.services[0].append(world.stream, 1, "web")
+    relay.settle()
+    observed(world)
+    assert world.tokens <= world.core.published | world.core.named
+    world.finish()
+
+
 def test_a_sequence_that_is_set_back_is_a_new_timeline(world: DisorderedWorld) -> None:
     """Also where nothing is appended then, and where it is restarted, which gives out no ID."""
     published(world, 9)

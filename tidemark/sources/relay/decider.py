@@ -188,7 +188,9 @@ class Decider:
             heads_sent = {
                 it.stream_epoch.stream: it.evidence.head for it in observed if it.stream_epoch.stream in streams
             }
-            queries.record_upto(self._connection, heads_sent)
+            if not queries.record_upto(self._connection, heads_sent):
+                self.is_outdated = True
+                return []
         return decided
 
     def _head(self, each: _Stream, snapshot: StreamSnapshot | None) -> int:

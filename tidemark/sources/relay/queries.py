@@ -158,23 +158,31 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
     return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
-def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> None:
+def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bool:
     """Store that everything that is about to be published of these streams lies at or below the heads, and wait for the
     disk.
 
     `nextval` is durable only with a later commit, and so is a commit with `synchronous_commit = off`. The message in
     the write-ahead log makes both durable.
+
+    Returns:
+        False if a restore or a replication has written the rows of a stream. Nothing is stored for such a stream,
+        because the heads are those of the history before.
     """
-    connection.execute(
+    row = connection.execute(
         """
-        with noted as (
-            insert into tidemark.append_sent (number, upto) select unnest(%s::integer[]), unnest(%s::bigint[])
-            on conflict do nothing
+        with own as (
+            select number, upto from unnest(%s::integer[], %s::bigint[]) as given (number, upto)
+            join tidemark.append_progress as progress using (number)
+            where not coalesce(written_by <> progress.xmin, false)
+        ), noted as (
+            insert into tidemark.append_sent (number, upto) select number, upto from own on conflict do nothing
         )
-        select pg_logical_emit_message(true, 'tidemark.relay', '')
+        select pg_logical_emit_message(true, 'tidemark.relay', ''), (select count(*) from own)
         """,
         [[stream.number for stream in heads], [*heads.values()]],
-    )
+    ).fetchone()
+    return row is not None and row[1] == len(heads)
 
 
 def beat(connection: Connection, stream: AppendStream) -> bool:
@@ -215,7 +223,7 @@ def raise_floor(
     belongs to no named writer. Writers whose epochs end there become `retiring`.
 
     Returns:
-        False if another relay has changed the stream.
+        False if another relay has changed the stream, or a restore or a replication has written its rows.
     """
     lows, highs = signed(stream, rows_sent)
     rows = connection.execute(
@@ -223,6 +231,7 @@ def raise_floor(
         with raised as (
             update tidemark.append_progress set floor = %(signed)s, written_by = pg_current_xact_id()::xid
             where number = %(number)s and version = %(version)s and abs(floor) = %(old)s
+                and not coalesce(written_by <> xmin, false)
             returning number, writer
         ), gone as (
             delete from tidemark.append_outbox
