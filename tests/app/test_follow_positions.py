@@ -213,11 +213,7 @@ class SqlEffects:
         query = b"select * from tidemark_reader.take('s', 'mailer', most => 7)"
         with psycopg.connect(self._dsn) as connection:
             while not halt.is_set():
-                try:
-                    taken = connection.execute(query).fetchone()
-                except psycopg.errors.UndefinedObject:  # no relay has been here yet
-                    taken = None
-                    connection.rollback()
+                taken = connection.execute(query).fetchone()
                 if taken is not None:
                     connection.execute(
                         "insert into effects (id) select id from facts"

@@ -56,6 +56,7 @@ def _measure(plan: TakePlan, dsn: str) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with _process(_keep, dsn) as keeper:
         _append(dsn, plan.rate, 2.0, {})  # warms up
+        _await_positions(dsn)
         committed, taken = dict[int, float](), dict[int, float]()
         halt = threading.Event()
         reader = threading.Thread(target=_take, args=(dsn, halt, taken))
@@ -80,6 +81,16 @@ def _measure(plan: TakePlan, dsn: str) -> dict[str, Any]:
 
 def _keep(dsn: str) -> None:
     LocalPositions(session_of(dsn, "tidemark relay positions"), threading.Event()).run()
+
+
+def _await_positions(dsn: str) -> None:
+    """Return once the keeper works."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for _ in range(600):
+            if connection.execute("select 1 from tidemark_reader.positions where linear > 0").fetchone():
+                return
+            time.sleep(0.1)
+    raise AssertionError("nobody keeps the positions")
 
 
 @contextmanager

@@ -424,7 +424,7 @@ begin
     elsif _now.stream is null then
         raise exception using errcode = 'undefined_object',
             message = format('this database has no positions of stream %L', _stream),
-            hint = 'Check the name. The relay of this database keeps them, or `tidemark follow`; a new stream needs a moment.';
+            hint = 'Check the name. The relay of this database keeps them, or `tidemark follow`.';
     elsif (
         select count(*) from tidemark_reader.places as other
         where other.stream = _stream and other.reader <> _reader and other.version > 0
@@ -439,6 +439,21 @@ begin
 end
 $$;
 
+-- Whether services append to the stream in this database: its positions come as soon as the relay runs.
+create or replace function tidemark_reader.is_expected(_stream text) returns boolean
+language plpgsql stable
+as $$
+declare
+    _exists boolean := false;
+begin
+    if to_regclass('tidemark.append_streams') is not null and has_table_privilege('tidemark.append_streams', 'select') then
+        execute 'select exists (select from tidemark.append_streams where stream = $1 and ids is not null)'
+        into _exists using _stream;
+    end if;
+    return _exists;
+end
+$$;
+
 create or replace function tidemark_reader.take_range(
     _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
 ) returns table (low bigint, high bigint, late bigint[])
@@ -450,6 +465,9 @@ declare
     _next record;
     _ids jsonb;
 begin
+    if _now.stream is null and tidemark_reader.is_expected(_stream) then
+        return;
+    end if;
     perform tidemark_reader.check_take(_stream, _reader, _most, _now);
     _before := tidemark_reader.lock_place(_stream, _reader, 'linear', _wait, _since, _now);
     if _before.reader is null then
@@ -511,6 +529,9 @@ declare
     _lows bigint[] := '{}';
     _highs bigint[] := '{}';
 begin
+    if _now.stream is null and tidemark_reader.is_expected(_stream) then
+        return;
+    end if;
     perform tidemark_reader.check_take(_stream, _reader, _most, _now);
     _before := tidemark_reader.lock_place(_stream, _reader, 'vector', _wait, _since, _now);
     if _before.reader is null then
