@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 900}
 PAGE_WORDS = 1500
-ALL_WORDS = 37_000
+ALL_WORDS = 38_500
 GENERATED = {
     "cli",
     "glossary",
