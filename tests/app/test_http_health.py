@@ -16,7 +16,7 @@ from tidemark.app import relay
 from tidemark.app.pipeline import metrics
 from tidemark.app.serving import http_health
 from tidemark.common.errors import BadSetting
-from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.relay import RelayMetrics
 
 NOW = 1_000_000.0
 ANYWHERE = ("127.0.0.1", 0)

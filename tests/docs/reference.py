@@ -17,7 +17,7 @@ from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, document
 from tidemark.app.sidecar.problems import Problem, phrase
-from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from tests.helm.tools import CHART, ROOT
 from tidemark.app import cli
 from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
-from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
 
 ALERTS = ["alerts.yaml", "relay-alerts.yaml", "synapse-alerts.yaml"]

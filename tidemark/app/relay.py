@@ -22,9 +22,8 @@ from tidemark.sinks.reader_database import install
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import queries
 from tidemark.sources.relay.local_positions import LocalPositions
-from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import SCHEMA, session_of
-from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.relay.relay import AppendRelay, RelayMetrics
 from tidemark.sources.run_loop import LoopMetrics
 from tidemark.sources.topics import Topics
 from tidemark.streaming.values.direction import DirectionName

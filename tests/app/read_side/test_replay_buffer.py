@@ -7,7 +7,7 @@ from tidemark.app.read_side.replay import KEPT_SECONDS, BufferedReplay, ReplayBu
 from tidemark.app.read_side.subscription import EventBatch
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
-from tidemark.sinks.reader.merge import EventMerge
+from tidemark.sinks.reader.follow import EventMerge
 from tidemark.streaming.values.limits import Evidence
 
 MARK = DurableMark(1, 5)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tidemark.sinks.reader.events import Advance, LinearMove, Reread
-from tidemark.sinks.reader.merge import LinearEvidence
+from tidemark.sinks.reader.follow import LinearEvidence
 from tidemark.streaming.values.limits import Evidence
 
 

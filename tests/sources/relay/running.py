@@ -12,9 +12,8 @@ from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.postgres_session import Dsn
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, topic_producer
-from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.queries import session_of
-from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.relay.relay import AppendRelay, RelayMetrics
 from tidemark.sources.topics import TopicPlan, Topics
 
 

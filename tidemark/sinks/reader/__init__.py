@@ -11,11 +11,11 @@ from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
 from tidemark.sinks.reader.follow import CaughtUp as CaughtUp
+from tidemark.sinks.reader.follow import EventMerge as EventMerge
 from tidemark.sinks.reader.follow import FollowProgram as FollowProgram
 from tidemark.sinks.reader.follow import Mode as Mode
 from tidemark.sinks.reader.history import History as History
 from tidemark.sinks.reader.history import MissedChanges as MissedChanges
-from tidemark.sinks.reader.merge import EventMerge as EventMerge
 from tidemark.sinks.reader.places import ParkedFact as ParkedFact
 from tidemark.sinks.reader.places import ReaderPlaces as ReaderPlaces
 from tidemark.sinks.reader.places import StoredPlace as StoredPlace
