@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from urllib.error import HTTPError
@@ -9,7 +10,8 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.registry import Collector
 
 from tests.waiting import eventually
 from tidemark.app import relay
@@ -84,6 +86,40 @@ def test_every_other_path_is_the_scrape(url: str, health: metrics.PipelineHealth
     """Prometheus finds the metrics at /metrics."""
     health.set_state("no executor has come")
     assert "\ntidemark_pipeline_ready 0.0" in asked(f"{url}/metrics")[1]
+
+
+def test_scrapes_without_end_take_a_part_of_the_time(relaying: RelayMetrics) -> None:
+    """Metrics may be many. The process rests after it wrote them, and probes do not wait."""
+    written: list[float] = []
+
+    class SlowCollector(Collector):
+        def collect(self) -> list[Metric]:
+            if over is not None:
+                written.append(time.monotonic())
+                time.sleep(0.05)
+            return []
+
+    over: threading.Event | None = None
+    relaying.registry.register(SlowCollector())
+    with http_health.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "it"), now=lambda: NOW) as port:
+        url, over = f"http://127.0.0.1:{port}", threading.Event()
+
+        def flood() -> None:
+            while not over.is_set():
+                with suppress(OSError):
+                    asked(f"{url}/metrics")
+
+        clients = [threading.Thread(target=flood) for _ in range(8)]
+        began = time.monotonic()
+        for client in clients:
+            client.start()
+        assert 503 in states(url)
+        time.sleep(1)
+        passed, count = time.monotonic() - began, len(written)
+        over.set()
+        for client in clients:
+            client.join()
+    assert 1 <= count <= passed / (0.05 * (1 + http_health.REST)) + 2
 
 
 def test_a_port_in_use_stops_the_start(url: str, health: metrics.PipelineHealth) -> None:

@@ -22,6 +22,7 @@ from tests.bench import (
     race,
     report,
     results,
+    rights,
     rooms,
     runs,
     sidecar,
@@ -58,6 +59,7 @@ def everything() -> None:
         _record("append", append.run(site, append.AppendPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
         _record("attacks", attacks.run(site, attacks.AttackPlan()))
+        _record("rights", rights.run(site))
         _record("history", history.run(site, history.HistoryPlan()))
         _record("standing", standing.run(site, standing.StandingPlan()))
         _record("idle", idle.run(site, idle.IdlePlan()))
@@ -207,6 +209,12 @@ def sidecar_(**sizes: Any) -> None:
 def attacks_(**sizes: Any) -> None:
     """One sidecar under attack, and with all clients coming back at once."""
     _on_servers("attacks", lambda site: attacks.run(site, attacks.AttackPlan(**sizes)))
+
+
+@main.command("rights")
+def rights_() -> None:
+    """Logins with few rights that hold locks and append large facts."""
+    _on_servers("rights", rights.run)
 
 
 @main.command("history")

@@ -67,7 +67,6 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "alone": {act: _followed(site, half, act, [act]) for act in (*attacking.ACTS, *attacking.CROWDS)},
         "beside_alone": {_HEAVIEST: _followed(site, half, f"beside {_HEAVIEST}", [_HEAVIEST], elsewhere=True)},
         "few_files": _followed(site, half, "few files", ["one_address"], files=_FEW_FILES),
-        "rights": rights.run(site),
         "back": _returned(site, plan),
         "many": _many(site, plan),
     }
@@ -262,7 +261,6 @@ def render(figures: Mapping[str, Any]) -> list[str]:
             [[*(f"{back['seconds'][p]:.2f} s" for p in ("50", "100")), *_condition(back)]],
         ),
         *(_rendered_many(figures["many"], figures["away"]) if "many" in figures else []),
-        *(rights.render(figures["rights"]) if "rights" in figures else []),
     ]
 
 

@@ -100,7 +100,6 @@ def _fails_after(sql: append.Connection, call: str, arguments: list[Any]) -> flo
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     return [
-        "",
         "A login with CONNECT alone to a service's database holds the advisory locks of a writer and of heartbeats, and"
         " shares that of the database itself in a transaction of its own. The database's appends meanwhile:",
         "",

@@ -1,9 +1,11 @@
 """What HTTP itself asks of every answer: what may be kept of it, and refusals that programs can read."""
 
 import re
+import time
 import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from tidemark.app.sidecar.admission import AdmissionConfig
 from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.openapi import PATH
 from tidemark.app.sidecar.problems import Problem, phrase
+from tidemark.app.sidecar.service import MetricsText
 
 PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
 PAGE = ["/", "/page/page.js"]
@@ -167,6 +170,36 @@ def test_every_type_of_problem_is_documented() -> None:
     ours = {each.type: int(each.status) for each in Problem.__subclasses__()}
     theirs = {phrase(HTTPStatus(status)).lower().replace(" ", "-"): status for status in http}
     assert told == {**ours, **theirs, "internal": 500}
+
+
+def test_scrapes_without_end_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapes have no slots. The event loop rests after the metrics were written, and all that wait get one text."""
+    written: list[float] = []
+
+    def slow(_: object) -> bytes:
+        written.append(time.monotonic())
+        time.sleep(0.05)
+        return b"text\n"
+
+    monkeypatch.setattr("tidemark.app.sidecar.service.generate_latest", slow)
+    with sidecar(NO_POSITION) as client, ThreadPoolExecutor(9) as pool:
+        url, until = str(client.base_url), time.monotonic() + 1.5
+
+        def flood() -> int:
+            asked = 0
+            with httpx.Client(base_url=url, timeout=60) as one:
+                while time.monotonic() < until:
+                    assert one.get("/metrics").text == "text\n"
+                    asked += 1
+            return asked
+
+        began = time.monotonic()
+        clients = [pool.submit(flood) for _ in range(8)]
+        assert client.get("/livez").status_code == 200
+        asked = sum(one.result() for one in clients)
+        passed = time.monotonic() - began
+    assert len(written) <= passed / (0.05 * (1 + MetricsText.REST)) + 2
+    assert asked >= len(written)
 
 
 def test_metrics_want_a_token_and_the_right_host(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -94,9 +94,9 @@ def reading(gauge: Gauge) -> float:
 
 
 def _application(health: Health, now: Callable[[], float], *, is_local: bool) -> "WSGIApplication":
-    scrape = make_wsgi_app(health.registry)
+    scrape = _rested(make_wsgi_app(health.registry))
 
-    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
         match environ["PATH_INFO"]:
             case "/livez":
                 return _verdict(start_response, health.hangs(now()))
@@ -107,8 +107,27 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
                 return [b"unknown host name\n"]
             case _:
-                answer_timeout: list[bytes] = scrape(environ, start_response)
-                return answer_timeout
+                return scrape(environ, start_response)
+
+    return answer
+
+
+REST = 4  # times as long as the metrics took to write, before they are written again: clients may ask without end
+
+
+def _rested(scrape: "WSGIApplication") -> "WSGIApplication":
+    """One scrape at a time, with a rest after it. Probes wait for none."""
+    turn, next_scrape = threading.Lock(), 0.0
+
+    def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
+        nonlocal next_scrape
+        with turn:
+            time.sleep(max(0.0, next_scrape - time.monotonic()))
+            began = time.monotonic()
+            text = scrape(environ, start_response)
+            ended = time.monotonic()
+            next_scrape = ended + REST * (ended - began)
+        return text
 
     return answer
 

@@ -6,17 +6,13 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from tidemark.app.diagnosis.reader_lag import ReaderStatus
-from tidemark.app.read_side import metrics
 from tidemark.app.read_side.fallback import HistoryPage, HistoryPager
 from tidemark.app.read_side.redis_reader import wait_for_notification
 from tidemark.app.read_side.snapshots import Snapshot
@@ -63,7 +59,6 @@ from tidemark.sinks.reader import (
 
 PLAIN = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
-FRESH = 10.0  # seconds for which a read position counts as current; followed streams are read once a second
 SERVERS = 2  # Redis and Postgres: one of them is enough to answer, and what was read before is still true
 
 
@@ -116,20 +111,7 @@ async def readyz(call: OperationCall) -> Response:
 
 
 async def scrape(call: OperationCall) -> Response:
-    read_side = call.service.read_side
-    for server, reader in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
-        metrics.UP.labels(server).set(reader.circuit_breaker.problem is None)
-    readers: Sequence[ReaderStatus] = ()
-    with suppress(Unavailable, Slow, Stop):
-        readers = await read_side.stream_history.readers()
-    positions = sorted(read_side.snapshots.fresh(FRESH).items())
-    shown = positions[: call.service.limits.streams]
-    metrics.LINE.clear()  # no await until they are set again
-    for stream, position in shown:
-        metrics.LINE.labels(stream, "sidecar").set(position)
-    metrics.show_readers(readers[: call.service.limits.streams])
-    metrics.LINES_LEFT_OUT.set(len(positions) - len(shown))
-    return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(await call.service.metrics_text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class GapsQuery(msgspec.Struct, frozen=True):

@@ -2,17 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import generate_latest
+
+from tidemark.app.diagnosis.reader_lag import ReaderStatus
 from tidemark.app.read_side import ReadSide, metrics
-from tidemark.app.read_side.single_flight import cancel_until_done
+from tidemark.app.read_side.single_flight import ReadCoalescer, cancel_until_done
 from tidemark.app.serving.tls_listener import FairQueue, NoFreeSlot, SlotPool, network_of
 from tidemark.app.sidecar.event_stream import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
+from tidemark.common.errors import Slow, Stop, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,45 @@ class ReconnectThrottle:
         return max(0.0, count - (self._now() - at) * self.FORGIVEN)
 
 
+class MetricsText:
+    """The text of `/metrics`, which all requests that wait for it share. For one event loop.
+
+    To write it takes long if there are many streams, and the requests have no slots. So a rest follows.
+    """
+
+    REST = 4  # times as long as it took to write the text
+    FRESH = 10.0  # seconds for which a read position counts as current; followed streams are read once a second
+
+    def __init__(self, read_side: ReadSide, streams: int) -> None:
+        self._read_side = read_side
+        self._streams = streams
+        self._next = 0.0
+        self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._write)
+
+    async def get(self) -> bytes:
+        return (await self._texts.get([""]))[""]
+
+    async def _write(self, _: Collection[str]) -> Mapping[str, bytes]:
+        await asyncio.sleep(self._next - time.monotonic())
+        read_side = self._read_side
+        for server, reader in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
+            metrics.UP.labels(server).set(reader.circuit_breaker.problem is None)
+        readers: Sequence[ReaderStatus] = ()
+        with suppress(Unavailable, Slow, Stop):
+            readers = await read_side.stream_history.readers()
+        began = time.monotonic()
+        positions = sorted(read_side.snapshots.fresh(self.FRESH).items())
+        metrics.LINE.clear()  # no await until they are set again
+        for stream, position in positions[: self._streams]:
+            metrics.LINE.labels(stream, "sidecar").set(position)
+        metrics.show_readers(readers[: self._streams])
+        metrics.LINES_LEFT_OUT.set(len(positions[self._streams :]))
+        text = generate_latest(metrics.REGISTRY)
+        ended = time.monotonic()
+        self._next = ended + self.REST * (ended - began)
+        return {"": text}
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """One per process, for one event loop."""
@@ -169,6 +212,7 @@ class Service:
     reconnect_throttle: ReconnectThrottle
     start_queue: StartQueue
     limits: Limits
+    metrics_text: MetricsText
     stopping: asyncio.Event
     """Set when the process stops: open requests are answered then."""
     stopped: asyncio.Future[Any]
@@ -184,7 +228,16 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
         async with watch.running():
             texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.open_requests)
             yield Service(
-                read_side, watch, texts, limiter, ReconnectThrottle(), StartQueue(), limits, stopping, stopped
+                read_side,
+                watch,
+                texts,
+                limiter,
+                ReconnectThrottle(),
+                StartQueue(),
+                limits,
+                MetricsText(read_side, limits.streams),
+                stopping,
+                stopped,
             )
     finally:
         await cancel_until_done(stopped)
