@@ -71,7 +71,7 @@ class PositionFollower:
         self._known: dict[str, KnownStream] = {}
         self._here: Mapping[str, tuple[int, Mapping[str, int]]] = {}
         self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
-        self._is_read_anew = False
+        self._is_full_read = False
         """Whether the positions of this database were read a moment ago."""
         self._ours = set[str]()
 
@@ -105,8 +105,8 @@ class PositionFollower:
             read_at = -ALL_EVERY
             while not self._halt.is_set():
                 moved = _moved(pubsub)
-                self._is_read_anew = time.monotonic() - read_at >= ALL_EVERY
-                if self._is_read_anew:
+                self._is_full_read = time.monotonic() - read_at >= ALL_EVERY
+                if self._is_full_read:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
                     self._here = reader_database.writers_here(self._session)
@@ -159,7 +159,7 @@ class PositionFollower:
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
         An override of an earlier epoch is from before a restore."""
-        if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_read_anew:
+        if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
             isinstance(event, Advance) and event.evidence.skipped and event.epoch >= epochs.get(event.writer, 0)
