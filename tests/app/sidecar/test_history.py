@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -26,11 +27,11 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_history, "READERS_AGE", 0.0)
 
 
-def publish(pipeline: Pipeline, seconds_ago: float, *effects: StreamEffects) -> None:
+def publish(pipeline: Pipeline, seconds_ago: float, *effects: StreamEffects, **more: Any) -> None:
     """A batch of that age."""
     pipeline.number += 1
     now = int((time.time() - seconds_ago) * 1000)
-    made = batch(pipeline.number, *effects, token=pipeline.lease.token, now=now)
+    made = batch(pipeline.number, *effects, token=pipeline.lease.token, now=now, **more)
     pipeline.mirror.publish(made, pipeline.store.apply(made))
 
 

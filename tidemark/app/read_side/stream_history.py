@@ -22,7 +22,7 @@ from tidemark.sinks.reader import ReaderPlaces
 SECONDS, STEPS = 3600, 120  # of a chart
 CHART_AGE = 10.0  # seconds for which a chart is not read again
 READERS_AGE = 5.0  # seconds for which readers are not read again
-TIMEOUT = 3.0  # seconds that a request waits
+TIMEOUT = 10.0  # seconds that a request waits
 MAX_CHARTS = 1000  # of streams, that are remembered
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
 
-_SCHEMA = (
+SCHEMA_TEXT = (
     "do $schema$ begin\n"
     + files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8")
     + "exception when unique_violation or duplicate_table or duplicate_schema or duplicate_column then null;\n"
@@ -69,7 +69,7 @@ class CheckpointStore:
         )
         if not schema[0]["there"]:
             # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
-            yield from self._rows(_SCHEMA)
+            yield from self._rows(SCHEMA_TEXT)
         yield from self._check_visible()
         places = yield from self._rows(
             "select version, mode, linear, positions, late, late_part, owed, is_settled from tidemark_reader.places"

@@ -2,6 +2,7 @@
 
 import { judge, seconds, sentence } from "./verdict.js";
 import { Motion } from "./motion.js";
+import { Past } from "./past.js";
 import { Row } from "./row.js";
 import { counted } from "./words.js";
 
@@ -15,10 +16,13 @@ export class Board {
   #touched = 0;
   #resumed = false;
   #spoken = new Map(); // name -> state that was spoken last
+  #past;
+  #view = new IntersectionObserver((entries) => entries.forEach((it) => this.#seen(it)), { rootMargin: "200px" });
 
-  // `page` has: list, filter, only, shown, sort, nothing, spoken.
-  constructor(page) {
+  // `page` has: list, filter, only, shown, sort, nothing, spoken. `token` returns the bearer token, or null.
+  constructor(page, token) {
     this.#page = page;
+    this.#past = new Past(token, (name) => this.#streams.get(name)?.row.drawPast());
     const { list } = page;
     list.addEventListener("pointerenter", (event) => (this.#pointed = event.pointerType === "mouse"));
     list.addEventListener("pointerleave", () => (this.#pointed = false));
@@ -36,7 +40,8 @@ export class Board {
     const known = this.#streams.get(stream.stream);
     if (known) Object.assign(known, { stream, named: true });
     else {
-      const row = new Row(stream.stream, (toggled) => this.#toggle(toggled));
+      const row = new Row(stream.stream, (toggled) => this.#toggle(toggled), this.#past);
+      this.#view.observe(row.element);
       this.#streams.set(stream.stream, { row, motion: new Motion(), stream, chosen: null, named: true });
     }
   }
@@ -69,9 +74,14 @@ export class Board {
     this.#resumed = false;
     for (const [name, { row, named }] of this.#streams) {
       if (named) continue;
+      this.#view.unobserve(row.element);
       row.element.remove();
       this.#streams.delete(name);
     }
+  }
+
+  #seen({ target, isIntersecting }) {
+    for (const { row } of this.#streams.values()) if (row.element === target) row.inView = isIntersecting;
   }
 
   #sum() {

@@ -11,7 +11,7 @@ const part = (id) => document.getElementById(id);
 const board = new Board({
   list: part("streams"), filter: part("filter"), only: part("only"), shown: part("shown"), sort: part("sort"),
   nothing: part("nothing"), spoken: part("spoken"),
-});
+}, () => sessionStorage.getItem(TOKEN));
 let pipeline = null;
 let lost = null;
 let skew = 0; // seconds that the sidecar's clock is ahead of ours

@@ -1,8 +1,10 @@
 // One stream on the page: a line that is always there, and its writers below it when it is open.
 
 import { sentence } from "./verdict.js";
-import { Scale, ofWriter, paint, whole } from "./strip.js";
-import { age, count, grouped, rate } from "./words.js";
+import { chart, described, draw } from "./chart.js";
+import { gaps, moves } from "./past.js";
+import { Scale, ofReader, ofWriter, paint, whole } from "./strip.js";
+import { age, count, counted, grouped, rate } from "./words.js";
 
 const STATES = { blocked: "blocked", waiting: "waiting", moving: "moving", complete: "complete", recovering: "recovering" };
 let rows = 0;
@@ -12,8 +14,12 @@ export class Row {
   #shown = {}; // by part: its text
   #now = 0;
   #rate = 0;
+  #past;
 
-  constructor(name, toggled) {
+  // `past` is the `Past` of the page.
+  constructor(name, toggled, past) {
+    this.#past = past;
+    this.inView = false;
     this.name = name;
     this.stream = null;
     this.verdict = null;
@@ -30,14 +36,16 @@ export class Row {
     const figures = { linear: figure("linear"), behind: figure("behind"), rate: figure("IDs a second") };
     const list = element("dl", "numbers");
     list.append(...Object.values(figures).map((it) => it.pair));
+    const lag = chart("lag");
+    lag.setAttribute("aria-label", "Lag in the past hour: not known yet");
     const state = element("p", "state");
     const late = element("p", "late");
     const condition = element("div", "condition");
     condition.append(state, late);
     const details = element("div", "details");
     details.id = id;
-    this.element.append(heading, strip, list, condition, details);
-    this.#parts = { button, strip, state, late, details, ...map(figures, (it) => it.value) };
+    this.element.append(heading, strip, list, lag, condition, details);
+    this.#parts = { button, strip, lag, state, late, details, ...map(figures, (it) => it.value) };
     this.open = false;
   }
 
@@ -77,7 +85,16 @@ export class Row {
     this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
     this.#parts.strip.ariaLabel = this.#description(verdict, now);
     paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.allocated, motion.rate)));
+    if (this.inView && stream.linear !== null) this.#past.want(this.name, this.open);
+    this.drawPast();
     this.#drawDetails();
+  }
+
+  // The past hour, as the sidecar answered last.
+  drawPast() {
+    const { history } = this.#past.of(this.name);
+    if (history !== null) draw(this.#parts.lag, history.lag_seconds);
+    if (this.open) this.#drawDetails();
   }
 
   #description(verdict, now) {
@@ -105,6 +122,39 @@ export class Row {
     const ends = child(details, "p", "ends");
     text(child(ends, "span", "first"), `from ${grouped(scale.first)}`);
     text(child(ends, "span", "allocated"), `allocated to ${grouped(this.verdict.allocated)}`);
+    const { history, readers } = this.#past.of(this.name);
+    if (readers?.length) this.#drawReaders(details, readers, scale);
+    else details.querySelector(":scope > .reading")?.remove();
+    if (history !== null) this.#drawPast(details, history);
+  }
+
+  #drawReaders(details, readers, scale) {
+    const part = child(details, "section", "reading");
+    const past = details.querySelector(":scope > .past");
+    if (past?.nextElementSibling === part) details.insertBefore(part, past); // the readers come first
+    text(child(part, "h3", "title"), "Readers");
+    const lanes = child(part, "ul", "readers");
+    lanes.ariaLabel = `Readers of ${this.name}`;
+    resized(lanes, readers.length, track);
+    readers.forEach((it, at) => placeReader(lanes.children[at], it, scale));
+  }
+
+  #drawPast(details, history) {
+    const part = child(details, "section", "past");
+    text(child(part, "h3", "title"), "The past hour");
+    const hour = child(part, "div", "hour");
+    text(child(hour, "span", "writer"), "lag");
+    draw(hour.querySelector("svg") ?? hour.appendChild(chart("lag")), history.lag_seconds);
+    text(child(hour, "span", "largest"), described(history.lag_seconds).replace("Lag in the past hour: a", "a"));
+    const seconds = history.step_seconds * history.lag_seconds.length;
+    const since = Date.parse(history.since) / 1000;
+    const lanes = child(part, "ul", "tracks");
+    lanes.ariaLabel = `Writers of ${this.name} in the past hour`;
+    resized(lanes, history.writers.length, track);
+    history.writers.forEach((it, at) => placePast(lanes.children[at], it, since, seconds));
+    const ends = child(part, "p", "ends");
+    text(child(ends, "span", "first"), "an hour ago");
+    text(child(ends, "span", "allocated"), "now");
   }
 
   #say(part, said) {
@@ -144,6 +194,45 @@ function place(item, writer, scale) {
   item.classList.toggle("retired", writer.retired === true);
   strip.ariaLabel = `${writer.writer} at ${grouped(writer.position)}${writer.retired ? ", retired" : ""}`;
   paint(strip, ofWriter(writer, scale));
+}
+
+function track() {
+  const item = element("li", "track");
+  const strip = element("div", "strip");
+  strip.setAttribute("role", "img");
+  item.append(element("span", "writer"), strip, element("span", "position"), element("span", "remark"));
+  return item;
+}
+
+function placeReader(item, reader, scale) {
+  const [name, strip, position, note] = item.children;
+  text(name, reader.reader);
+  name.title = reader.token === null ? reader.reader : `${reader.reader} at ${reader.token}`;
+  text(position, reader.linear === null ? "–" : grouped(reader.linear));
+  text(note, readerNote(reader));
+  item.dataset.state = reader.state;
+  strip.ariaLabel = `${reader.reader} ${reader.linear === null ? "has not begun" : `has read up to ${grouped(reader.linear)}`}`;
+  paint(strip, ofReader(reader, scale));
+}
+
+// State, lag and what else is worth a look.
+function readerNote(reader) {
+  const copies = reader.copies ? counted(reader.copies, "copy", "copies") : "";
+  const lag = reader.lag_ids && reader.lag_seconds !== null ? `for ${age(reader.lag_seconds)}` : "";
+  const parked = reader.parked ? `${count(reader.parked)} parked` : "";
+  const late = reader.late ? `${count(reader.late)} late` : "";
+  return [[reader.state, lag].filter(Boolean).join(" "), copies, parked, late].filter(Boolean).join(", ");
+}
+
+function placePast(item, writer, since, seconds) {
+  const [name, strip, position, note] = item.children;
+  const ids = writer.moved.reduce((sum, it) => sum + Number(it), 0);
+  text(name, writer.writer);
+  name.title = writer.writer;
+  text(position, `+${count(ids)}`);
+  text(note, writer.gaps.length ? counted(writer.gaps.length, "gap") : "");
+  strip.ariaLabel = `${writer.writer} moved by ${count(ids)} IDs in the past hour, ${counted(writer.gaps.length, "gap")}`;
+  paint(strip, [...moves(writer.moved), ...gaps(writer, since, seconds)]);
 }
 
 function figure(name) {

@@ -47,6 +47,11 @@ export function ofWriter(writer, scale) {
   ];
 }
 
+// The parts of a reader's strip: what it has read.
+export function ofReader(reader, scale) {
+  return reader.linear === null ? [] : [{ kind: "read", from: 0, to: scale.at(reader.linear) }];
+}
+
 function part(kind, low, top, scale) {
   return { kind, from: scale.at(low), to: scale.at(top) };
 }
