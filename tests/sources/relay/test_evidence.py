@@ -37,7 +37,9 @@ class Owned:
         return min(int(writer), self.hashes)
 
     def lock_holders(self) -> frozenset[LockHolder]:
-        return frozenset((each, self.number(writer)) for each, writer in self.owner.values() if each in self.running)
+        return frozenset(
+            LockHolder(each, self.number(writer)) for each, writer in self.owner.values() if each in self.running
+        )
 
 
 class Looking:
@@ -150,6 +152,29 @@ def test_each_id_is_decided_once_and_rightly(
                 assert prev == at
                 at = id
             assert at == len(truth.owner)
+
+
+def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
+    """Whose lock is held exclusively, or nobody knows yet how. Others announce what is beyond, and so does the writer
+    where the lock is held as for an append, and when that transaction has ended."""
+    evidence, retiring = StreamEvidence(0, several=True), LockHolder(7, 1, exclusive=True)
+    evidence.observe(3, frozenset({7}))
+    evidence.read(evidence.unread(), [2, 3])
+    beyond = Intervals.of([(2, 3)])
+    assert evidence.open_to([1]).common(beyond) == beyond
+    evidence.observe(3, frozenset({7}), frozenset({retiring}))
+    assert evidence.open_to([1]) == Intervals.of([(0, 3)])
+    assert evidence.open_to([2]) == Intervals.of([])
+    assert evidence.open_to(None) == Intervals.of([(0, 1)])
+    evidence.observe(3, frozenset())
+    assert evidence.open_to([1]) == Intervals.of([(0, 3)])
+    evidence.read(evidence.unread(), [1])
+    assert evidence.open_to([1]) == Intervals.of([])
+
+    appending = StreamEvidence(0, several=True)
+    appending.observe(3, frozenset({7}), frozenset({LockHolder(7, 1)}))
+    appending.read(appending.unread(), [2, 3])
+    assert appending.open_to([1]) == Intervals.of([(0, 1)])
 
 
 def test_many_transactions_are_few_marks() -> None:

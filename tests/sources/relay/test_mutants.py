@@ -126,13 +126,21 @@ class Remembering(Decider):
             each.evidence = self.remembered.setdefault(number, each.evidence)
 
 
+def shared_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
+    """No lock looks as if its holder retires a writer."""
+    return {
+        number: frozenset(each._replace(exclusive=False) for each in lock_holders)
+        for number, lock_holders in real_holders(connection, running).items()
+    }
+
+
 def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
     """Only locks of sessions, as if a prepared transaction held none."""
     row = connection.execute("select array_agg(transaction::text::bigint) from pg_prepared_xacts").fetchone()
     prepared = set(row[0] or []) if row else set()
     found = real_holders(connection, running)
     return {
-        number: frozenset(each for each in lock_holders if each[0] & 0xFFFF_FFFF not in prepared)
+        number: frozenset(each for each in lock_holders if each.transaction & 0xFFFF_FFFF not in prepared)
         for number, lock_holders in found.items()
     }
 
@@ -472,6 +480,29 @@ def retiring_while_open(world: World) -> None:
     world.finish()
 
 
+def retiring_long(world: World) -> None:
+    """The transaction that retires a writer is prepared, and several heartbeats and facts come before it commits."""
+    relay, (retiring, service, _) = world.relays[0], world.services
+    for writer in ("web", "till"):
+        service.append(world.stream, 1, writer)
+        relay.finish()
+    retiring.begin("read committed", "on")
+    retiring.retire(world.stream, "web")
+    world.prepare(retiring)
+    for _ in range(3):
+        service.append(world.stream, 1, "till")
+        for _ in range(3):
+            relay.round()
+        relay.beat()
+    relay.round()
+    assert world.core.positions["till"] > world.core.line
+    world.resolve(world.prepared[0], "commit")
+    relay.finish()
+    assert world.core.retired == {"web"}
+    service.append(world.stream, 1, "web")
+    world.finish()
+
+
 def retiring_before_it_is_told(world: World) -> None:
     """Somebody retires a writer whose fact Kafka does not have."""
     relay, service = world.relays[0], world.services[0]
@@ -497,6 +528,7 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
     (open_long, transactions, "end_own_transaction", lambda _: None),
     (prepared_long, queries, "lock_holders", sessions_only),
+    (retiring_long, queries, "lock_holders", shared_only),
     (crashed_after_telling, queries, "record_upto", lambda *_: True),
 ]
 FUNCTIONS = [
@@ -565,7 +597,7 @@ def test_decider(ready: str, scene: Scene, mutant: MakeDecider) -> None:
     caught(ready, scene, mutant)
 
 
-@pytest.mark.parametrize(("scene", "module", "name", "wrong"), LOOKS, ids=[name for _, _, name, _ in LOOKS])
+@pytest.mark.parametrize(("scene", "module", "name", "wrong"), LOOKS, ids=[scene.__name__ for scene, *_ in LOOKS])
 def test_looks(ready: str, scene: Scene, module: ModuleType, name: str, wrong: object) -> None:
     """A look that does not see all who may own an ID, or does not wait for the disk, leads to what is not true."""
     with patch.object(module, name, wrong):

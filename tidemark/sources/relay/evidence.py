@@ -24,8 +24,15 @@ import numpy as np
 
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
-LockHolder = tuple[int, int | None]
-"""A transaction, and the number of the writer whose lock it holds: None where nobody has asked."""
+
+class LockHolder(NamedTuple):
+    """A transaction, and the number of the writer whose lock it holds: None where nobody has asked. Only a transaction
+    that retires the writer holds its lock exclusively."""
+
+    transaction: int
+    writer: int | None = None
+    exclusive: bool = False
+
 
 RANGES_AT_ONCE = 2000
 _ASKED_EVERY = 20
@@ -48,10 +55,10 @@ class _Mark:
     def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
         """The same after some have ended."""
         if lock_holders is None:
-            waiting = frozenset(each for each in self.waiting if each[0] in running)
+            waiting = frozenset(each for each in self.waiting if each.transaction in running)
         else:
-            unasked = {transaction for transaction, writer in self.waiting if writer is None}
-            waiting = frozenset(each for each in lock_holders if each[0] in unasked or each in self.waiting)
+            unasked = {each.transaction for each in self.waiting if each.writer is None}
+            waiting = frozenset(each for each in lock_holders if each.transaction in unasked or each in self.waiting)
         if _transactions(waiting) == _transactions(self.waiting):
             return replace(self, waiting=waiting)
         return _Mark(waiting, self.unread.union(self.absent))
@@ -103,7 +110,7 @@ class StreamEvidence:
         A transaction that held the lock usually holds it until it ends, so the query is repeated rarely.
         """
         if self._several:
-            unknown = any(writer is None for _, writer in self._waited_for)
+            unknown = any(each.writer is None for each in self._waited_for)
         else:
             unknown = not _transactions(self._waited_for) <= self._holders
         return unknown or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
@@ -116,7 +123,7 @@ class StreamEvidence:
         marks = [mark.only(running, lock_holders) for mark in self._marks]
         self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
-            who = frozenset((each, None) for each in running) if lock_holders is None else lock_holders
+            who = frozenset(map(LockHolder, running)) if lock_holders is None else lock_holders
             marks.append(_Mark(who, Intervals.of([(self.head, head)])))
             self.head = head
         by_owners: dict[frozenset[LockHolder], _Mark] = {}
@@ -136,13 +143,21 @@ class StreamEvidence:
         return found.lowest(RANGES_AT_ONCE)
 
     def open_to(self, writers: Collection[int] | None) -> Intervals:
-        """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer."""
-        found = EMPTY
+        """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer.
+
+        Where such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
+        contradict a range beyond. The database itself, for which None stands, never ends so.
+        """
+        found, end = EMPTY, self.head
         for mark in self._marks:
-            found = found.union(mark.unread)
-            if writers is None or any(writer is None or writer in writers for _, writer in mark.waiting):
-                found = found.union(mark.absent)
-        return found
+            owners = [each for each in mark.waiting if writers is None or each.writer is None or each.writer in writers]
+            ids = mark.unread.union(mark.absent) if owners else mark.unread
+            found = found.union(ids)
+            if any(each.exclusive or each.writer is None for each in owners):
+                end = min([end, *ids.lows[:1].tolist()])
+            else:
+                end = min([end, *mark.unread.lows[:1].tolist()])
+        return found if writers is None else found.union(Intervals.of([(end, self.head)] if end < self.head else []))
 
     def read(self, asked: Intervals, found: Collection[int], settled: int = 0) -> Intervals:
         """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact.
@@ -169,7 +184,7 @@ class StreamEvidence:
 
 
 def _transactions(lock_holders: Collection[LockHolder]) -> set[int]:
-    return {transaction for transaction, _ in lock_holders}
+    return {each.transaction for each in lock_holders}
 
 
 def ids_of(voids: Intervals) -> Iterator[int]:

@@ -106,7 +106,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
     """
     rows = connection.execute(
         """
-        select streams.number, held.objid::bigint, own.transactionid::text::bigint
+        select streams.number, own.transactionid::text::bigint, held.objid::bigint, held.mode = 'ExclusiveLock'
         from pg_locks held
         join tidemark.append_streams streams on held.classid::bigint = %s + streams.number
         join pg_locks own on own.virtualtransaction = held.virtualtransaction and own.locktype = 'transactionid'
@@ -119,9 +119,9 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
     found: dict[int, set[LockHolder]] = {}
-    for number, writer, xid in rows:
+    for number, xid, writer, exclusive in rows:
         if xid in whole:
-            found.setdefault(number, set()).add((whole[xid], writer))
+            found.setdefault(number, set()).add(LockHolder(whole[xid], writer, exclusive))
     return {number: frozenset(each) for number, each in found.items()}
 
 
