@@ -55,10 +55,10 @@ class _Mark:
     def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
         """The same after some have ended."""
         if lock_holders is None:
-            waiting = frozenset(each for each in self.waiting if each.transaction in running)
+            waiting = frozenset(lock for lock in self.waiting if lock.transaction in running)
         else:
-            unasked = {each.transaction for each in self.waiting if each.writer is None}
-            waiting = frozenset(each for each in lock_holders if each.transaction in unasked or each in self.waiting)
+            unasked = {lock.transaction for lock in self.waiting if lock.writer is None}
+            waiting = frozenset(lock for lock in lock_holders if lock.transaction in unasked or lock in self.waiting)
         if _transactions(waiting) == _transactions(self.waiting):
             return replace(self, waiting=waiting)
         return _Mark(waiting, self.unread.union(self.absent))
@@ -110,7 +110,7 @@ class StreamEvidence:
         A transaction that held the lock usually holds it until it ends, so the query is repeated rarely.
         """
         if self._several:
-            unknown = any(each.writer is None for each in self._waited_for)
+            unknown = any(lock.writer is None for lock in self._waited_for)
         else:
             unknown = not _transactions(self._waited_for) <= self._holders
         return unknown or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
@@ -150,10 +150,10 @@ class StreamEvidence:
         """
         found, end = EMPTY, self.head
         for mark in self._marks:
-            owners = [each for each in mark.waiting if writers is None or each.writer is None or each.writer in writers]
+            owners = [lock for lock in mark.waiting if writers is None or lock.writer is None or lock.writer in writers]
             ids = mark.unread.union(mark.absent) if owners else mark.unread
             found = found.union(ids)
-            if any(each.exclusive or each.writer is None for each in owners):
+            if any(owner.exclusive or owner.writer is None for owner in owners):
                 end = min([end, *ids.lows[:1].tolist()])
             else:
                 end = min([end, *mark.unread.lows[:1].tolist()])
@@ -184,7 +184,7 @@ class StreamEvidence:
 
 
 def _transactions(lock_holders: Collection[LockHolder]) -> set[int]:
-    return {each.transaction for each in lock_holders}
+    return {lock.transaction for lock in lock_holders}
 
 
 def ids_of(voids: Intervals) -> Iterator[int]:
