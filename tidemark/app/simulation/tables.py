@@ -7,9 +7,10 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from tidemark.app import relay
 from tidemark.app.simulation.script import SimulatedStream
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.queries import SCHEMA, session_of
+from tidemark.sources.relay.queries import session_of
 
 APPLICATION = "tidemark simulate"
 LOGINS = ("simulate_relay", "simulate_reader")
@@ -67,9 +68,8 @@ def make_database(dsn: str, plan: str = "demo") -> str:
 
 
 def prepare_writing(dsn: str) -> None:
-    """Make or update what the services' writers and the relay need."""
-    with closing(session_of(dsn, APPLICATION)) as session:
-        SCHEMA.migrate(session)
+    """Make or update what the services' writers, the relay and readers in SQL need."""
+    relay.migrate(dsn, (), "forward", say=lambda _: None)
 
 
 def missing(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
