@@ -398,6 +398,8 @@ def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
 
 # Asked for by alerts and panels, and there only in trouble, or beside a relay.
 SELDOM = {
+    "tidemark_reader_lag_seconds",
+    "tidemark_reader_linear_position",
     "tidemark_source_silent_seconds",
     "tidemark_source_blocked_seconds",
     "tidemark_relay_blocked_streams",

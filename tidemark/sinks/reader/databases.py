@@ -74,6 +74,8 @@ class Databases:
         """Turn what psycopg raises into `Unavailable` (continue from the stored checkpoint) and `Refused`."""
         try:
             yield
+        except TidemarkError:
+            raise  # `refuse` has said what it is
         except Exception as error:
             cause = psycopg_error(error)
             if cause is None:
