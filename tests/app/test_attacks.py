@@ -100,22 +100,19 @@ def test_long_names_fill_no_log(process: Sidecar, honest: HonestClients) -> None
     assert "Disconnected a client of the line protocol" in process.log()
 
 
-@pytest.mark.parametrize("places", [PLACES, pytest.param(2450, marks=pytest.mark.slow)])
-def test_event_streams_of_one_address_leave_places_for_others(
-    process: Sidecar, honest: HonestClients, places: int
-) -> None:
+def test_event_streams_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients) -> None:
     """One address opens as many event streams as there may be; others are served, by `wait` and events too."""
     before = honest.measure(SECONDS)
-    with attacked(process, process.lines_port, "one_address", crowd=places + 50) as attack:
+    with attacked(process, process.lines_port, "one_address", crowd=PLACES + 50) as attack:
         check(before, honest.measure(SECONDS))
-        eventually(lambda: held(process) >= 0.9 * places, what=lambda: f"{held(process)} streams of events")
+        eventually(lambda: held(process) >= 0.9 * PLACES, what=lambda: f"{held(process)} streams of events")
         check(before, honest.measure(SECONDS))
         with httpx.Client(base_url=process.url, timeout=30) as one:
             assert one.get(f"/v1/streams/{STREAMS[0]}/wait", params={"token": "m1"}).status_code == 200
             assert one.get("/").status_code == 200
             with one.stream("GET", "/v1/watch") as watch:
                 assert next(watch.iter_text())
-        assert ended(attack)["one_address"]["200"] >= 0.9 * places
+        assert ended(attack)["one_address"]["200"] >= 0.9 * PLACES
 
 
 def held(process: Sidecar) -> int:
