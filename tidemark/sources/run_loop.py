@@ -322,8 +322,8 @@ class RunLoop(ABC):
 
     def _report_failure(self) -> None:
         """Tell readers of each stream why nothing is sent, if the failure lasts and Kafka can still be reached."""
-        if time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
-            return
+        if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
+            return  # without reporters nothing was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)
         with suppress(Retry, Refused):
             for report in self._reports.due([], datetime.now(UTC), causes):

@@ -11,7 +11,7 @@ from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
-from tidemark.app.stack.processes import KafkaServer
+from tidemark.app.stack.processes import LOOPBACK, KafkaServer, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources import run_loop
 from tidemark.sources.producer import RecordProducer
@@ -58,6 +58,17 @@ def test_a_relay_that_waits_for_kafka_says_so(
     found = [it["event"] for it in logs if "Kafka" in it["event"]]
     assert found == ["Waiting for Kafka", "Kafka acknowledges records again"]
     assert logs[0]["kafka"] == kafka.bootstrap_servers
+
+
+def test_a_relay_that_starts_while_the_database_is_away_waits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: it has sent nothing yet, and has nobody in whose name it could report that."""
+    monkeypatch.setattr(run_loop, "FAILURE_REPORTED_AFTER", 0.0)
+    with capture_logs() as logs:
+        waiting = run(dsn=f"postgresql://postgres@{LOOPBACK}:{free_port()}/orders")
+        eventually(lambda: any(it["event"] == "Facts wait in the database" for it in logs))
+        time.sleep(1)
+        waiting.stop()
+    assert waiting.failure is None
 
 
 def test_pauses_grow_though_each_attempt_gets_a_little_further(
