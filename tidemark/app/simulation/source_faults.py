@@ -58,7 +58,7 @@ _OVERRIDES = {
 
 @dataclass(order=True)
 class _Job:
-    """`work` returns what the fault befell, or another job that finishes the fault."""
+    """`work` returns the target of the fault, or another job that finishes the fault."""
 
     due: float
     number: int

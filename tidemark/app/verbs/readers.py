@@ -197,7 +197,7 @@ def readers_delete(
     with opened(dsn) as databases:
         stored = databases.place(reader, stream)
         if stored.copies:
-            raise CommandFailed(f"{count(stored.copies, 'copy')} of {reader} would begin anew: stop the service first")
+            raise CommandFailed(f"{count(stored.copies, 'copy')} of {reader} would start again: stop them first")
         would = f"{reader} of {stream} at {stored.token} is deleted, with {count(stored.parked, 'parked fact')}"
         _change(
             databases, stored, Action("DELETE", by, why, lambda: databases.store.delete(stored)),
