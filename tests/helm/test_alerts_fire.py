@@ -85,8 +85,8 @@ QUIET: Series = {
     f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
     f"tidemark_relay_blocked_streams{{{RELAY},{STREAM}}}": always(0),
     f"tidemark_relay_oversized_facts{{{RELAY},{STREAM}}}": always(0),
-    f"tidemark_synapse_publishing{{{BRIDGE}}}": always(1),
-    f"tidemark_synapse_publishing{{{NEXT}}}": always(0),  # another pod that waits for its turn
+    f"tidemark_synapse_active{{{BRIDGE}}}": always(1),
+    f"tidemark_synapse_active{{{NEXT}}}": always(0),  # another pod that waits for its turn
     f"tidemark_synapse_started_timestamp_seconds{{{BRIDGE}}}": always(-86400),
     f"tidemark_synapse_sent_timestamp_seconds{{{BRIDGE}}}": CLOCK,
     f"tidemark_synapse_sent_timestamp_seconds{{{NEXT}}}": always(0),
@@ -94,7 +94,7 @@ QUIET: Series = {
     f"tidemark_synapse_listening{{{NEXT}}}": always(0),
     f"tidemark_synapse_silent_writers{{{BRIDGE},{STREAM}}}": always(0),
     f"tidemark_synapse_late_total{{{BRIDGE},{STREAM}}}": always(0),
-    f"tidemark_synapse_oversized{{{BRIDGE},{STREAM}}}": always(0),
+    f"tidemark_synapse_oversized_facts{{{BRIDGE},{STREAM}}}": always(0),
     f"tidemark_synapse_blocked_streams{{{BRIDGE},{STREAM}}}": always(0),
     BEHIND % "event1": always(0),
     BEHIND % "event2": always(0),
@@ -310,7 +310,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if BRIDGE in series},
         {"TidemarkBridgeSilent"},
     ),
-    "the bridge waits for a server": ({one("tidemark_synapse_publishing"): "1+0x9 0+0x60"}, {"TidemarkBridgeSilent"}),
+    "the bridge waits for a server": ({one("tidemark_synapse_active"): "1+0x9 0+0x60"}, {"TidemarkBridgeSilent"}),
     "Kafka takes nothing of the bridge": (
         {one("tidemark_synapse_sent_timestamp_seconds"): "0+60x9 540+0x60"},
         {"TidemarkBridgeStuck"},
@@ -330,7 +330,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "one worker of Synapse says nothing, of which Tidemark's own alerts tell": ({BEHIND % "event1": ages(10)}, set()),
     "a worker is not started": ({one("tidemark_synapse_silent_writers"): since(10)}, {"TidemarkBridgeWaits"}),
     "a record of Synapse is too large for the topic": (
-        {one("tidemark_synapse_oversized"): since(10)},
+        {one("tidemark_synapse_oversized_facts"): since(10)},
         {"TidemarkBridgeRecordTooLarge"},
     ),
     "a transaction of a dead worker holds all": (
@@ -452,7 +452,7 @@ def test_no_alert_in_the_first_minutes_after_a_start(rules: Path) -> None:
         IN_SIDECAR: f"_x6 9500+60000x{HOUR}",
         one("tidemark_kafka_lag_records"): f"_ 3000000+0x3 800000 0+0x{HOUR}",
         one("tidemark_relay_active"): f"_ 0 {always(1)}",
-        one("tidemark_synapse_publishing"): f"_ 0 {always(1)}",
+        one("tidemark_synapse_active"): f"_ 0 {always(1)}",
         one("tidemark_synapse_silent_writers"): f"_ _ 2 2 1 {always(0)}",
         'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': f"_ 0+0x3 {always(1)}",
     }

@@ -108,23 +108,66 @@ select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and obj
 """
 
 
-class LoopMetrics(ABC):
+class LoopMetrics:
     """The metrics that every run loop has. `registry` belongs to one process, or to the caller."""
 
-    registry: CollectorRegistry
-    active: Gauge
-    standby: Gauge
-    heartbeat: Gauge
-    oversized: Gauge
-    open: OldestOpenGauge
-
-    @abstractmethod
-    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
-        """The labels under which `open` shows the transaction."""
+    def __init__(
+        self, registry: CollectorRegistry, prefix: str, process: str, transaction_labels: Sequence[str]
+    ) -> None:
+        """
+        Args:
+            registry: gets the metrics.
+            prefix: the beginning of each metric's name, such as `tidemark_relay`.
+            process: the command after `tidemark`, for the descriptions.
+            transaction_labels: the fields of `OpenTransaction` by which the oldest one is shown.
+        """
+        self.registry = registry
+        self._transaction_labels = transaction_labels
+        self.active = Gauge(
+            f"{prefix}_active",
+            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
+            " facts wait in the database, and none is lost.",
+            registry=registry,
+        )
+        self.standby = Gauge(
+            f"{prefix}_standby",
+            f"1 while this process waits because another `tidemark {process}` works on its database.",
+            registry=registry,
+        )
+        self.heartbeat = Gauge(
+            f"{prefix}_heartbeat_timestamp_seconds",
+            "Time of the last round of the active process's loop (s since 1970). Older than a minute: it hangs.",
+            registry=registry,
+        )
+        self.oversized = Gauge(
+            f"{prefix}_oversized_facts",
+            "Facts above the topic's max.message.bytes, which are not sent. Above 0: the stream waits for them; the log"
+            " names each with its ID and size. Raise max.message.bytes of the topic.",
+            ["stream"],
+            registry=registry,
+        )
+        self.blocked = Gauge(
+            f"{prefix}_blocked_streams",
+            "1 while no new ID of the stream is published, because its sequence is unfit. The log has the problem and"
+            " the statement that repairs it.",
+            ["stream"],
+            registry=registry,
+        )
+        self.oldest = Gauge(
+            f"{prefix}_oldest_transaction_seconds",
+            "Age of the oldest open transaction that blocks a stream; no series if none is open. Rising: it hangs, and"
+            f" readers wait for it; `tidemark {process} blockers` names it.",
+            transaction_labels,
+            registry=registry,
+        )
+        self.open = OldestOpenGauge(self.oldest)
 
     def show_open(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
         """Show the oldest of the open transactions that block a stream."""
-        self.open.show((self.open_labels(each), each.age(now)) for each in transactions)
+        self.open.show(
+            (tuple(getattr(transaction, label) for label in self._transaction_labels), transaction.age(now))
+            for transaction in transactions
+        )
 
     def clear(self) -> None:
         """This process does not work any more: its state may be that of another process by now."""

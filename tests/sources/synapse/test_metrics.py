@@ -36,4 +36,4 @@ def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
     metrics.clear()
     every = {it.name: it.value for family in metrics.registry.collect() for it in family.samples}
     left = {name for name in every if "behind" in name or "silent" in name or "oldest" in name or "blocked" in name}
-    assert (left, every["tidemark_synapse_publishing"]) == (set(), 0)
+    assert (left, every["tidemark_synapse_active"]) == (set(), 0)

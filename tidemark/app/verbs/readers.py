@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -226,63 +226,39 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
         click.echo(sanitize(_parked_table(facts, datetime.now(UTC))) if facts else "no parked facts")
 
 
+def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments and options of a command that changes parked facts."""
+    ids = click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
+    return click.argument("reader")(click.argument("stream")(ids(_dsn(answering(command)))))
+
+
+def _change_parked(
+    kind: str, outcome: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
+    stream: str, ids: Sequence[int], dsn: str | None, by: str, why: str, dry_run: bool, yes: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """`kind` is that of the override. `outcome` is a format: what happens to the number of facts."""
+    with opened(dsn) as databases:
+        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
+        would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"
+        action = Action(kind, by, why, lambda: change(databases.store, facts))
+        _change(databases, stored, action, would, facts, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
 @readers_parked.command("retry")
-@click.argument("reader")
-@click.argument("stream")
-@click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
-@_dsn
-@answering
-def readers_parked_retry(
-    reader: str,
-    stream: str,
-    ids: Sequence[int],
-    dsn: str | None,
-    by: str,
-    why: str,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+@_parked_arguments
+def readers_parked_retry(**options: Any) -> None:
     """Have parked facts handed over to READER of STREAM again, after their cause is repaired.
 
     A running copy does so within seconds. The batch has `is_retry` set; a fact that fails again is parked again.
     """
-    with opened(dsn) as databases:
-        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
-        would = f"{reader} of {stream} gets {count(len(facts), 'parked fact')} again"
-        _change(
-            databases, stored, Action("RETRY", by, why, lambda: databases.store.retry(facts)),
-            would, facts, dry_run=dry_run, yes=yes, as_json=as_json,
-        )  # fmt: skip
+    _change_parked("RETRY", "gets {} again", ReaderPlaces.retry, **options)
 
 
 @readers_parked.command("drop")
-@click.argument("reader")
-@click.argument("stream")
-@click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
-@_dsn
-@answering
-def readers_parked_drop(
-    reader: str,
-    stream: str,
-    ids: Sequence[int],
-    dsn: str | None,
-    by: str,
-    why: str,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+@_parked_arguments
+def readers_parked_drop(**options: Any) -> None:
     """Forget parked facts of READER of STREAM: their effects were made by hand, or are not needed."""
-    with opened(dsn) as databases:
-        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
-        would = f"{reader} of {stream} forgets {count(len(facts), 'parked fact')}"
-        _change(
-            databases, stored, Action("DROP", by, why, lambda: databases.store.drop(facts)),
-            would, facts, dry_run=dry_run, yes=yes, as_json=as_json,
-        )  # fmt: skip
+    _change_parked("DROP", "forgets {}", ReaderPlaces.drop, **options)
 
 
 @contextmanager

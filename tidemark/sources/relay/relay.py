@@ -26,7 +26,7 @@ from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.encode import MOST_FACTS, InFlight, parts
 from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, AppendedFact, silence
 from tidemark.sources.run_loop import LoopMetrics, RunLoop, set_lock_timeout
-from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, SourceReports, server_history
+from tidemark.sources.transactions import SourceReports, server_history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
@@ -35,23 +35,7 @@ class RelayMetrics(LoopMetrics):
     """The metrics of one relay process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.active = Gauge(
-            "tidemark_relay_active",
-            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
-            " facts wait in the service's database.",
-            registry=registry,
-        )
-        self.standby = Gauge(
-            "tidemark_relay_standby",
-            "1 while this process waits because another relay works on its database.",
-            registry=registry,
-        )
-        self.heartbeat = Gauge(
-            "tidemark_relay_heartbeat_timestamp_seconds",
-            "Time of the last round of an active relay's loop (s since 1970). Older than a minute: it hangs.",
-            registry=registry,
-        )
+        super().__init__(registry, "tidemark_relay", "relay", ["stream", "writer"])
         self.last_poll = Gauge(
             "tidemark_relay_last_poll_timestamp_seconds",
             "Time of the last query of the database (s since 1970). Not rising while the relay is active: Kafka does"
@@ -81,32 +65,6 @@ class RelayMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.oversized = Gauge(
-            "tidemark_relay_oversized_facts",
-            "Facts above the topic's max.message.bytes, which are not sent. Above 0: the stream waits for them; the log"
-            " names each with its ID and size. Raise max.message.bytes of the topic.",
-            ["stream"],
-            registry=registry,
-        )
-        self.blocked = Gauge(
-            "tidemark_relay_blocked_streams",
-            "1 while no new ID of the stream is decided, because its sequence is unfit. The log has the problem and the"
-            " statement that repairs it.",
-            ["stream"],
-            registry=registry,
-        )
-        self.oldest = Gauge(
-            "tidemark_relay_oldest_transaction_seconds",
-            "Age of the oldest open transaction that blocks a stream, by the writer in whose name it has appended"
-            " (empty: no fact of that name was sent yet); no series if none is open. Rising: it hangs, and readers wait"
-            " for it; `tidemark relay blockers` names it.",
-            ["stream", "writer"],
-            registry=registry,
-        )
-        self.open = OldestOpenGauge(self.oldest)
-
-    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
-        return transaction.stream, transaction.writer
 
 
 log = get_logger(__name__)

@@ -25,7 +25,6 @@ from tidemark.sources.synapse.state import SCHEMA, SynapseServer, Unsent
 from tidemark.sources.synapse.streams import BridgedStream, StreamPublisher
 from tidemark.sources.synapse.tables import TableWriter
 from tidemark.sources.transactions import (
-    OldestOpenGauge,
     OpenTransaction,
     SourceReports,
     end_own_transaction,
@@ -41,29 +40,13 @@ class BridgeMetrics(LoopMetrics):
     """The metrics of one bridge process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+        super().__init__(registry, "tidemark_synapse", "synapse", ["stream"])
         self.started = Gauge(
             "tidemark_synapse_started_timestamp_seconds",
             "Time at which the process began (s since 1970).",
             registry=registry,
         )
         self.started.set_to_current_time()
-        self.active = Gauge(
-            "tidemark_synapse_publishing",
-            "1 while this process sends facts to Kafka, 0 while it waits for a server or is a standby. 0 everywhere:"
-            " no fact is sent, and none is lost.",
-            registry=registry,
-        )
-        self.standby = Gauge(
-            "tidemark_synapse_standby",
-            "1 while this process waits because another bridge works on its streams.",
-            registry=registry,
-        )
-        self.heartbeat = Gauge(
-            "tidemark_synapse_heartbeat_timestamp_seconds",
-            "Time of the last round of the loop (s since 1970). Older than a minute: it hangs.",
-            registry=registry,
-        )
         self.sent = Gauge(
             "tidemark_synapse_sent_timestamp_seconds",
             "Time at which Kafka last acknowledged a record, or had all of them (s since 1970). Not rising while the"
@@ -100,20 +83,6 @@ class BridgeMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.oversized = Gauge(
-            "tidemark_synapse_oversized",
-            "1 for a stream whose next record is above the topic's max.message.bytes: the stream waits, and the log"
-            " names the record with its ID and size. Raise max.message.bytes of the topic.",
-            ["stream"],
-            registry=registry,
-        )
-        self.blocked = Gauge(
-            "tidemark_synapse_blocked_streams",
-            "1 while nothing of the stream is published, because its sequence has a CACHE, a CYCLE or another INCREMENT"
-            " than Synapse gives it. The log has the statement that repairs it.",
-            ["stream"],
-            registry=registry,
-        )
         self.lag_ids = Gauge(
             "tidemark_synapse_lag_ids",
             "IDs that are given out and not published, by the writer that has not passed them. Staying above 0: that"
@@ -135,18 +104,7 @@ class BridgeMetrics(LoopMetrics):
             ["stream"],
             registry=registry,
         )
-        self.oldest = Gauge(
-            "tidemark_synapse_oldest_transaction_seconds",
-            "Age of the oldest transaction that writes to the tables of a stream that lags. Rising: it hangs, and"
-            " readers wait for it; `tidemark synapse blockers` names it.",
-            ["stream"],
-            registry=registry,
-        )
-        self.open = OldestOpenGauge(self.oldest)
         self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
-
-    def open_labels(self, transaction: OpenTransaction) -> tuple[str, ...]:
-        return (transaction.stream,)
 
     def clear(self) -> None:
         super().clear()
