@@ -4,7 +4,7 @@ Any number of deciders may work on one database at once, and stop or be killed b
 follows from the database alone, so they only repeat each other.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,39 @@ Steps = Generator[str, None, "list[Decision]"]
 PAGES_AT_ONCE = 500
 """Streams that are read in one round: what they hold is sent before others are read, also by a relay that is killed
 every few seconds."""
+
+
+def is_due(evidence: StreamEvidence, head: int) -> bool:
+    """Whether a stream has IDs up to `head` that are not decided."""
+    return head > evidence.head or evidence.open
+
+
+def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads: Mapping[int, int]) -> Generator[str]:
+    """Query the transactions that may own the IDs up to the heads, and note them in the evidence of the streams.
+
+    Nothing new of a stream is observed if its sequence has become unfit. Yields the name of each step before it is
+    taken.
+
+    Args:
+        connection: is not in a transaction.
+        streams: by the number of the stream.
+        heads: by the number of the stream, read before.
+    """
+    heads = dict(heads)
+    if moved := [number for number, evidence in streams.items() if heads[number] > evidence.head]:
+        yield "fitness"
+        for number in sequences.unfit(connection, moved):
+            heads[number] = streams[number].head
+        yield "end one"
+        transactions.end_own_transaction(connection)
+    yield "running"
+    running = transactions.running_transactions(connection)
+    lock_owners = None
+    if any(evidence.needs_locks for evidence in streams.values()):
+        yield "lock_holders"
+        lock_owners = queries.lock_holders(connection, running)
+    for number, evidence in streams.items():
+        evidence.observe(heads[number], running, None if lock_owners is None else lock_owners.get(number, frozenset()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,26 +184,12 @@ class Decider:
             yield "strays"
             self._strays.run(self._connection)
         heads = {number: self._head(each, snapshots.get(number)) for number, each in self._streams.items()}
-        observed = [each for number, each in self._streams.items() if self._wants(each, heads[number])]
+        observed = [each for number, each in self._streams.items() if is_due(each.evidence, heads[number])]
         if self.is_outdated or not observed:
             return []
-        if moved := [each for each in observed if heads[each.stream_epoch.stream.number] > each.evidence.head]:
-            yield "fitness"
-            for number in sequences.unfit(self._connection, [each.stream_epoch.stream.number for each in moved]):
-                heads[number] = self._streams[number].evidence.head
-            yield "end one"
-            transactions.end_own_transaction(self._connection)
-        yield "running"
-        running = transactions.running_transactions(self._connection)
-        lock_owners = None
-        if any(each.evidence.needs_locks for each in observed):
-            yield "lock_holders"
-            lock_owners = queries.lock_holders(self._connection, running)
-        for each in observed:
-            number = each.stream_epoch.stream.number
-            each.evidence.observe(
-                heads[number], running, None if lock_owners is None else lock_owners.get(number, frozenset())
-            )
+        yield from observe(
+            self._connection, {each.stream_epoch.stream.number: each.evidence for each in observed}, heads
+        )
         decided, left, pages = list[Decision](), most_bytes, 0
         for each in _from(observed, self._paged + 1):
             if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
@@ -209,9 +228,6 @@ class Decider:
             return known
         self.is_outdated |= head < max(known, snapshot.reached) or stray.lowest is not None or snapshot.foreign > 0
         return head
-
-    def _wants(self, each: _Stream, head: int) -> bool:
-        return head > each.evidence.head or each.evidence.open
 
     def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decision]:
         if (page.version, page.floor) != (each.stream_epoch.version, each.evidence.floor):

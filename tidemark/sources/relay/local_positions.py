@@ -15,8 +15,8 @@ from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection, PostgresSession
-from tidemark.sources import transactions
 from tidemark.sources.relay import queries, sequences
+from tidemark.sources.relay.decider import is_due, observe
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed
 from tidemark.sources.relay.sequences import StreamSnapshot
@@ -84,25 +84,9 @@ class PositionDecider:
             stream.number: (stream, snapshot) for stream, snapshot in sequences.heads(self._connection).items()
         }
         heads = self._heads(snapshots)
-        if observed := [known for number, known in self._streams.items() if self._is_due(known, heads.get(number))]:
-            numbers = [known.stream.number for known in observed]
-            if moved := [number for number in numbers if heads[number] > self._streams[number].evidence.head]:
-                yield "fitness"
-                for number in sequences.unfit(self._connection, moved):
-                    heads[number] = self._streams[number].evidence.head
-                yield "end one"
-                transactions.end_own_transaction(self._connection)
-            yield "running"
-            running = transactions.running_transactions(self._connection)
-            holders = None
-            if any(known.evidence.needs_locks for known in observed):
-                yield "lock_holders"
-                holders = queries.lock_holders(self._connection, running)
-            for known in observed:
-                number = known.stream.number
-                known.evidence.observe(
-                    heads[number], running, None if holders is None else holders.get(number, frozenset())
-                )
+        due = {number for number, head in heads.items() if is_due(self._streams[number].evidence, head)}
+        if observed := [known for number, known in self._streams.items() if number in due]:
+            yield from observe(self._connection, {known.stream.number: known.evidence for known in observed}, heads)
             for known in observed:
                 if asked := known.evidence.unread():
                     yield "read"
@@ -129,9 +113,6 @@ class PositionDecider:
                 continue
             heads[number] = head
         return heads
-
-    def _is_due(self, known: _KnownStream, head: int | None) -> bool:
-        return head is not None and (head > known.evidence.head or known.evidence.open)
 
     def _go_back(self, known: _KnownStream, floor: int) -> None:
         """The sequence went back: what is beyond the floor may come again."""
