@@ -39,8 +39,8 @@ up: setup ## Run the whole local stack without the demo, for facts of your own
 UNIT_PROCESSES = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() + 1, 4))')
 
 .PHONY: test-unit
-test-unit: setup ## Run the tests that need no server
-	$(BIN)/pytest -m "not server and not registry and not compiles" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
+test-unit: setup ## Run the tests that need no server, and build or compile nothing
+	$(BIN)/pytest -m "not server and not slow and not registry and not builds" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
 
 # A test that hangs fails with its name and the place where it stood, and the others go on. If it cannot even be
 # interrupted, its process ends.

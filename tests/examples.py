@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: all in `make test`, a quarter in `make test-unit`, more in other targets.
+"""How many examples a property is tried with: all in `make test`, an eighth in `make test-unit`, more in other targets.
 
 No example has a deadline, and nobody minds how long it takes to draw one: on a busy machine that would say nothing of
 the code.
@@ -22,11 +22,11 @@ SHARING = (*UNHURRIED, HealthCheck.function_scoped_fixture)
 settings.register_profile(LONG, deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile(WORLDS, deadline=None, suppress_health_check=UNHURRIED)
 settings.register_profile("whole", deadline=None, suppress_health_check=UNHURRIED)
-settings.register_profile(QUICK, max_examples=25, deadline=None, suppress_health_check=UNHURRIED)
+settings.register_profile(QUICK, max_examples=12, deadline=None, suppress_health_check=UNHURRIED)
 if settings.get_current_profile_name() == "default":  # Hypothesis has one of its own for CI
     settings.load_profile("whole")
 
 
 def examples(whole: int) -> int:
     """`max_examples` of a property that takes `whole` of them to be worth its name. Asked as tests are collected."""
-    return {QUICK: whole // 4, LONG: whole * 40}.get(settings.get_current_profile_name(), whole)
+    return {QUICK: whole // 8, LONG: whole * 40}.get(settings.get_current_profile_name(), whole)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.docs.site_hooks import ROOT
 
+pytestmark = pytest.mark.builds
+
 MKDOCS = (sys.executable, "-m", "mkdocs", "build", "--strict")
 
 

@@ -27,6 +27,7 @@ def test_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
     assert all(any(name.startswith(f"tidemark/{room}/") for name in expected) for room in ROOMS)
 
 
+@pytest.mark.builds
 def test_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """It holds no links, so any archive program can unpack it, and installs as the checkout does."""
     with tarfile.open(build(ROOT, "sdist", tmp_path)) as packed:

@@ -45,6 +45,7 @@ def test_tag_must_name_the_version() -> None:
         succeeds("make", "version-check", "TAG=v9.9.9")
 
 
+@pytest.mark.builds
 def test_metadata_is_what_pypi_accepts(wheel: Path, tmp_path: Path) -> None:
     """`twine check --strict`, as `make dist-check` runs it."""
     succeeds(sys.executable, "-m", "twine", "check", "--strict", wheel, build(ROOT, "sdist", tmp_path))

@@ -210,7 +210,7 @@ assert not {"numba", "llvmlite"} & {*sys.modules}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.compiles
+@pytest.mark.builds
 def test_an_image_holds_what_any_processor_runs(tmp_path: Path) -> None:
     """Made where it was built, read by a user who may not write there, and by executors from their archive."""
     making = f"import sys; sys.prefix = {str(tmp_path)!r}; from tidemark.app.pipeline.compile_ahead import main; main()"

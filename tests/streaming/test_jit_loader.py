@@ -44,6 +44,7 @@ def decoded_ids() -> list[int]:
     return ids
 
 
+@pytest.mark.builds
 def test_the_suite_of_compaction_passes_without_numba() -> None:
     """All of `test_compact.py` in a process in which numba cannot be imported."""
     suite = str(Path(__file__).with_name("test_compact.py"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.examples import WORLDS
+from tests.examples import QUICK, WORLDS
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
@@ -26,6 +26,11 @@ from tidemark.streaming.wire.runs import Marker, Run
 
 pytestmark = pytest.mark.long
 
+TINY = [
+    Size(ids=1),
+    Size(ids=1, retirements=1, restarts=0),
+    Size(ids=2, beats=0, rollbacks=0, restarts=0, set_backs=0),
+]
 SMALL = [
     Size(ids=1, retirements=1),
     Size(ids=2, beats=0, rollbacks=0, restarts=0),
@@ -44,12 +49,17 @@ def go_through(size: Size) -> None:
     assert size.acts or world.cuts(edges=False)  # operators' records have no order against the others of a batch
 
 
+def unit() -> bool:
+    """Whether this is `make test-unit`."""
+    return settings.get_current_profile_name() == QUICK
+
+
 def quick() -> bool:
     """Whether this is another run than `make worlds`."""
     return settings.get_current_profile_name() != WORLDS
 
 
-@pytest.mark.parametrize("size", SMALL if quick() else [*SMALL, *WHOLE], ids=str)
+@pytest.mark.parametrize("size", TINY if unit() else SMALL if quick() else [*SMALL, *WHOLE], ids=str)
 def test_every_way_through_a_small_world(size: Size) -> None:
     """Rules 1, 2, 3, 5 and 10, at every step: nothing is passed that is open, nothing goes back, advances join and
     prove what they say, each record is counted; and where nothing is in flight, nothing is held.

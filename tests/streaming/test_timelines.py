@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from tests.examples import examples
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
 from tidemark.streaming.core import codec
@@ -302,7 +303,9 @@ class Restored(RuleBasedStateMachine):
         assert self.linear == max(self.passed, self.database.last_value)
 
 
-Restored.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+Restored.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None, print_blob=True
+)
 TestRestored = Restored.TestCase
 
 
@@ -349,7 +352,7 @@ class Relayed(Restored):
             self.lost = False
 
 
-Relayed.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+Relayed.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, print_blob=True)
 TestRelayed = Relayed.TestCase
 
 
