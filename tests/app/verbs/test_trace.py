@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.processes import free_port
-from tidemark.app.verbs.trace import said
+from tidemark.app.verbs.trace import statement_of
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
 
 S = STREAM
@@ -132,4 +132,4 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
 )
 def test_what_a_record_says_of_an_id(record: Record, says: str | None) -> None:
     """Its own edge completes it; a wider one says whose it is not."""
-    assert said(record, 4) == says
+    assert statement_of(record, 4) == says

@@ -141,14 +141,14 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def _versions() -> str:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            versions[package] = "not installed"
     about = {"time": datetime.now(UTC).isoformat(), "python": platform.python_version(), "system": platform.platform()}
-    return as_object({**about, **found})
+    return as_object({**about, **versions})
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:

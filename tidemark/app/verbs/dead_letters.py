@@ -58,13 +58,14 @@ class Replay:
     done: StreamEffects
 
     def lines(self) -> Iterator[str]:
-        it = self.record
-        yield f"{records.kind_of(it).name} of {it.writer} in epoch {it.epoch}, rejected as {self.letter.reason}"
-        told = [*moved(self.done)]
-        yield from told
-        if not told:
+        record = self.record
+        kind = records.kind_of(record).name
+        yield f"{kind} of {record.writer} in epoch {record.epoch}, rejected as {self.letter.reason}"
+        moves = [*moved(self.done)]
+        yield from moves
+        if not moves:
             counted = ", ".join(f"{name} {count}" for name, count in self.done.counts.items()) or "nothing"
-            stays = f"the linear position of {it.stream} stays at {self.done.linear}"
+            stays = f"the linear position of {record.stream} stays at {self.done.linear}"
             yield f"nothing moves; {stays}; counted as: {counted}"
 
     def is_settled(self) -> bool:
@@ -150,49 +151,49 @@ def send_again(
 
 
 def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    return "\n".join(table(HEADINGS, [_row(it, replayed, now) for it in letters]))
+    return "\n".join(table(HEADINGS, [_row(letter, replayed, now) for letter in letters]))
 
 
-def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
-    topic, partition, offset = it.origin
-    act = replayed.get(it.origin)
+def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
+    topic, partition, offset = letter.origin
+    act = replayed.get(letter.origin)
     done = "" if act is None else f"override {act}"
     return (
-        it.place, f"{duration(now - it.time / 1000)}", it.reason, it.stream, f"{topic}[{partition}] {offset}", done,
-        it.gone or it.detail,
+        letter.place, f"{duration(now - letter.time / 1000)}", letter.reason, letter.stream,
+        f"{topic}[{partition}] {offset}", done, letter.gone or letter.detail,
     )  # fmt: skip
 
 
-def plain(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
+def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
     """For programs. `value` is text, or null where it is none; `value_base64` has its bytes then."""
-    told: dict[str, Any] = {
-        "partition": it.partition,
-        "offset": it.offset,
-        "time": it.time / 1000,
-        "reason": it.reason,
-        "detail": it.detail or None,
-        "gone": it.gone or None,
-        "stream": it.stream,
-        "record": dict(zip(("topic", "partition", "offset"), it.origin, strict=True)),
-        "replayed_by_act": replayed.get(it.origin),
+    fields: dict[str, Any] = {
+        "partition": letter.partition,
+        "offset": letter.offset,
+        "time": letter.time / 1000,
+        "reason": letter.reason,
+        "detail": letter.detail or None,
+        "gone": letter.gone or None,
+        "stream": letter.stream,
+        "record": dict(zip(("topic", "partition", "offset"), letter.origin, strict=True)),
+        "replayed_by_act": replayed.get(letter.origin),
     }
-    for name, data in (("key", it.key), ("value", it.value)):
+    for name, data in (("key", letter.key), ("value", letter.value)):
         try:
-            told[name] = None if data is None else data.decode()
+            fields[name] = None if data is None else data.decode()
         except UnicodeDecodeError:
-            told |= {name: None, f"{name}_base64": data}
-    return told | {"headers": [[name, value.decode(errors="replace")] for name, value in it.headers]}
+            fields |= {name: None, f"{name}_base64": data}
+    return fields | {"headers": [[name, value.decode(errors="replace")] for name, value in letter.headers]}
 
 
-def to_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
+def to_text(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
     """All of a dead letter. Text of the record is in JSON, so that no terminal obeys it."""
-    told = plain(it, replayed)
+    fields = plain(letter, replayed)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
-    lines = [f"{name}: {told[name]}" for name in shown if told[name] is not None]
-    lines.append("record: {}[{}] {}".format(*it.origin) + f", {duration(now - it.time / 1000)} ago")
-    for name, value in ((it, told.get(f"{it}_base64", told[it])) for it in ("key", "value")):
+    lines = [f"{name}: {fields[name]}" for name in shown if fields[name] is not None]
+    lines.append("record: {}[{}] {}".format(*letter.origin) + f", {duration(now - letter.time / 1000)} ago")
+    for name, value in ((field, fields.get(f"{field}_base64", fields[field])) for field in ("key", "value")):
         lines += [f"{name}: {msgspec.json.encode(value).decode()}"]
-    lines += [f"header {msgspec.json.encode(header).decode()}" for header in told["headers"]]
+    lines += [f"header {msgspec.json.encode(header).decode()}" for header in fields["headers"]]
     return "\n".join(lines)
 
 
@@ -207,10 +208,10 @@ class LetterPlace(click.ParamType[tuple[int, int]]):
     name = "OFFSET"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        found = re.fullmatch(r"(?:(\d{1,9})/)?(\d{1,18})", str(value))
-        if found is None:
+        match = re.fullmatch(r"(?:(\d{1,9})/)?(\d{1,18})", str(value))
+        if match is None:
             self.fail(f"{value!r} is not an offset such as 17, or 1/17 of partition 1", param, ctx)
-        return int(found[1] or 0), int(found[2])
+        return int(match[1] or 0), int(match[2])
 
 
 @click.group("dead-letters", cls=CommandGroup)
@@ -232,12 +233,12 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
     with _servers(settings) as (kafka, acts):
         replayed = acts.replays()
         wanted = [
-            it
-            for it in kafka.newest(range(len(partitions)), most)
-            if stream in (None, it.stream) and reason in (None, it.reason)
+            letter
+            for letter in kafka.newest(range(len(partitions)), most)
+            if stream in (None, letter.stream) and reason in (None, letter.reason)
         ][:limit]
     if as_json:
-        click.echo(as_object({"dead_letters": [plain(it, replayed) for it in wanted]}))
+        click.echo(as_object({"dead_letters": [plain(letter, replayed) for letter in wanted]}))
     else:
         click.echo(to_table(wanted, replayed, time.time()) if wanted else "no dead letters")
 
@@ -249,8 +250,8 @@ def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show the dead letter at OFFSET: why it was rejected, where the record was, its key, value and headers."""
     settings = loaded()
     with _servers(settings) as (kafka, acts):
-        found, replayed = _letter(kafka, place), acts.replays()
-    click.echo(as_object(plain(found, replayed)) if as_json else to_text(found, replayed, time.time()))
+        letter, replayed = _letter(kafka, place), acts.replays()
+    click.echo(as_object(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
 
 
 @dead_letters.command("replay")
@@ -287,19 +288,19 @@ def dead_letters_replay(
         confirmed(letter.place, "the offset", yes=yes)
         sent = send_again(noted, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
-        found = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
+        final = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
         stored = postgres.states([letter.stream]).get(letter.stream)
     now = {
         "not seen": f"no batch has read it after {wait:g} s; it is counted when the pipeline reads it",
         "refused": "the pipeline rejected it again: see the newest dead letters",
         "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
-    }[found]
+    }[final]
     if as_json:
-        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": found, "result": now}))
+        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": now}))
     else:
         click.echo(now)
-    if found != "applied":
-        raise SystemExit(NOT_SEEN if found == "not seen" else 1)
+    if final != "applied":
+        raise SystemExit(NOT_SEEN if final == "not seen" else 1)
 
 
 @contextmanager
@@ -311,9 +312,9 @@ def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideL
 
 
 def _letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
-    found = kafka.at(*place)
-    if found is None:
+    letter = kafka.at(*place)
+    if letter is None:
         raise CommandFailed(
             f"there is no dead letter at offset {place[1]} of partition {place[0]}: see tidemark dead-letters list"
         )
-    return found
+    return letter

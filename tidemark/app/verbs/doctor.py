@@ -78,11 +78,11 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
         checks.append(check)
         if not as_json:
             echo(check.line())
-    failed, warnings = ([it for it in checks if it.status == status] for status in ("failed", "warning"))
+    failed, warnings = ([check for check in checks if check.status == status] for status in ("failed", "warning"))
     if as_json:
-        click.echo(as_object({"ok": not failed, "checks": [asdict(it) for it in checks]}))
+        click.echo(as_object({"ok": not failed, "checks": [asdict(check) for check in checks]}))
     else:
-        passed = sum(it.status == "ok" for it in checks)
+        passed = sum(check.status == "ok" for check in checks)
         echo(f"{count(passed, 'check')} passed, {count(len(warnings), 'warning')}, {len(failed)} failed")
     if failed:
         context.exit(1)
@@ -119,13 +119,13 @@ def _all() -> Iterator[Check]:
 def _failed(name: str, problem: TidemarkError) -> Check:
     """The check that an error ended. The text of a `Stop` ends with what to do, after a semicolon."""
     if isinstance(problem, Unavailable | Refused) and (text := without_stack(problem)):
-        what, _, _ = text.partition(": is `tidemark up`")
-        return Check(name, "failed", what, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
+        fault, _, _ = text.partition(": is `tidemark up`")
+        return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
     if isinstance(problem, Refused):
         return Check(name, "failed", f"{problem.where} refused: {problem.problem}", _sentence(problem.do))
-    what, _, do = one_line(problem).partition("; ")
+    fault, _, do = one_line(problem).partition("; ")
     if isinstance(problem, Stop) and do:
-        return Check(name, "failed", what, _sentence(do))
+        return Check(name, "failed", fault, _sentence(do))
     return Check(name, "failed", one_line(problem), f"Start {name}, or correct {_ADDRESSES[name]}.")
 
 
@@ -194,8 +194,8 @@ def _java(settings: "Settings") -> Check:
     try:
         program = find_java(settings.java_home)
     except JavaUnfit as problem:
-        what, _, do = one_line(problem).partition(": ")
-        return Check("Java", "failed", what, _sentence(do))
+        fault, _, do = one_line(problem).partition(": ")
+        return Check("Java", "failed", fault, _sentence(do))
     answer = subprocess.run(
         [program, "-version"], env=server_environment(), capture_output=True, text=True, check=False
     )

@@ -111,9 +111,9 @@ def explain_between(
     times = [since, *past.moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
     explanations: dict[int, Explanation] = {}
     for time in times:
-        it = explain_at(past, stream, encoded, time)
-        if it is not None and not it.idle and _seconds(it.stay, until) >= BRIEF_WAIT:
-            explanations.setdefault(it.stay.linear, it)
+        explanation = explain_at(past, stream, encoded, time)
+        if explanation is not None and not explanation.idle and _seconds(explanation.stay, until) >= BRIEF_WAIT:
+            explanations.setdefault(explanation.stay.linear, explanation)
         if len(explanations) == STAYS:
             break
     return [*explanations.values()]
@@ -133,10 +133,14 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
         retired |= dict.fromkeys(alone.retired, stay.until)
     holders = [
         PastBlocker(
-            it.writer, epochs.get(it.writer, it.epoch), it.position, gaps.get(it.writer), retired.get(it.writer)
+            writer.writer,
+            epochs.get(writer.writer, writer.epoch),
+            writer.position,
+            gaps.get(writer.writer),
+            retired.get(writer.writer),
         )
-        for it in past.behind(stream, moment, stay.linear)
-        if it.writer in retired or _was_there(it, now, moment, gaps)
+        for writer in past.behind(stream, moment, stay.linear)
+        if writer.writer in retired or _was_there(writer, now, moment, gaps)
     ]
     moved = [] if stay.until is None else past.batch(stream, stay.until)
     batch = moved[0].batch if moved else None if alone is None else alone.batch
@@ -145,8 +149,12 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
         stay,
         not beyond(past.farthest(stream, moment), stay.linear),
         holders,
-        [it for it in moved if beyond(it.id, stay.linear)],
-        [it.writer for it in moved if it.prev == 0 and it.writer not in {holder.writer for holder in holders}],
+        [advance for advance in moved if beyond(advance.id, stay.linear)],
+        [
+            advance.writer
+            for advance in moved
+            if advance.prev == 0 and advance.writer not in {holder.writer for holder in holders}
+        ],
         sorted(name for name, time in retired.items() if time == stay.until),
         [] if stay.until is None else past.overrides(stream, stay.until),
         batch,
@@ -154,18 +162,18 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
     )
 
 
-def _was_there(it: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
+def _was_there(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
     """Whether the stream waited for a writer that had not passed the linear position: not if it had retired, nor if the
     writer was not there yet, as far as the history shows."""
-    known = now.writers.get(it.writer)
+    known = now.writers.get(writer.writer)
     if (
         known is not None
         and known.retired is not None
-        and it.next is None
+        and writer.next is None
         and known.retired <= moment.timestamp() * 1000
     ):
         return False
-    return not it.first or it.writer in gaps
+    return not writer.first or writer.writer in gaps
 
 
 def _seconds(stay: LinearStay, until: datetime) -> float:
@@ -173,7 +181,7 @@ def _seconds(stay: LinearStay, until: datetime) -> float:
 
 
 def to_text(explanations: Sequence[Explanation], now: datetime) -> str:
-    return sanitize(line for it in explanations for line in _lines(it, now))
+    return sanitize(line for explanation in explanations for line in _lines(explanation, now))
 
 
 def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
@@ -200,10 +208,10 @@ def _blocker(blocker: PastBlocker) -> str:
         until = "" if blocker.retired is None else f", until it retired at {timestamp(blocker.retired)}"
         return f"{blocker.writer} (epoch {blocker.epoch}): no record beyond ID {blocker.position}{until}"
     gap = blocker.gap  # of the epoch in which the IDs were open: the writer's next advance may be of a later one
-    what = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
+    span = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
     if gap.closed is None:
-        return f"{what} until now"
-    return f"{what} to {timestamp(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+        return f"{span} until now"
+    return f"{span} to {timestamp(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
 def _unblocked(explanation: Explanation) -> Iterator[str]:
@@ -223,22 +231,22 @@ def _unblocked(explanation: Explanation) -> Iterator[str]:
         yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
 
 
-def offsets(it: OffsetRange) -> str:
-    if it.first is None:
-        return f"{it.topic}/{it.partition} up to {it.last}"
-    return f"{it.topic}/{it.partition} {it.first}" + (f"..{it.last}" if it.last > it.first else "")
+def offsets(span: OffsetRange) -> str:
+    if span.first is None:
+        return f"{span.topic}/{span.partition} up to {span.last}"
+    return f"{span.topic}/{span.partition} {span.first}" + (f"..{span.last}" if span.last > span.first else "")
 
 
-def _move(it: BatchAdvance) -> str:
-    return f"{it.writer} (epoch {it.epoch}) moved from {it.prev} to {it.id}: {evidence(it.evidence)}"
+def _move(move: BatchAdvance) -> str:
+    return f"{move.writer} (epoch {move.epoch}) moved from {move.prev} to {move.id}: {evidence(move.evidence)}"
 
 
 def evidence(counts: Evidence) -> str:
     """In the words of docs/design.md 1."""
-    told = [
+    parts = [
         f"{name} {number} ({EVIDENCE[name]})" for name, number in zip(EVIDENCE, counts.counts, strict=True) if number
     ]
-    return ", ".join(told) or "no new evidence"
+    return ", ".join(parts) or "no new evidence"
 
 
 def _reader(reader: str, stream: str) -> ReaderStatus:
@@ -310,7 +318,9 @@ def explain(
             if begins > since:
                 click.echo(f"the stored history of {stream} begins at {timestamp(begins)}", err=True)
         else:
-            explanations = [it for it in [explain_at(past, stream, encoded, at or now)] if it is not None]
+            explanations = [
+                explanation for explanation in [explain_at(past, stream, encoded, at or now)] if explanation is not None
+            ]
     if not explanations and between is None:
         raise CommandFailed(f"the stored history of {stream} begins after that time")
     if as_json:

@@ -34,7 +34,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
         raise click.UsageError("with --writer, TOKEN is an ID")
     with Positions(settings.redis, settings.postgres()) as positions:
         try:
-            stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
+            position = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
             if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
                 raise CommandStopped(no_stream(stream)) from None
@@ -44,10 +44,15 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
                 raise CommandFailed(str(problem)) from None
             raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` shows what blocks it") from None
     if as_json:
-        found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}
-        click.echo(json.dumps(found))
+        answer = {
+            "stream": stream,
+            "linear": position.linear,
+            "vector": dict(position.vector),
+            "token": str(position.token),
+        }
+        click.echo(json.dumps(answer))
     else:
-        click.echo(f"{stream} is at {stands.token}")
+        click.echo(f"{stream} is at {position.token}")
 
 
 @click.command("listen", cls=OurCommand)

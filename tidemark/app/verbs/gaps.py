@@ -38,18 +38,18 @@ def _line(gap: OpenRange, now: float) -> str:
     age = "" if gap.since is None else f" for {duration(now - gap.since.timestamp())}"
     writer = gap.writer
     if gap.low is None:
-        writer, what = f"{gap.writer} (epoch {gap.epoch})", f"has not joined{age}"
+        writer, state = f"{gap.writer} (epoch {gap.epoch})", f"has not joined{age}"
     elif gap.top is None and gap.verdict in ("no heartbeat", "blocked"):
         return f"{gap.stream}: {writer}: {gap.verdict}{age}; position {gap.low}"
     elif gap.top is None:
-        what = f"no record beyond ID {gap.low}{age}"
+        state = f"no record beyond ID {gap.low}{age}"
     else:
-        what = f"{ids(gap.low, gap.top)} open{age}"
+        state = f"{ids(gap.low, gap.top)} open{age}"
     waiting = ""
     if gap.waiting:
         facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
         waiting = f"; {count(gap.waiting, 'committed ID')} {'is' if gap.waiting == 1 else 'are'} waiting{facts}"
-    return f"{gap.stream}: {writer}: {what}; {_life(gap, now)}{waiting}"
+    return f"{gap.stream}: {writer}: {state}; {_life(gap, now)}{waiting}"
 
 
 def _life(gap: OpenRange, now: float) -> str:

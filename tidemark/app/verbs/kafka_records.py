@@ -90,16 +90,21 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
 _decoder: Final = msgspec.json.Decoder(RecordedLine)
 
 
-def to_line(it: RecordedMessage) -> str:
-    told: dict[str, Any] = {"topic": it.topic, "partition": it.partition, "offset": it.offset, "time": it.time}
-    for name, data in (("key", it.key), ("value", it.value)):
+def to_line(message: RecordedMessage) -> str:
+    fields: dict[str, Any] = {
+        "topic": message.topic,
+        "partition": message.partition,
+        "offset": message.offset,
+        "time": message.time,
+    }
+    for name, data in (("key", message.key), ("value", message.value)):
         if data is None:
             continue
         try:
-            told[name] = data.decode()
+            fields[name] = data.decode()
         except UnicodeDecodeError:
-            told[f"{name}_base64"] = data
-    return msgspec.json.encode(told).decode()
+            fields[f"{name}_base64"] = data
+    return msgspec.json.encode(fields).decode()
 
 
 def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
@@ -108,28 +113,30 @@ def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> It
         if not line.strip():
             continue
         try:
-            it = _decoder.decode(line)
+            parsed = _decoder.decode(line)
             key, value = (
                 None
                 if text is None and coded is None
                 else (text.encode() if text is not None else b64decode(coded or ""))
-                for text, coded in ((it.key, it.key_base64), (it.value, it.value_base64))
+                for text, coded in ((parsed.key, parsed.key_base64), (parsed.value, parsed.value_base64))
             )
         except (ValueError, RecursionError) as problem:
             raise refuse(f"line {number} is not a record of `tidemark tail --json`: {problem}") from None
-        yield RecordedMessage(it.topic, it.partition, it.offset, it.time, key, value)
+        yield RecordedMessage(parsed.topic, parsed.partition, parsed.offset, parsed.time, key, value)
 
 
-def to_text(it: RecordedMessage) -> str:
+def to_text(message: RecordedMessage) -> str:
     """One line for people."""
-    what = "unreadable"
+    name = "unreadable"
     with suppress(BadRecord):
-        record = records.decode(it.value)
-        what = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
-    value = (it.value or b"").decode(errors="replace")
+        record = records.decode(message.value)
+        name = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
+    value = (message.value or b"").decode(errors="replace")
     cut = "..." if len(value) > LINE else ""
-    when = timestamp(datetime.fromtimestamp(max(it.time, 0) / 1000, UTC))
-    return f"{when} {it.topic}/{it.partition} {it.offset} {printable(what)}: {printable(value[:LINE])}{cut}"
+    when = timestamp(datetime.fromtimestamp(max(message.time, 0) / 1000, UTC))
+    return (
+        f"{when} {message.topic}/{message.partition} {message.offset} {printable(name)}: {printable(value[:LINE])}{cut}"
+    )
 
 
 @click.command("produce", cls=OurCommand)
@@ -176,9 +183,9 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
         while True:
             for place, first in nexts.items():
                 _, end = kafka.bounds(*place)
-                for it in kafka.between(*place, first, end):
-                    if key in (None, it.key):
-                        click.echo(show(it))
+                for message in kafka.between(*place, first, end):
+                    if key in (None, message.key):
+                        click.echo(show(message))
                         shown += 1
                 nexts[place] = max(first, end)
             if not follow:

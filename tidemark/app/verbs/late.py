@@ -57,7 +57,7 @@ def late_resolve(
     """
     with _database() as database:
         completions = database.numbered(stream, numbers)
-        missing = sorted({*numbers} - {it.number for it in completions})
+        missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
             raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")
         click.echo(_table(completions, time.time()), err=as_json)
@@ -69,7 +69,7 @@ def late_resolve(
     elif not dry_run:
         click.echo(
             f"resolved {count(len(completions), 'late completion')}, noted as override"
-            f" {', '.join(str(it.act) for it in completions)}"
+            f" {', '.join(str(completion.act) for completion in completions)}"
         )
 
 
@@ -83,16 +83,16 @@ def _database() -> "Iterator[LateCompletions]":
 def _table(completions: "Sequence[LateFact]", now: float) -> str:
     rows = [
         (
-            str(it.number),
-            duration(now - it.time.timestamp()),
-            it.stream,
-            it.writer,
-            str(it.epoch),
-            id_range(it.prev, it.id),
-            str(it.facts),
-            it.why,
-            "" if it.act is None else f"override {it.act}",
+            str(completion.number),
+            duration(now - completion.time.timestamp()),
+            completion.stream,
+            completion.writer,
+            str(completion.epoch),
+            id_range(completion.prev, completion.id),
+            str(completion.facts),
+            completion.why,
+            "" if completion.act is None else f"override {completion.act}",
         )
-        for it in completions
+        for completion in completions
     ]
     return sanitize(table(HEADINGS, rows))

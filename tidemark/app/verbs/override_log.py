@@ -60,44 +60,46 @@ def _database() -> "Iterator[OverrideLog]":
         yield OverrideLog(session)
 
 
-def _ids(it: "OverrideEntry") -> str:
-    if not it.id:
+def _ids(entry: "OverrideEntry") -> str:
+    if not entry.id:
         return ""
-    return id_range(it.prev, it.id) if it.prev else f"up to {it.id}"
+    return id_range(entry.prev, entry.id) if entry.prev else f"up to {entry.id}"
 
 
-def _outcome(it: "OverrideEntry") -> str:
-    if it.outcome is not None:
-        return it.outcome
-    return "not sent" if it.topic is None else "not seen"
+def _outcome(entry: "OverrideEntry") -> str:
+    if entry.outcome is not None:
+        return entry.outcome
+    return "not sent" if entry.topic is None else "not seen"
 
 
 def _table(entries: "Sequence[OverrideEntry]", now: float) -> list[str]:
     rows = [
         (
-            "" if it.number is None else str(it.number),
-            duration(now - it.time.timestamp()),
-            it.seen_as or "unknown",
-            it.by,
-            it.kind,
-            it.stream,
-            it.writer,
-            _ids(it),
-            _outcome(it),
-            it.why,
+            "" if entry.number is None else str(entry.number),
+            duration(now - entry.time.timestamp()),
+            entry.seen_as or "unknown",
+            entry.by,
+            entry.kind,
+            entry.stream,
+            entry.writer,
+            _ids(entry),
+            _outcome(entry),
+            entry.why,
         )
-        for it in entries
+        for entry in entries
     ]
     return table(HEADINGS, rows, {"NUMBER"})
 
 
-def _whole(it: "OverrideEntry") -> Iterator[str]:
-    stream = "all streams" if it.stream == EVERY_STREAM else it.stream
-    whose = f"{it.writer} (epoch {it.epoch}) of {stream}" if it.writer else stream
-    yield f"{it.kind} of {whose} {_ids(it)}".rstrip()
-    yield f"when: {timestamp(it.time)}"
-    yield f"who: {it.by}; user {it.seen_as} of Postgres, from {it.seen_from or 'a local socket'}"
-    yield f"why: {it.why}"
-    if it.writer:  # only an override of a writer is sent
-        yield "sent: " + ("not known to be" if it.topic is None else f"{it.topic}/{it.partition} {it.offset}")
-    yield f"outcome: {_outcome(it)}"
+def _whole(entry: "OverrideEntry") -> Iterator[str]:
+    stream = "all streams" if entry.stream == EVERY_STREAM else entry.stream
+    whose = f"{entry.writer} (epoch {entry.epoch}) of {stream}" if entry.writer else stream
+    yield f"{entry.kind} of {whose} {_ids(entry)}".rstrip()
+    yield f"when: {timestamp(entry.time)}"
+    yield f"who: {entry.by}; user {entry.seen_as} of Postgres, from {entry.seen_from or 'a local socket'}"
+    yield f"why: {entry.why}"
+    if entry.writer:  # only an override of a writer is sent
+        yield "sent: " + (
+            "not known to be" if entry.topic is None else f"{entry.topic}/{entry.partition} {entry.offset}"
+        )
+    yield f"outcome: {_outcome(entry)}"

@@ -101,10 +101,10 @@ class Trial:
         """The writers whose IDs the override settles, and what is known of their life; none if it only reopens IDs."""
         if self._reopens():
             return
-        for it in self._blockers():
-            unknown = it.verdict == "unknown"
-            life = open_ranges.verdict(it.last_seen, [], self.now, self.silent) if unknown else it.verdict
-            yield it.writer, life, it.last_seen
+        for blocker in self._blockers():
+            unknown = blocker.verdict == "unknown"
+            life = open_ranges.verdict(blocker.last_seen, [], self.now, self.silent) if unknown else blocker.verdict
+            yield blocker.writer, life, blocker.last_seen
         known = self.before.writers.get(self.act.writer)
         if not self.waiting and known is not None and known.retired is None:
             how = open_ranges.life(self.before, self.act.writer, known.seen, self.now, self.silent)
@@ -141,7 +141,7 @@ class Trial:
 
     def _blockers(self) -> list[OpenRange]:
         """The lowest open range of each writer and epoch."""
-        return [*{(it.writer, it.epoch): it for it in reversed(self.waiting)}.values()][::-1]
+        return [*{(blocker.writer, blocker.epoch): blocker for blocker in reversed(self.waiting)}.values()][::-1]
 
     def settled(self) -> list[tuple[int, int]]:
         """Ranges that the override settles on the writer's chain, `(low, high]`, signed."""
@@ -156,9 +156,13 @@ class Trial:
 
     def warnings(self) -> Iterator[str]:
         """What is blocked, and what is lost if the override is wrong. Shown before the confirmation."""
-        for it in self._blockers():
-            waits = f"; {count(it.waiting, 'committed ID')} waiting, {it.facts} with facts" if it.waiting else ""
-            yield f"{it.writer}: {it.verdict}, {_seen(it.last_seen, self.now)}{waits}"
+        for blocker in self._blockers():
+            waits = (
+                f"; {count(blocker.waiting, 'committed ID')} waiting, {blocker.facts} with facts"
+                if blocker.waiting
+                else ""
+            )
+            yield f"{blocker.writer}: {blocker.verdict}, {_seen(blocker.last_seen, self.now)}{waits}"
         settled = self.settled()
         if settled:
             ranges = ", ".join(id_range(low, high) for low, high in settled[:SHOWN])
@@ -177,15 +181,15 @@ class Trial:
         before, after, done = self.before, self.after, self.done
         act, reopened = self.forced, False
         yield f"{act.kind} of {act.writer} (epoch {act.epoch}), by {act.by}: {act.why}"
-        was, now = (it.writers.get(act.writer) for it in (before, after))
+        was, now = (state.writers.get(act.writer) for state in (before, after))
         if was is not None and now is not None and now.chain.reach < was.chain.reach:
             reopened = True
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
             then = f"; completions up to {position} are late" if position != low else ""
             yield f"IDs of {act.writer} beyond {low} are open again{then}"
-        told = [*moved(done)]
-        yield from told
-        if not (reopened or told):
+        effects = [*moved(done)]
+        yield from effects
+        if not (reopened or effects):
             yield f"nothing moves; the linear position of {done.stream} stays at {done.linear}"
 
 
@@ -218,10 +222,12 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     (forced,) = done.overrides
     act = msgspec.structs.replace(act, epoch=forced.epoch)
     waiting = [
-        it
-        for it in open_ranges.read({act.stream: stored}, now, policies)
+        blocker
+        for blocker in open_ranges.read({act.stream: stored}, now, policies)
         if (
-            it.verdict == "unknown" if act.writer == ANY_WRITER else (it.writer == act.writer and it.epoch <= act.epoch)
+            blocker.verdict == "unknown"
+            if act.writer == ANY_WRITER
+            else (blocker.writer == act.writer and blocker.epoch <= act.epoch)
         )
     ]
     trial = Trial(
@@ -357,41 +363,43 @@ def outcome(acts: OverrideLog, sent: SentOverride, seconds: float, became: Calla
         if time.monotonic() >= deadline:
             return "not seen"
         time.sleep(POLL_EVERY)
-    found = became()
-    acts.close(sent.noted, found)
-    return found
+    final = became()
+    acts.close(sent.noted, final)
+    return final
 
 
-def result(found: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
+def result(final: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
     """The outcome in a sentence."""
-    if found == "not seen":
+    if final == "not seen":
         return (
             f"no batch has read it after {seconds:g} s. It will be applied when the pipeline reads it: do not send it"
             " again. `tidemark status` shows the pipeline"
         )
     now = positions_line(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
-    if found == "refused":
+    if final == "refused":
         return f"the pipeline refused it, because the state had changed; {now}"
-    if found == "settled before":
+    if final == "settled before":
         return f"another override had settled it, and this one did nothing (see `tidemark overrides list`); {now}"
     return f"applied: {now}"
 
 
-def to_json(trial: Trial, sent: SentOverride | None, found: Outcome | None, now: str | None) -> str:
+def to_json(trial: Trial, sent: SentOverride | None, final: Outcome | None, now: str | None) -> str:
     """The same as JSON; `sent` and the fields after it are null if nothing was sent."""
     done = trial.done
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "act": msgspec.to_builtins(trial.act),
         "would": [*trial.moves()],
-        "advances": [dict(zip(it.__struct_fields__, msgspec.to_builtins(it), strict=True)) for it in done.advances],
+        "advances": [
+            dict(zip(advance.__struct_fields__, msgspec.to_builtins(advance), strict=True)) for advance in done.advances
+        ],
         "linear": {"from": done.linear_prev, "to": done.linear},
         "warnings": [*trial.warnings()],
         "objections": [*trial.objections()],
         **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.plain()),
-        "outcome": found,
+        "outcome": final,
         "result": now,
     }
-    return as_object(told)
+    return as_object(fields)
 
 
 _FORCING: Final[list[Callable[[Any], Any]]] = [
@@ -415,8 +423,8 @@ class IdRange(click.ParamType[tuple[int, int]]):
     name = "A..B"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        found = re.fullmatch(r"(-?\d+)(?:\.\.(-?\d+))?", str(value))
-        first, last = (int(it or found[1]) for it in found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"(-?\d+)(?:\.\.(-?\d+))?", str(value))
+        first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
         if not first or first * last < 0 or abs(first) > abs(last) or abs(last) > MOST_ID:
             self.fail(f"{value!r} is not a range of IDs such as 8..11, or -8..-11", param, ctx)
         return (first - 1 if first > 0 else first + 1), last
@@ -498,14 +506,14 @@ def _carry_out(
         sent = send(noted, settings.kafka, settings.kafka_control_topic, trial)
         try:
             tell(sent.line(), err=as_json)
-            found = outcome(noted, sent, wait, lambda: noted.became(sent.noted))
+            final = outcome(noted, sent, wait, lambda: noted.became(sent.noted))
         except KeyboardInterrupt:
             tell(
                 f"the override is sent and cannot be taken back: see `tidemark overrides show {sent.noted.number}`",
                 err=True,
             )
             raise
-        now = result(found, postgres, trial, wait)
-    tell(to_json(trial, sent, found, now) if as_json else now)
-    if found != "applied":
-        raise SystemExit(NOT_SEEN if found == "not seen" else 1)
+        now = result(final, postgres, trial, wait)
+    tell(to_json(trial, sent, final, now) if as_json else now)
+    if final != "applied":
+        raise SystemExit(NOT_SEEN if final == "not seen" else 1)

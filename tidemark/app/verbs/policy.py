@@ -23,7 +23,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 
 def _name(_: click.Context, param: click.Parameter, name: str) -> str:
     plain = name.removesuffix("*")
-    if not name or len(plain) > NAME or not plain.isprintable() or any(it.isspace() for it in plain):
+    if not name or len(plain) > NAME or not plain.isprintable() or any(letter.isspace() for letter in plain):
         raise click.BadParameter(f"{name!r} is neither the name of a stream nor a prefix followed by *", param=param)
     return name
 
@@ -35,16 +35,16 @@ def _known(setting: str) -> str:
 
 
 def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     for word in words:
         setting, _equals, text = word.partition("=")
         most = POLICY_SETTINGS[_known(setting)].most
-        if setting in found:
+        if setting in values:
             raise click.BadParameter(f"{setting} is given twice", param=param)
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
             raise click.BadParameter(f"{word!r}: {setting} is a whole number from 1 to {most}", param=param)
-        found[setting] = int(text)
-    return found
+        values[setting] = int(text)
+    return values
 
 
 @click.group("policy", cls=CommandGroup)
@@ -79,17 +79,17 @@ def policy_show(stream: str, *, as_json: bool) -> None:
     sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
     values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
     if as_json:
-        found = {setting: {"value": values[setting], "policy": sources[setting]} for setting in POLICY_SETTINGS}
-        click.echo(as_object({"stream": stream, "settings": found}))
+        effective = {setting: {"value": values[setting], "policy": sources[setting]} for setting in POLICY_SETTINGS}
+        click.echo(as_object({"stream": stream, "settings": effective}))
         return
     rows = [
         (
             setting,
             "none" if values[setting] is None else str(values[setting]),
             sources[setting] or "default",
-            it.meaning,
+            setting_type.meaning,
         )
-        for setting, it in POLICY_SETTINGS.items()
+        for setting, setting_type in POLICY_SETTINGS.items()
     ]
     click.echo("\n".join(table(("SETTING", "VALUE", "FROM", "MEANING"), rows, {"VALUE"})))
 
@@ -107,7 +107,9 @@ def policy_set(
 
 @policy.command("unset")
 @click.argument("name", callback=_name)
-@click.argument("settings", nargs=-1, metavar="[SETTING]...", callback=lambda *it: [_known(word) for word in it[2]])
+@click.argument(
+    "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_known(word) for word in words[2]]
+)
 @answering
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool

@@ -86,34 +86,34 @@ class Replayed:
 def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
     """The records in their order, by the stream of the key and by the stream of the value: a rejected record may belong
     to either."""
-    found: dict[str, list[RecordedMessage]] = defaultdict(list)
-    for it in messages:
-        keyed = (it.key or b"").decode(errors="replace")
+    streams: dict[str, list[RecordedMessage]] = defaultdict(list)
+    for message in messages:
+        keyed = (message.key or b"").decode(errors="replace")
         try:
-            named = _named.decode(it.value or b"").stream or keyed
+            named = _named.decode(message.value or b"").stream or keyed
         except (ValueError, RecursionError):
             named = keyed
         for stream in {keyed, named}:
-            found[stream].append(it)
-    return found
+            streams[stream].append(message)
+    return streams
 
 
 def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
     """Packets as the pipeline makes them of records of any partitions; `roles` has the role of each topic."""
     parted: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
-    for it in messages:
-        parted[it.topic, it.partition].append(it)
-    found: list[Packet] = []
-    for (topic, partition), of in parted.items():
+    for message in messages:
+        parted[message.topic, message.partition].append(message)
+    packets: list[Packet] = []
+    for (topic, partition), records_of in parted.items():
         decoder = Decoder(roles[topic])
-        decoder.add(_fetched(of))
-        found += [packet for _, packet in pack(topic, partition, decoder, 1)]
-    return found
+        decoder.add(_fetched(records_of))
+        packets += [packet for _, packet in pack(topic, partition, decoder, 1)]
+    return packets
 
 
-def _fetched(of: Sequence[RecordedMessage]) -> RecordBatch:
-    numbers = np.array([(it.offset, it.time) for it in of], np.int64)
-    return RecordBatch.of([it.key for it in of], [it.value for it in of], *numbers.T)
+def _fetched(messages: Sequence[RecordedMessage]) -> RecordBatch:
+    numbers = np.array([(message.offset, message.time) for message in messages], np.int64)
+    return RecordBatch.of([message.key for message in messages], [message.value for message in messages], *numbers.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +148,15 @@ def start_of(
 ) -> ReplayStart | None:
     """The earliest; None where there is none. `cut`: records before the first of `facts` are missing. So it is to be a
     batch that is known to have read beyond them."""
-    told = {fact for it in facts for fact in _facts(_record(it))} if cut else set()
+    seen = {fact for message in facts for fact in _facts(_record(message))} if cut else set()
     read = not cut
     for number, batch in enumerate(past.batches, 1):
         # All facts: what a JOIN or an operator settled may have come without its record.
         read = read or any(
-            (move.writer, move.id) in told and not any(move.evidence.counts[1:]) for move in batch.advances
+            (move.writer, move.id) in seen and not any(move.evidence.counts[1:]) for move in batch.advances
         )
         if read and not any(
-            it.opened <= batch.time and (it.closed is None or it.closed > batch.time) for it in past.gaps
+            gap.opened <= batch.time and (gap.closed is None or gap.closed > batch.time) for gap in past.gaps
         ):
             return _seeded(past, stream, facts, bounds, number)
     return None
@@ -166,32 +166,33 @@ def _seeded(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
     after, marks = past.batches[skipped - 1], dict[str, Record]()
-    heard = [_record(it) for it in facts]
-    for record in heard:
+    parsed = [_record(message) for message in facts]
+    for record in parsed:
         if record is not None:
             marks.setdefault(record.writer, record)
-    joins = {(it.writer, it.epoch): it.id for it in heard if isinstance(it, Join)}
+    joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
-    for it in _standing(past, skipped):
-        if it.later and not it.position and (it.writer, it.epoch) in joins:
+    for writer in _standing(past, skipped):
+        if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # The JOIN of an epoch that began behind the batch is still to come.
-        comes = it.later and not beyond(it.position, joins.get((it.writer, it.epoch), 0))
-        epoch = it.epoch - 1 if comes and it.epoch else it.epoch
-        joined.append(Join(stream=stream, writer=it.writer, epoch=epoch, id=it.position))
-        first = marks.get(it.writer)
+        comes = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
+        epoch = writer.epoch - 1 if comes and writer.epoch else writer.epoch
+        joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
+        first = marks.get(writer.writer)
         if isinstance(first, Join) and first.epoch > epoch:
-            joining[it.writer] = it.position
-        elif first is None and it.writer in past.retired:
-            retired.append(Retire(stream=stream, writer=it.writer, epoch=epoch, id=it.position))
-    joined.sort(key=lambda it: (abs(it.id), it.writer))  # a JOIN above the others would let the line pass them
+            joining[writer.writer] = writer.position
+        elif first is None and writer.writer in past.retired:
+            retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
+    joined.sort(key=lambda join: (abs(join.id), join.writer))  # a JOIN above the others would let the line pass them
     marked: list[Join | Retire] = [*joined, *retired]
     topic = facts[0].topic if facts else ""
     seeds = [
-        RecordedMessage(topic, 0, offset, 0, stream.encode(), records.encode(it)) for offset, it in enumerate(marked)
+        RecordedMessage(topic, 0, offset, 0, stream.encode(), records.encode(marker))
+        for offset, marker in enumerate(marked)
     ]
     now = Replayed(stream, bounds).fed(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
-    highest = max((it.id for it in joined), key=abs, default=0)
+    highest = max((join.id for join in joined), key=abs, default=0)
     return ReplayStart(skipped, after, now.counting_anew(), highest, joining)
 
 
@@ -210,9 +211,9 @@ def _standing(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
             yield SeedWriter(writer, epoch, at, later=True)
 
 
-def _record(it: RecordedMessage) -> Record | None:
+def _record(message: RecordedMessage) -> Record | None:
     try:
-        return records.read(it.value, it.key, Topic.FACTS)
+        return records.read(message.value, message.key, Topic.FACTS)
     except BadRecord:
         return None
 
@@ -289,27 +290,33 @@ def report(
 ) -> ReplayReport:
     """Compare all streams, or `only` one, as far as batches have read the records."""
     upto = past.read_up_to()
-    read = [it for it in messages if it.offset < upto.get((it.topic, it.partition), it.offset + 1)]
+    read = [
+        message
+        for message in messages
+        if message.offset < upto.get((message.topic, message.partition), message.offset + 1)
+    ]
     firsts: dict[tuple[str, int], int] = {}
-    lasts = {(it.topic, it.partition): it for it in read}
-    for it in read:
-        firsts.setdefault((it.topic, it.partition), it.offset)
-    found, streams = ReplayReport(records=len(read)), by_stream(read)
-    found.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
+    lasts = {(message.topic, message.partition): message for message in read}
+    for message in read:
+        firsts.setdefault((message.topic, message.partition), message.offset)
+    result, streams = ReplayReport(records=len(read)), by_stream(read)
+    result.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
     for stream, of_stream in sorted(streams.items()):
         held = past.stream(stream)
         if held is None:
             continue  # nothing of it was ever taken: its records are in the dead letters
-        places = {(it.topic, it.partition) for it in of_stream if roles[it.topic] is Topic.FACTS}
+        places = {(message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS}
         begins = max((firsts[place] for place in places), default=0)
         # A batch that is older than the last record cannot have read beyond it, so the replay must reach the batch.
-        ends = min((lasts[it].time for it in places if lasts[it].offset + 1 < upto.get(it, 0)), default=None)
-        _compare(found, held, stream, of_stream, roles, bounds, begins, ends)
-    return found
+        ends = min(
+            (lasts[place].time for place in places if lasts[place].offset + 1 < upto.get(place, 0)), default=None
+        )
+        _compare(result, held, stream, of_stream, roles, bounds, begins, ends)
+    return result
 
 
 def _compare(
-    found: ReplayReport,
+    result: ReplayReport,
     past: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
@@ -322,27 +329,29 @@ def _compare(
     if past.whole:
         done = compared(past, stream, messages, roles, bounds, ends)
     if not past.whole or (begins and done is not None and done.parting is not None):
-        facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
+        facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
         start = start_of(past, stream, facts, bounds, cut=begins > 0)
         missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
         if start is None or start.skipped == len(past.batches):
-            found.unknown[stream] = f"{missing}, and after every later batch some ID was open"
+            result.unknown[stream] = f"{missing}, and after every later batch some ID was open"
             return
         done = compared(past, stream, messages, roles, bounds, ends, start)
         if done.parting is not None and done.parting.record is None:
-            found.unknown[stream] = f"{missing}, and the records do not continue from {named(done.last or start.after)}"
+            result.unknown[stream] = (
+                f"{missing}, and the records do not continue from {named(done.last or start.after)}"
+            )
             return
     assert done is not None
     batches = len(past.batches) - (start.skipped if start else 0)
     if done.parting is not None:
-        found.batches += batches
-        found.parted.append(done.parting)
+        result.batches += batches
+        result.parted.append(done.parting)
         return
-    found.batches += done.batches
-    found.alike.append(stream)
+    result.batches += done.batches
+    result.alike.append(stream)
     left = batches - done.batches
     if start is not None or left:
-        found.parts[stream] = PartCompared(
+        result.parts[stream] = PartCompared(
             start.after if start else None,
             begins,
             start.highest if start is not None and done.line else None,
@@ -351,8 +360,8 @@ def _compare(
         )
 
 
-def named(it: StoredBatch) -> str:
-    return f"batch {it.batch} of {timestamp(it.time)}"
+def named(batch: StoredBatch) -> str:
+    return f"batch {batch.batch} of {timestamp(batch.time)}"
 
 
 def compared(
@@ -366,16 +375,16 @@ def compared(
 ) -> _Compared:
     """Compare a stream up to its first divergence. `messages` are all records of the stream that batches have read; if
     `ends` (ms) is given, all up to that time."""
-    facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
-    acts = _applied([it for it in messages if roles[it.topic] is Topic.CONTROL], past.acts)
-    now, told = Replayed(stream, bounds), dict[str, Evidence]()
+    facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
+    acts = _applied([message for message in messages if roles[message.topic] is Topic.CONTROL], past.acts)
+    now, stored = Replayed(stream, bounds), dict[str, Evidence]()
     batches, last, at = past.batches, None, 0
     if start is not None:
         now, batches = start.replayed, batches[start.skipped :]
-        acts = [it for it in acts if it[1] > start.after.time]
+        acts = [act for act in acts if act[1] > start.after.time]
     for number, batch in enumerate(batches):
         for move in batch.advances:
-            told[move.writer] = told.get(move.writer, NOTHING) + move.evidence
+            stored[move.writer] = stored.get(move.writer, NOTHING) + move.evidence
         due = [acts.pop(0)[0] for _ in [*acts] if acts[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
         goal = batch if start is None or start.tells_line(now) else replace(batch, linear=None)
@@ -383,13 +392,13 @@ def compared(
         at += taken
         if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
             return _Compared(number, last, line=goal is batch)
-        found = _differs(stream, now, goal, told)
-        if found is not None:
+        divergence = _differs(stream, now, goal, stored)
+        if divergence is not None:
             record = facts[at - 1] if at and now.reaches(goal) else None
-            return _Compared(number, last, replace(found, record=record))
+            return _Compared(number, last, replace(divergence, record=record))
         last = batch
     line = start is None or start.tells_line(now)
-    parting = _ends(past, stream, now, facts[at:], [it for it, _ in acts], roles)
+    parting = _ends(past, stream, now, facts[at:], [act for act, _ in acts], roles)
     if parting is not None and (parting.writer is not None or (line and ends is None)):
         return _Compared(len(batches), last, parting)
     return _Compared(len(batches), last, line=line)
@@ -424,22 +433,22 @@ def _to(
         if not done.reaches(batch):
             now, low, step = now.fed(chunk, roles, time), low + len(chunk), min(2 * step, AT_ONCE)
             continue
-        few, many = 0, len(chunk)  # `few` are too few, `many` are enough
-        while many - few > 1:
-            middle = (few + many) // 2
-            it = tried(now, chunk[:middle])
-            few, many, done = (few, middle, it) if it.reaches(batch) else (middle, many, done)
-        return low + many, done
+        missing, enough = 0, len(chunk)  # `few` are too few, `many` are enough
+        while enough - missing > 1:
+            middle = (missing + enough) // 2
+            attempt = tried(now, chunk[:middle])
+            missing, enough, done = (missing, middle, attempt) if attempt.reaches(batch) else (middle, enough, done)
+        return low + enough, done
     return low, tried(now, [])
 
 
-def _differs(stream: str, now: Replayed, batch: StoredBatch, told: Mapping[str, Evidence]) -> Parting | None:
+def _differs(stream: str, now: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]) -> Parting | None:
     for move in batch.advances:
-        here = now.positions.get(move.writer, 0)
-        counts = told[move.writer], now.counts.get(move.writer, NOTHING)
-        if here != move.id or counts[0] != counts[1]:
-            evidence = counts if here == move.id else None
-            return Parting(stream, None, move.writer, move.id, here, batch.batch, batch.time, evidence)
+        replayed = now.positions.get(move.writer, 0)
+        counts = stored[move.writer], now.counts.get(move.writer, NOTHING)
+        if replayed != move.id or counts[0] != counts[1]:
+            evidence = counts if replayed == move.id else None
+            return Parting(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)
     if batch.linear is not None and now.linear != batch.linear:
         return Parting(stream, None, None, batch.linear, now.linear, batch.batch, batch.time)
     return None
@@ -454,9 +463,9 @@ def _ends(
     roles: Mapping[str, Topic],
 ) -> Parting | None:
     """Check that the remaining records move nothing, except the linear position if a writer retired."""
-    time = max([it.time for it in (*facts, *acts)], default=0)
+    time = max([message.time for message in (*facts, *acts)], default=0)
     end = now.fed(facts, roles, time).fed(acts, roles, time)
-    moved = next((it for it in end.positions if end.positions[it] != past.positions.get(it)), None)
+    moved = next((writer for writer in end.positions if end.positions[writer] != past.positions.get(writer)), None)
     if moved is None:
         if end.linear == past.linear:
             return None
@@ -473,10 +482,10 @@ def _applied(
     messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
     """The override records that were applied, each with the time of its batch. A refused one does nothing."""
-    left, found = [*audit], []
-    for it in messages:
+    left, applied = [*audit], []
+    for message in messages:
         try:
-            record = records.read(it.value, it.key, Topic.CONTROL)
+            record = records.read(message.value, message.key, Topic.CONTROL)
         except BadRecord:
             continue
         assert isinstance(record, records.Marker)
@@ -485,28 +494,28 @@ def _applied(
             said = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)
             if (act.kind, act.writer, act.prev, act.id, act.by, act.why) == said:
                 left.remove(act)
-                found.append((it, act.time))
+                applied.append((message, act.time))
                 break
-    return sorted(found, key=lambda pair: pair[1])
+    return sorted(applied, key=lambda pair: pair[1])
 
 
 SHOWN: Final = 10  # streams; the JSON has all
 
 
-def to_json(found: ReplayReport) -> str:
+def to_json(result: ReplayReport) -> str:
     parted = [
-        plain(it) | {"record": None if it.record is None else msgspec.Raw(to_line(it.record).encode())}
-        for it in found.parted
+        plain(parting) | {"record": None if parting.record is None else msgspec.Raw(to_line(parting.record).encode())}
+        for parting in result.parted
     ]
-    return as_object(plain(found) | {"parted": parted})
+    return as_object(plain(result) | {"parted": parted})
 
 
 def to_text(report: ReplayReport) -> str:
-    lines = [line for it in report.parted[:SHOWN] for line in _parting(it)]
+    lines = [line for parting in report.parted[:SHOWN] for line in _parting(parting)]
     if len(report.parted) > SHOWN:
         lines.append(f"{count(len(report.parted) - SHOWN, 'more stream')} differ from their history")
     unknown = [f"{stream}: not compared: {why}" for stream, why in report.unknown.items()]
-    parts = [f"{stream}: equal in part: {_part(it)}" for stream, it in report.parts.items()]
+    parts = [f"{stream}: equal in part: {_part(part)}" for stream, part in report.parts.items()]
     for shown, result in ((unknown, "not compared"), (parts, "equal in part")):
         lines += shown[:SHOWN]
         if len(shown) > SHOWN:
@@ -522,35 +531,29 @@ def to_text(report: ReplayReport) -> str:
     return sanitize(lines)
 
 
-def _part(it: PartCompared) -> str:
-    told = []
-    if it.after is not None:
-        missing = f"the recording begins at offset {it.offset}" if it.offset else "older history was dropped"
-        line = "no linear position" if it.line_from is None else f"linear positions beyond {it.line_from}"
-        told.append(f"after {named(it.after)}, because {missing}; {line}")
-    if it.behind:
-        upto = "no batch" if it.upto is None else named(it.upto)
-        told.append(f"up to {upto}, where the recording ends ({it.behind} later)")
-    return ", and ".join(told)
+def _part(part: PartCompared) -> str:
+    clauses = []
+    if part.after is not None:
+        missing = f"the recording begins at offset {part.offset}" if part.offset else "older history was dropped"
+        line = "no linear position" if part.line_from is None else f"linear positions beyond {part.line_from}"
+        clauses.append(f"after {named(part.after)}, because {missing}; {line}")
+    if part.behind:
+        upto = "no batch" if part.upto is None else named(part.upto)
+        clauses.append(f"up to {upto}, where the recording ends ({part.behind} later)")
+    return ", and ".join(clauses)
 
 
-def _parting(it: Parting) -> Iterator[str]:
-    where = "after the last record" if it.record is None else "at the record below"
-    when = "at the end" if it.time is None else f"after batch {it.batch} of {timestamp(it.time)}"
-    whose = "the linear position" if it.writer is None else it.writer
-    if it.evidence is None:
-        yield (
-            f"{it.stream}: differs {where}: {when} {whose} is {it.history} in the history and {it.replayed} in the"
-            " replay"
-        )
-    else:
-        told, now = map(evidence, it.evidence)
-        yield (
-            f"{it.stream}: differs {where}: {when} {whose} is {it.history} by {told} in the history and by {now} in the"
-            " replay"
-        )
-    if it.record is not None:
-        yield f"    {record_text(it.record)}"
+def _parting(parting: Parting) -> Iterator[str]:
+    where = "after the last record" if parting.record is None else "at the record below"
+    when = "at the end" if parting.time is None else f"after batch {parting.batch} of {timestamp(parting.time)}"
+    whose = "the linear position" if parting.writer is None else parting.writer
+    stored, replayed = str(parting.history), str(parting.replayed)
+    if parting.evidence is not None:
+        before, now = map(evidence, parting.evidence)
+        stored, replayed = f"{parting.history} by {before}", f"by {now}"
+    yield f"{parting.stream}: differs {where}: {when} {whose} is {stored} in the history and {replayed} in the replay"
+    if parting.record is not None:
+        yield f"    {record_text(parting.record)}"
 
 
 @click.command("replay", cls=OurCommand)
@@ -582,18 +585,20 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
             raise CommandFailed(no_stream(stream))
         read = read_file(source or "-") if file else read_topics(settings, facts, records)
         messages = {}
-        for it in read:
-            if it.topic not in roles:
+        for message in read:
+            if message.topic not in roles:
                 raise CommandFailed(
-                    f"{it.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
+                    f"{message.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
                 )
-            if stream is None or it.key == stream.encode():
-                messages[it.topic, it.partition, it.offset] = it  # a file may contain two recordings
+            if stream is None or message.key == stream.encode():
+                messages[message.topic, message.partition, message.offset] = (
+                    message  # a file may contain two recordings
+                )
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        found = report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
+        result = report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
     if as_json:
-        click.echo(to_json(found))
+        click.echo(to_json(result))
     else:
-        echo(to_text(found))
-    if found.parted or found.unknown or not found.alike:
-        context.exit(1 if found.parted else 3)
+        echo(to_text(result))
+    if result.parted or result.unknown or not result.alike:
+        context.exit(1 if result.parted else 3)

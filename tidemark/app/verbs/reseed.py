@@ -52,13 +52,13 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
         if dry_run:
             return _found(settings, postgres)
         with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
-            found = _found(settings, postgres)
+            reseed = _found(settings, postgres)
             acts = OverrideLog(session)
             noted = acts.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
-            if found.before is not None:
+            if reseed.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
             acts.close(noted, "applied")
-            return replace(found, act=noted.number)
+            return replace(reseed, act=noted.number)
 
 
 @contextmanager
@@ -72,8 +72,10 @@ def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
         try:
             stack.enter_context(Lease.acquire(settings.postgres, config, given_up))
         except Stopping:
-            who = postgres.conditions.now().owner or "another process"
-            raise PrerequisitePending("a reseed", postgres.where, f"{who} holds the lease: stop the pipeline") from None
+            owner = postgres.conditions.now().owner or "another process"
+            raise PrerequisitePending(
+                "a reseed", postgres.where, f"{owner} holds the lease: stop the pipeline"
+            ) from None
         yield
 
 

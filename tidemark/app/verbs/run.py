@@ -40,8 +40,8 @@ def topics(*, wait: float) -> None:
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 
-    found = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
-    for name, topic in found.items():
+    created = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
+    for name, topic in created.items():
         click.echo(f"{name}: {count(len(topic.partitions), 'partition')}")
 
 

@@ -75,8 +75,8 @@ def read(
         _status(
             name,
             data,
-            [it for it in faults if it.stream == name],
-            [it for it in requeues if it.stream == name],
+            [fault for fault in faults if fault.stream == name],
+            [requeue for requeue in requeues if requeue.stream == name],
             bridges.get(name),
             reading,
         )
@@ -148,7 +148,8 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
         "open_transactions": stream.summary.transactions,
         "deferred": stream.summary.deferred,
         "requeued": [
-            {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.requeues
+            {"writer": requeue.writer, "since": requeue.since, "gone": requeue.gone, "problem": requeue.problem}
+            for requeue in stream.requeues
         ],
         "bridge": stream.bridge,
         "sources": [
@@ -161,16 +162,16 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             }
             for source in stream.summary.sources
         ],
-        "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
+        "not_shown": [{"sink": fault.sink, "since": fault.since, "problem": fault.problem} for fault in stream.faults],
     }
 
 
 def _lag_object(behind: LinearLag, now: float) -> dict[str, Any]:
     """As the sidecar has it, and with ages."""
     plain: dict[str, Any] = msgspec.to_builtins(lag_answer(behind))
-    sinces = [behind.since, *(it.since for it in behind.blockers)]
-    for it, since in zip([plain, *plain["blockers"]], sinces, strict=True):
-        it["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
+    sinces = [behind.since, *(blocker.since for blocker in behind.blockers)]
+    for part, since in zip([plain, *plain["blockers"]], sinces, strict=True):
+        part["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
     return plain
 
 

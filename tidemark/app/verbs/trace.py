@@ -32,11 +32,11 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import Direction, beyond
 from tidemark.streaming.wire import records
 
-KEPT: Final = 100  # records
+MAX_RECORDS: Final = 100  # records
 LONGEST: Final = 16_384  # characters of a record
 
-Says = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
-Stands = Literal["complete", "owed", "silent", "unknown"]
+Statement = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
+IdState = Literal["complete", "open", "silent", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +50,35 @@ class TracedRecord:
     kind: str | None
     writer: str | None
     epoch: int | None
-    says: Says
+    says: Statement
     text: str
     cut: bool
 
 
 @dataclass(frozen=True, slots=True)
-class WriterStand:
-    """The state of the ID at an active writer: `complete` (above the open gap `(low, top]`), `owed` (in that gap),
+class WriterAtId:
+    """The state of the ID at an active writer: `complete` (above the open gap `(low, top]`), `open` (in that gap),
     `silent` (the writer sent nothing beyond `low`) or `unknown` (the writer never joined)."""
 
     writer: str
     epoch: int
-    stands: Stands
+    state: IdState
     low: int | None = None
     top: int | None = None
     since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The offsets `[first, end)` of a partition that were read. The record can be in `[wanted, end)`; retention removed
-    all offsets below `kept`."""
+class SearchedRange:
+    """The offsets `[first, end)` of a partition that were read. The record can be in `[wanted, end)`. Retention
+    removed all offsets below `retained`."""
 
     topic: str
     partition: int
     first: int
     end: int
     wanted: int
-    kept: int
+    retained: int
 
 
 @dataclass(slots=True)
@@ -96,10 +96,10 @@ class IdTrace:
     writer: str | None = None
     unread: int = 0
     records: list[TracedRecord] = field(default_factory=list)
-    looked: Looked | None = None
+    searched: SearchedRange | None = None
     settled: list[BatchAdvance] = field(default_factory=list)
     offsets: list[OffsetRange] = field(default_factory=list)
-    standing: list[WriterStand] = field(default_factory=list)
+    writers: list[WriterAtId] = field(default_factory=list)
     gaps: list[StoredGap] = field(default_factory=list)
     line: LinearPassed | None = None
     late: list[LateFact] = field(default_factory=list)
@@ -109,38 +109,38 @@ class IdTrace:
     unknown: list[str] = field(default_factory=list)
 
 
-def of_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
+def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
     """What is in Postgres."""
     now = codec.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
     passed = known and abs(id) <= now.linear.position
-    it = IdTrace(stream, id, signed(now.linear.position), signed(now.allocated), known, passed)
+    trace = IdTrace(stream, id, signed(now.linear.position), signed(now.allocated), known, passed)
     if not known:
-        return it
-    it.settled = past.settled(stream, id)
-    if it.settled:
-        it.line = past.passed(stream, id, it.settled[0].time)
-    it.standing = [*_standing(now, id)]
-    it.late, it.acts = past.late(stream, id), past.acts_about(stream, id)
-    return it
+        return trace
+    trace.settled = past.settled(stream, id)
+    if trace.settled:
+        trace.line = past.passed(stream, id, trace.settled[0].time)
+    trace.writers = [*_writers_at(now, id)]
+    trace.late, trace.acts = past.late(stream, id), past.acts_about(stream, id)
+    return trace
 
 
-def _standing(now: StreamState, id: int) -> Iterator[WriterStand]:
+def _writers_at(now: StreamState, id: int) -> Iterator[WriterAtId]:
     signed, at = now.direction.signed, abs(id)
-    for (name, epoch), held in sorted(now.unjoined.items()):
-        yield WriterStand(name, epoch, "unknown", since=moment(held.since))
+    for (name, epoch), buffered in sorted(now.unjoined.items()):
+        yield WriterAtId(name, epoch, "unknown", since=moment(buffered.since))
     for name, known in sorted(now.writers.items()):
         if known.retired is not None or known.position >= at:
             continue
         chain = known.chain
         gap = next(((low, top, since) for low, top, since in reversed([*chain.gaps()]) if low < at), None)
         if gap is None or chain.reach < at:
-            yield WriterStand(name, known.epoch, "silent", signed(max(chain.reach, 0)))
+            yield WriterAtId(name, known.epoch, "silent", signed(max(chain.reach, 0)))
             continue
         low, top, since = gap
-        yield WriterStand(
-            name, known.epoch, "owed" if at <= top else "complete", signed(low), signed(top), moment(since)
+        yield WriterAtId(
+            name, known.epoch, "open" if at <= top else "complete", signed(low), signed(top), moment(since)
         )
 
 
@@ -149,27 +149,35 @@ def home_partition(encoded: bytes) -> int | None:
     return codec.decode(encoded).home
 
 
-def of_kafka(it: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:
+def add_records(trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:
     """Add what at most `most` records of the partition say, and what follows from the ID's writer."""
-    kept, end = kafka.bounds(topic, partition)
-    it.unread = past.next_offset(topic, partition) or 0
-    first, last = _range(it, past, topic, partition)
+    retained, end = kafka.bounds(topic, partition)
+    trace.unread = past.next_offset(topic, partition) or 0
+    first, last = _range(trace, past, topic, partition)
     end = min(end, end if last is None else last)
     wanted = first or 0
-    begin = max(wanted, kept, end - most)
-    key = it.stream.encode()
+    begin = max(wanted, retained, end - most)
+    key = trace.stream.encode()
     for message in _shown(kafka.between(topic, partition, begin, end), end - begin):
-        if message.key == key and (found := told(message, it.id)) is not None and len(it.records) < KEPT:
-            it.records.append(found)
-    it.looked = Looked(topic, partition, begin, max(begin, end), wanted, kept)
-    completing = [found for found in it.records if found.says in ("fact", "void") and found.offset < it.unread]
+        if (
+            message.key == key
+            and (record := record_about(message, trace.id)) is not None
+            and len(trace.records) < MAX_RECORDS
+        ):
+            trace.records.append(record)
+    trace.searched = SearchedRange(topic, partition, begin, max(begin, end), wanted, retained)
+    completing = [
+        record for record in trace.records if record.says in ("fact", "void") and record.offset < trace.unread
+    ]
     if completing:
-        it.writer = completing[0].writer
-        it.settled = [move for move in it.settled if move.writer == it.writer]
-        it.standing = [one for one in it.standing if one.writer == it.writer or one.stands == "unknown"]
-    it.gaps = _gaps(it, past, min((found.time for found in completing), default=None))
-    if it.settled:
-        it.offsets = past.offsets(it.settled[0].batch, it.settled[0].time)
+        trace.writer = completing[0].writer
+        trace.settled = [move for move in trace.settled if move.writer == trace.writer]
+        trace.writers = [
+            writer for writer in trace.writers if writer.writer == trace.writer or writer.state == "unknown"
+        ]
+    trace.gaps = _gaps(trace, past, min((record.time for record in completing), default=None))
+    if trace.settled:
+        trace.offsets = past.offsets(trace.settled[0].batch, trace.settled[0].time)
 
 
 def _shown(messages: Iterable[RecordedMessage], number: int) -> Iterator[RecordedMessage]:
@@ -180,44 +188,44 @@ def _shown(messages: Iterable[RecordedMessage], number: int) -> Iterator[Recorde
             advance(1)
 
 
-def _range(it: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
+def _range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
     """The offsets between which the record lies, from the stored batches; without an end if the record may still
     come."""
-    if not it.known:
-        return it.unread, None
-    times = [*(move.time for move in it.settled[:1]), *(gap.opened for gap in _gaps(it, past, None))]
+    if not trace.known:
+        return trace.unread, None
+    times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
     first = past.read_before(topic, partition, min(times)) if times else None
-    if it.standing or not it.settled:
+    if trace.writers or not trace.settled:
         return first, None
     ends = {
         read.last + 1
-        for move in {move.batch: move for move in it.settled}.values()
+        for move in {move.batch: move for move in trace.settled}.values()
         for read in past.offsets(move.batch, move.time)
         if (read.topic, read.partition) == (topic, partition)
     }
-    return first, max(ends, default=it.unread)
+    return first, max(ends, default=trace.unread)
 
 
-def _gaps(it: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
+def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
     """The gaps that contain the ID, and the gaps below it that were open when it completed (at `arrived`, if known)."""
-    settled = min((move.time for move in it.settled), default=None)
+    settled = min((move.time for move in trace.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
-    known = {move.writer for move in it.settled} | {one.writer for one in it.standing}
-    writers = known if it.writer is None else {it.writer}
-    found = past.below(it.stream, it.id, writers, since)
-    return [gap for gap in found if gap.closed is None or settled is None or gap.opened <= settled]
+    known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
+    writers = known if trace.writer is None else {trace.writer}
+    gaps = past.below(trace.stream, trace.id, writers, since)
+    return [gap for gap in gaps if gap.closed is None or settled is None or gap.opened <= settled]
 
 
-def told(message: RecordedMessage, id: int) -> TracedRecord | None:
+def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
     """What a message says about the ID; None if it says nothing."""
     value = message.value or b""
     kind = writer = epoch = None
     try:
         record = records.decode(message.value)
     except BadRecord:
-        says: Says | None = "mentions" if _has_number(value, id) else None
+        says: Statement | None = "mentions" if _has_number(value, id) else None
     else:
-        says = said(record, id)
+        says = statement_of(record, id)
         kind, writer = records.kind_of(record).name, record.writer
         epoch = max(record.epoch, 0)
     if says is None:
@@ -232,13 +240,13 @@ def _has_number(value: bytes, id: int) -> bool:
     at = value.find(text)
     while at >= 0:
         around = value[max(at - 1, 0) : at] + value[at + len(text) : at + len(text) + 1]
-        if not any(chr(it).isdigit() or it == ord("-") for it in around):
+        if not any(chr(character).isdigit() or character == ord("-") for character in around):
             return True
         at = value.find(text, at + 1)
     return False
 
 
-def said(record: records.Record, id: int) -> Says | None:
+def statement_of(record: records.Record, id: int) -> Statement | None:
     """What a record of the stream says about the ID."""
     match record:
         case records.Rdata(id=int(top)):
@@ -247,8 +255,8 @@ def said(record: records.Record, id: int) -> Says | None:
             return _edge(record.prev, record.id, id, "void")
         case records.FactRun():
             for prev, top, rows in zip([record.prev, *record.ids], record.ids, record.rows, strict=False):
-                if (found := _edge(prev, top, id, "fact" if rows else "void")) is not None:
-                    return found
+                if (statement := _edge(prev, top, id, "fact" if rows else "void")) is not None:
+                    return statement
         case records.Position():
             return "announced" if _holds(record.prev, record.id, id) else None
         case records.Skip():
@@ -258,7 +266,7 @@ def said(record: records.Record, id: int) -> Says | None:
     return None
 
 
-def _edge(prev: int, top: int, id: int, completed: Says) -> Says | None:
+def _edge(prev: int, top: int, id: int, completed: Statement) -> Statement | None:
     if top == id:
         return completed
     return "passed" if _holds(prev, top, id) else None
@@ -268,36 +276,36 @@ def _holds(prev: int, top: int, id: int) -> bool:
     return (id > 0) == (top > 0) and abs(prev) < abs(id) <= abs(top)
 
 
-def of_letters(it: IdTrace, letters: Sequence[DeadLetter]) -> None:
+def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
     """Add the dead letters of the stream that are about the ID."""
     for letter in letters:
-        if letter.stream != it.stream or len(it.dead_letters) == KEPT:
+        if letter.stream != trace.stream or len(trace.dead_letters) == MAX_RECORDS:
             continue
         message = RecordedMessage("", letter.partition, letter.offset, letter.time, letter.key, letter.value)
-        found = told(message, it.id)
-        if found is not None and found.says not in ("passed", "settled"):
-            it.dead_letters.append(letter)
+        record = record_about(message, trace.id)
+        if record is not None and record.says not in ("passed", "settled"):
+            trace.dead_letters.append(letter)
 
 
-def of_redis(it: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
+def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
     """Add when the ID was published: when the position of its writer passed it, or if that is unknown the last."""
-    writer = it.settled[-1].writer if it.settled and (it.passed or it.writer is not None) else None
-    if writer is not None and (time := published(it.stream, writer, it.id)) is not None:
-        it.published = moment(time)
+    writer = trace.settled[-1].writer if trace.settled and (trace.passed or trace.writer is not None) else None
+    if writer is not None and (time := published(trace.stream, writer, trace.id)) is not None:
+        trace.published = moment(time)
 
 
-def asking(it: IdTrace, what: str, ask: Callable[[], None]) -> None:
+def if_answered(trace: IdTrace, server: str, ask: Callable[[], None]) -> None:
     """Note that a server does not answer, and go on: the answers of the others are still useful."""
     try:
         ask()
     except TidemarkError as problem:
-        it.unknown.append(f"{what}: {problem}")
+        trace.unknown.append(f"{server}: {problem}")
 
 
 SHOWN: Final = 10  # of each kind; the JSON has all
 LINE: Final = 300  # characters of a record
 
-_SAYS: Final[dict[Says, str]] = {
+_STATEMENTS: Final[dict[Statement, str]] = {
     "fact": "it has the fact",
     "void": "the ID was rolled back",
     "announced": "this writer has no fact there",
@@ -305,138 +313,148 @@ _SAYS: Final[dict[Says, str]] = {
     "passed": "the ID is not of this writer",
     "mentions": "unreadable, but contains the number",
 }
-_STANDS: Final[dict[Stands, str]] = {
+_STATES: Final[dict[IdState, str]] = {
     "complete": "has completed the ID and waits for {range} since {since}",
-    "owed": "the ID is in {range}, open since {since}",
+    "open": "the ID is in {range}, open since {since}",
     "silent": "no record beyond ID {low}",
     "unknown": "has not joined; its records are buffered since {since}",
 }
 
 
-def to_json(it: IdTrace) -> str:
-    return as_object(plain(it) | {"dead_letters": [letters.plain(one, {}) for one in it.dead_letters]})
+def to_json(trace: IdTrace) -> str:
+    return as_object(plain(trace) | {"dead_letters": [letters.plain(letter, {}) for letter in trace.dead_letters]})
 
 
-def to_text(it: IdTrace) -> str:
-    lines = [f"{it.stream} {it.id}: {_headline(it)}"]
-    parts = (_told(it), _settled(it), _standing_lines(it), _line(it), _beside(it))
+def to_text(trace: IdTrace) -> str:
+    lines = [f"{trace.stream} {trace.id}: {_headline(trace)}"]
+    parts = (
+        _record_lines(trace),
+        _settled_lines(trace),
+        _writer_lines(trace),
+        _linear_lines(trace),
+        _related_lines(trace),
+    )
     lines += [f"  {line}" for part in parts for line in part]
-    return sanitize([*lines, *(f"  unknown: {problem}" for problem in it.unknown)])
+    return sanitize([*lines, *(f"  unknown: {problem}" for problem in trace.unknown)])
 
 
-def _headline(it: IdTrace) -> str:
-    if it.known:
-        passed = "passed" if it.passed else "not passed yet"
-        return f"{passed}; linear position {it.linear}"
-    if beyond(it.id, it.highest):
-        return f"not allocated; highest ID {it.highest}, linear position {it.linear}"
-    return f"wrong sign: the highest ID is {it.highest}"
+def _headline(trace: IdTrace) -> str:
+    if trace.known:
+        passed = "passed" if trace.passed else "not passed yet"
+        return f"{passed}; linear position {trace.linear}"
+    if beyond(trace.id, trace.highest):
+        return f"not allocated; highest ID {trace.highest}, linear position {trace.linear}"
+    return f"wrong sign: the highest ID is {trace.highest}"
 
 
-def _some(lines: Iterable[str], number: int, what: str) -> Iterator[str]:
+def _some(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
     for line, _ in zip(lines, range(SHOWN), strict=False):
         yield line
     if number > SHOWN:
-        yield f"and {count(number - SHOWN, f'more {what}')}: use --json"
+        yield f"and {count(number - SHOWN, f'more {kind}')}: use --json"
 
 
-def _told(it: IdTrace) -> Iterator[str]:
-    for record, _ in zip(it.records, range(SHOWN), strict=False):
-        yield _record(record) + (", not read by a batch yet" if record.offset >= it.unread else "")
+def _record_lines(trace: IdTrace) -> Iterator[str]:
+    for record, _ in zip(trace.records, range(SHOWN), strict=False):
+        yield _record(record) + (", not read by a batch yet" if record.offset >= trace.unread else "")
         yield f"    {record.text[:LINE]}" + ("..." if record.cut or len(record.text) > LINE else "")
-    if len(it.records) > SHOWN:
-        yield f"and {count(len(it.records) - SHOWN, 'more record')}: use --json"
-    looked = it.looked if it.known else None
-    if looked is None or any(one.says in ("fact", "void") for one in it.records):
+    if len(trace.records) > SHOWN:
+        yield f"and {count(len(trace.records) - SHOWN, 'more record')}: use --json"
+    searched = trace.searched if trace.known else None
+    if searched is None or any(record.says in ("fact", "void") for record in trace.records):
         return
-    place = f"{looked.topic}/{looked.partition}"
-    searched = f"offsets {looked.first}..{looked.end - 1}" if looked.first < looked.end else "no offset"
-    yield f"no record has the ID in {place}, {searched}"
-    if looked.wanted < looked.kept:
-        yield f"retention removed offsets below {looked.kept}, which may have had its record"
-    if max(looked.wanted, looked.kept) < looked.first:
-        yield f"offsets {max(looked.wanted, looked.kept)}..{looked.first - 1} may have it: raise --records"
+    place = f"{searched.topic}/{searched.partition}"
+    span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
+    yield f"no record has the ID in {place}, {span}"
+    if searched.wanted < searched.retained:
+        yield f"retention removed offsets below {searched.retained}, which may have had its record"
+    if max(searched.wanted, searched.retained) < searched.first:
+        yield f"offsets {max(searched.wanted, searched.retained)}..{searched.first - 1} may have it: raise --records"
 
 
-def _record(it: TracedRecord) -> str:
-    record = "record" if it.kind is None else f"{it.kind} of {it.writer or ''} (epoch {it.epoch})"
-    return f"{timestamp(it.time)} {record} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
+def _record(traced: TracedRecord) -> str:
+    record = "record" if traced.kind is None else f"{traced.kind} of {traced.writer or ''} (epoch {traced.epoch})"
+    place = f"{traced.topic}/{traced.partition} {traced.offset}"
+    return f"{timestamp(traced.time)} {record} at {place}: {_STATEMENTS[traced.says]}"
 
 
-def _settled(it: IdTrace) -> Iterator[str]:
-    how = "settled" if it.writer is not None or it.passed else "passed"
+def _settled_lines(trace: IdTrace) -> Iterator[str]:
+    how = "settled" if trace.writer is not None or trace.passed else "passed"
     moves = (
-        f"{timestamp(one.time)} {how} in batch {one.batch}: {one.writer} (epoch {one.epoch}) moved from"
-        f" {one.prev} to {one.id}: {evidence(one.evidence)}"
-        for one in it.settled
+        f"{timestamp(move.time)} {how} in batch {move.batch}: {move.writer} (epoch {move.epoch}) moved from"
+        f" {move.prev} to {move.id}: {evidence(move.evidence)}"
+        for move in trace.settled
     )
-    yield from _some(moves, len(it.settled), "writer")
-    if it.offsets:
-        yield f"  the batch read {', '.join(map(offsets, it.offsets))}"
-    if it.passed and not it.settled:
+    yield from _some(moves, len(trace.settled), "writer")
+    if trace.offsets:
+        yield f"  the batch read {', '.join(map(offsets, trace.offsets))}"
+    if trace.passed and not trace.settled:
         yield "the stored history does not say when it was settled"
-    yield from _some((_gap(it, gap) for gap in it.gaps), len(it.gaps), "gap")
+    yield from _some((_gap(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
 
 
-def _gap(it: IdTrace, gap: StoredGap) -> str:
-    inside = abs(gap.low) < abs(it.id) <= abs(gap.top)
-    what = "in the gap" if inside else "above the gap"
-    opened = f"{what} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
+def _gap(trace: IdTrace, gap: StoredGap) -> str:
+    inside = abs(gap.low) < abs(trace.id) <= abs(gap.top)
+    place = "in the gap" if inside else "above the gap"
+    opened = f"{place} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{opened} until now"
     lasted = duration((gap.closed - gap.opened).total_seconds())
     return f"{opened} to {timestamp(gap.closed)} ({lasted}): {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
 
 
-def _standing_lines(it: IdTrace) -> Iterator[str]:
-    if it.passed:
+def _writer_lines(trace: IdTrace) -> Iterator[str]:
+    if trace.passed:
         return
-    yield from _some(map(_stand, it.standing), len(it.standing), "writer")
-    if it.standing:
-        yield f"to see what to do: tidemark gaps {shlex.quote(it.stream)}"
+    yield from _some(map(_writer_line, trace.writers), len(trace.writers), "writer")
+    if trace.writers:
+        yield f"to see what to do: tidemark gaps {shlex.quote(trace.stream)}"
 
 
-def _stand(it: WriterStand) -> str:
-    since = "" if it.since is None else timestamp(it.since)
-    span = "" if it.low is None or it.top is None else id_range(it.low, it.top)
-    return f"{it.writer} (epoch {it.epoch}) " + _STANDS[it.stands].format(range=span, low=it.low, since=since)
+def _writer_line(writer: WriterAtId) -> str:
+    since = "" if writer.since is None else timestamp(writer.since)
+    span = "" if writer.low is None or writer.top is None else id_range(writer.low, writer.top)
+    return f"{writer.writer} (epoch {writer.epoch}) " + _STATES[writer.state].format(
+        range=span, low=writer.low, since=since
+    )
 
 
-def _line(it: IdTrace) -> Iterator[str]:
-    stream = shlex.quote(it.stream)
-    if it.line is not None:
-        yield f"{timestamp(it.line.time)} the linear position passed it in batch {it.line.batch}, to {it.line.linear}"
-        if it.settled and it.line.time > it.settled[0].time:
-            at = it.settled[0].time.isoformat(timespec="milliseconds")
+def _linear_lines(trace: IdTrace) -> Iterator[str]:
+    stream = shlex.quote(trace.stream)
+    if trace.line is not None:
+        passed = trace.line
+        yield f"{timestamp(passed.time)} the linear position passed it in batch {passed.batch}, to {passed.linear}"
+        if trace.settled and trace.line.time > trace.settled[0].time:
+            at = trace.settled[0].time.isoformat(timespec="milliseconds")
             yield f"  to see what blocked it until then: tidemark explain {stream} --at {at}"
-    elif it.passed:
+    elif trace.passed:
         yield "the stored history does not say when the linear position passed it"
-    if it.published is not None:
-        yield f"{timestamp(it.published)} published in Redis (by its clock)"
-    elif it.settled and not it.unknown and (it.passed or it.writer is not None):
+    if trace.published is not None:
+        yield f"{timestamp(trace.published)} published in Redis (by its clock)"
+    elif trace.settled and not trace.unknown and (trace.passed or trace.writer is not None):
         yield "Redis no longer has the time at which it was published"
 
 
-def _beside(it: IdTrace) -> Iterator[str]:
+def _related_lines(trace: IdTrace) -> Iterator[str]:
     late = (
-        f"{timestamp(one.time)} late completion {one.number} of {one.writer} (epoch {one.epoch}):"
-        f" {ids(one.prev, one.id)}, facts {one.facts} ({one.why}); "
-        + ("not resolved" if one.act is None else f"resolved by override {one.act}")
-        for one in it.late
+        f"{timestamp(fact.time)} late completion {fact.number} of {fact.writer} (epoch {fact.epoch}):"
+        f" {ids(fact.prev, fact.id)}, facts {fact.facts} ({fact.why}); "
+        + ("not resolved" if fact.act is None else f"resolved by override {fact.act}")
+        for fact in trace.late
     )
-    yield from _some(late, len(it.late), "late completion")
+    yield from _some(late, len(trace.late), "late completion")
     acts = (
-        f"{timestamp(one.time)} {one.kind} of {one.writer} (epoch {one.epoch}),"
-        f" {id_range(one.prev, one.id)}, by {one.by}: {one.why}"
-        + ("" if one.number is None else f" (override {one.number} of {one.seen_as})")
-        for one in it.acts
+        f"{timestamp(override.time)} {override.kind} of {override.writer} (epoch {override.epoch}),"
+        f" {id_range(override.prev, override.id)}, by {override.by}: {override.why}"
+        + ("" if override.number is None else f" (override {override.number} of {override.seen_as})")
+        for override in trace.acts
     )
-    yield from _some(acts, len(it.acts), "override")
+    yield from _some(acts, len(trace.acts), "override")
     refused = (
-        "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(one.reason, *one.origin, one.place)
-        for one in it.dead_letters
+        "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(letter.reason, *letter.origin, letter.place)
+        for letter in trace.dead_letters
     )
-    yield from _some(refused, len(it.dead_letters), "dead letter")
+    yield from _some(refused, len(trace.dead_letters), "dead letter")
 
 
 class StreamIdType(click.ParamType[int]):
@@ -444,12 +462,12 @@ class StreamIdType(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            found = int(str(value))
+            id = int(str(value))
         except ValueError:
-            found = 0
-        if not 0 < abs(found) <= MOST_ID:
+            id = 0
+        if not 0 < abs(id) <= MOST_ID:
             self.fail(f"{value!r} is not an ID such as 17, or -17 of a stream that counts down", param, ctx)
-        return found
+        return id
 
 
 @click.command("trace", cls=OurCommand, context_settings={"ignore_unknown_options": True})
@@ -474,19 +492,19 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(no_stream(stream))
-        it = of_postgres(past, stream, encoded, id)
+        trace = from_postgres(past, stream, encoded, id)
         home = home_partition(encoded)
         with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
             if home is not None:
                 topic = settings.kafka_facts_topic
-                asking(it, "records", lambda: of_kafka(it, past, kafka, topic, home, records))
-            asking(it, "dead letters", lambda: of_letters(it, _letters(settings, LOOKED)))
-            asking(it, "Redis", lambda: of_redis(it, redis.published))
+                if_answered(trace, "records", lambda: add_records(trace, past, kafka, topic, home, records))
+            if_answered(trace, "dead letters", lambda: add_dead_letters(trace, _letters(settings, LOOKED)))
+            if_answered(trace, "Redis", lambda: add_published(trace, redis.published))
     if as_json:
-        click.echo(to_json(it))
+        click.echo(to_json(trace))
     else:
-        echo(to_text(it))
-    if not it.known:
+        echo(to_text(trace))
+    if not trace.known:
         context.exit(1)
 
 

@@ -84,7 +84,9 @@ def _signals_interrupt() -> Iterator[None]:
 
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # A stack that was started with nohup outlives its terminal.
-    numbers = [it for it in ending if it is not signal.SIGHUP or signal.getsignal(it) is not signal.SIG_IGN]
+    numbers = [
+        number for number in ending if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
@@ -191,12 +193,12 @@ def _shown(name: str, path: Path) -> str:
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
-def _show_fetching(what: str) -> None:
+def _show_fetching(name: str) -> None:
     """On a terminal one line that changes; elsewhere a line for each."""
     if sys.stdout.isatty():
-        click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {what}\r", nl=False)
+        click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {name}\r", nl=False)
     else:
-        _say(f"fetching {what}")
+        _say(f"fetching {name}")
 
 
 def _say(text: str) -> None:

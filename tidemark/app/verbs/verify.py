@@ -73,7 +73,7 @@ class RedisKeys:
         return _read(
             self._redis,
             streams,
-            lambda it: CopyPositions(it.linear, it.positions, it.allocated, it.late, listed=it.listed),
+            lambda row: CopyPositions(row.linear, row.positions, row.allocated, row.late, listed=row.listed),
         )
 
 
@@ -89,14 +89,16 @@ class RedisTokens:
         return set()
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        return _read(self._redis, streams, lambda it: _of_token(it.token))
+        return _read(self._redis, streams, lambda row: _of_token(row.token))
 
 
 def _read(
     redis: Redis, streams: Sequence[str], shown: Callable[[RedisPositions], CopyPositions]
 ) -> dict[str, CopyPositions]:
-    found = {stream: shown(it) for stream, it in redis.snapshots(streams).items()}
-    return found | {it: CopyPositions(None, problem=redis.faults[it]) for it in streams if it not in found}
+    positions = {stream: shown(row) for stream, row in redis.snapshots(streams).items()}
+    return positions | {
+        stream: CopyPositions(None, problem=redis.faults[stream]) for stream in streams if stream not in positions
+    }
 
 
 def _of_token(text: str | None) -> CopyPositions:
@@ -122,23 +124,23 @@ class Sidecar:
         self._trust = trust
 
     def names(self) -> set[str]:
-        return {it["stream"] for it in self._pages("", None)}
+        return {row["stream"] for row in self._pages("", None)}
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        found = dict.fromkeys(streams, CopyPositions(None))
+        positions = dict.fromkeys(streams, CopyPositions(None))
         # A page begins after a name; the first stream's name without its last character is before that stream.
-        for it in self._pages(streams[0][:-1], streams[-1]):
-            if it["stream"] in found:
-                found[it["stream"]] = CopyPositions(it["linear"], it["vector"])
-        return found
+        for row in self._pages(streams[0][:-1], streams[-1]):
+            if row["stream"] in positions:
+                positions[row["stream"]] = CopyPositions(row["linear"], row["vector"])
+        return positions
 
     def _pages(self, after: str | None, last: str | None) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         while after is not None and (last is None or after < last):
             page = self._get(f"/v1/streams?limit={PAGE}&after={quote(after, safe='')}")
-            found += page["streams"]
+            rows += page["streams"]
             after = page["next"]
-        return found
+        return rows
 
     def _get(self, path: str) -> Any:
         request = Request(self._url + path, headers=self._headers)
@@ -200,7 +202,7 @@ def compared(
     audit: Audit, copies: Sequence[Copy], patience: float, clock: Callable[[], float] = time.monotonic
 ) -> VerifyReport:
     """Compare all replicas. A replica that does not answer is a difference. Raises what `audit` raises."""
-    report = VerifyReport(copies=[it.name for it in copies])
+    report = VerifyReport(copies=[copy.name for copy in copies])
     names = audit.names()
     report.streams = len(names)
     answering = [*copies]
@@ -226,7 +228,7 @@ def compared(
         if strange := shown.difference(names):
             strange = strange.difference(audit.names())
         report.differences += [
-            Difference(copy.name, it, None, "", None, None, "unknown stream") for it in sorted(strange)
+            Difference(copy.name, stream, None, "", None, None, "unknown stream") for stream in sorted(strange)
         ]
     return report
 
@@ -238,29 +240,36 @@ def _away(copy: Copy, problem: TidemarkError) -> Difference:
 def _copy_differences(
     audit: Audit, copy: Copy, before: Mapping[str, AuditedStream], deadline: float, clock: Callable[[], float]
 ) -> list[Difference]:
-    pending, found = sorted(before), []
+    pending, differences = sorted(before), []
     while pending:
         shown = copy.read(pending)
-        ahead = [it for it in pending if any(_ahead(copy.name, it, before[it], shown[it]))]
+        ahead = [stream for stream in pending if any(_ahead(copy.name, stream, before[stream], shown[stream]))]
         after = audit.streams(ahead) if ahead else {}
-        wrong = {it: [*_ahead(copy.name, it, after[it], shown[it])] for it in after}
-        lacking = {it: [*_behind(copy.name, it, before[it], shown[it])] for it in pending}
+        wrong = {stream: [*_ahead(copy.name, stream, after[stream], shown[stream])] for stream in after}
+        lacking = {stream: [*_behind(copy.name, stream, before[stream], shown[stream])] for stream in pending}
         over = clock() >= deadline
-        found += [one for it in pending if over or not lacking[it] for one in [*wrong.get(it, ()), *lacking[it]]]
-        pending = [] if over else [it for it in pending if lacking[it]]
+        differences += [
+            difference
+            for stream in pending
+            if over or not lacking[stream]
+            for difference in [*wrong.get(stream, ()), *lacking[stream]]
+        ]
+        pending = [] if over else [stream for stream in pending if lacking[stream]]
         if pending:
             time.sleep(PAUSE)
-    return found
+    return differences
 
 
 def _ahead(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
-    for what, here, there in _figures(rows, shown):
-        if here is not None and beyond(here, there):
-            yield Difference(copy, stream, None, what, here, there, "ahead")
-    for writer, here in shown.positions.items():
+    for name, copied, stored in _figures(rows, shown):
+        if copied is not None and beyond(copied, stored):
+            yield Difference(copy, stream, None, name, copied, stored, "ahead")
+    for writer, copied in shown.positions.items():
         known = rows.writers.get(writer)
-        if known is None or beyond(here, known.position):
-            yield Difference(copy, stream, writer, "position", here, None if known is None else known.position, "ahead")
+        if known is None or beyond(copied, known.position):
+            yield Difference(
+                copy, stream, writer, "position", copied, None if known is None else known.position, "ahead"
+            )
 
 
 def _behind(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
@@ -269,13 +278,13 @@ def _behind(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -
         return
     if not shown.listed:
         yield Difference(copy, stream, None, "name", None, stream, "behind")
-    for what, here, there in _figures(rows, shown):
-        if (here is None and what == "linear") or (here is not None and beyond(there, here)):
-            yield Difference(copy, stream, None, what, here, there, "behind")
-    for writer, there in rows.positions.items():
+    for name, copied, stored in _figures(rows, shown):
+        if (copied is None and name == "linear") or (copied is not None and beyond(stored, copied)):
+            yield Difference(copy, stream, None, name, copied, stored, "behind")
+    for writer, stored in rows.positions.items():
         at = shown.positions.get(writer, None if shown.whole else shown.linear)
-        if at is None or beyond(there, at):
-            yield Difference(copy, stream, writer, "position", at, there, "behind")
+        if at is None or beyond(stored, at):
+            yield Difference(copy, stream, writer, "position", at, stored, "behind")
 
 
 def _figures(rows: AuditedStream, shown: CopyPositions) -> list[tuple[str, int | None, int]]:
@@ -294,8 +303,8 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
     """Compare a stream's rows with its state. One transaction writes both. They differ only in what outlives a state:
     the position of a writer that returns after it was forgotten, and the allocated ID after a restore."""
 
-    def told(writer: str | None, what: str, here: int | str | None, there: int | str | None) -> Difference:
-        return Difference(STATE, stream, writer, what, here, there, "differs")
+    def told(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
+        return Difference(STATE, stream, writer, name, decoded, stored, "differs")
 
     stored = codec.decode(rows.state)
     stored.writers.open_waiting()
@@ -319,7 +328,9 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
             yield told(name, "epoch", known.epoch, row.epoch)
         elif known.epoch == row.epoch and (known.retired is not None) != row.retired:
             yield told(
-                name, "status", *("retired" if it else "active" for it in (known.retired is not None, row.retired))
+                name,
+                "status",
+                *("retired" if is_retired else "active" for is_retired in (known.retired is not None, row.retired)),
             )
     yield from (told(name, "position", None, at) for name, at in rows.positions.items() if name not in stored.writers)
     yield from (told(name, GAP, top, None) for name, top in sorted(gaps - rows.gaps))
@@ -368,7 +379,7 @@ def _remedy(copy: str, verdict: str) -> str:
 
 
 def to_json(report: VerifyReport) -> str:
-    found = {
+    fields = {
         "alike": report.alike,
         "streams": report.streams,
         "copies": report.copies,
@@ -376,21 +387,21 @@ def to_json(report: VerifyReport) -> str:
         "differences": report.differences,
         "history": report.history,
     }
-    return as_object(found)
+    return as_object(fields)
 
 
 def to_text(report: VerifyReport) -> str:
     """Text for people: a line for each difference, below each kind its remedy, and last what was compared."""
     lines: list[str] = []
     kinds: dict[tuple[str, str], list[Difference]] = {}
-    for it in report.differences:
-        kinds.setdefault((it.copy, it.verdict), []).append(it)
+    for difference in report.differences:
+        kinds.setdefault((difference.copy, difference.verdict), []).append(difference)
     for (copy, verdict), of_kind in kinds.items():
-        lines += [_sentence(it) for it in of_kind[:SHOWN]]
+        lines += [_sentence(difference) for difference in of_kind[:SHOWN]]
         if len(of_kind) > SHOWN:
             lines.append(f"{copy}: {len(of_kind) - SHOWN} more {verdict}; {_streams_of(of_kind)} in total")
         lines.append(f"    {_remedy(copy, verdict)}")
-    lines += [_broken(it) for it in report.history[:SHOWN]]
+    lines += [_broken(fault) for fault in report.history[:SHOWN]]
     if len(report.history) > SHOWN:
         more = " or more" if len(report.history) == MOST else ""
         lines.append(f"history: {len(report.history)}{more} places are broken")
@@ -399,33 +410,36 @@ def to_text(report: VerifyReport) -> str:
     return "\n".join([*lines, _last(report)])
 
 
-def _sentence(it: Difference) -> str:
-    if it.verdict == "away":
-        return f"{it.copy}: {it.found}"
-    if it.verdict == "unknown stream":
-        return f"{it.stream}: in {it.copy}, not in Postgres"
-    if it.verdict == "fault":
-        return f"{it.stream}: {it.copy} cannot be read: {it.found}"
-    if it.what == GAP:
-        where, other = (it.copy, "Postgres") if it.postgres is None else ("Postgres", it.copy)
-        top = it.found if it.postgres is None else it.postgres
-        return f"{it.stream}: the gap of {it.writer} below {top} is open in {where}, not in {other}: {it.verdict}"
-    whose = it.what if it.writer is None else f"{it.what} of {it.writer}"
-    here, there = ("nothing" if at is None else str(at) for at in (it.found, it.postgres))
-    return f"{it.stream}: {whose} is {here} in {it.copy} and {there} in Postgres: {it.verdict}"
+def _sentence(difference: Difference) -> str:
+    if difference.verdict == "away":
+        return f"{difference.copy}: {difference.found}"
+    if difference.verdict == "unknown stream":
+        return f"{difference.stream}: in {difference.copy}, not in Postgres"
+    if difference.verdict == "fault":
+        return f"{difference.stream}: {difference.copy} cannot be read: {difference.found}"
+    if difference.what == GAP:
+        where, other = (difference.copy, "Postgres") if difference.postgres is None else ("Postgres", difference.copy)
+        top = difference.found if difference.postgres is None else difference.postgres
+        gap = f"the gap of {difference.writer} below {top}"
+        return f"{difference.stream}: {gap} is open in {where}, not in {other}: {difference.verdict}"
+    whose = difference.what if difference.writer is None else f"{difference.what} of {difference.writer}"
+    copied, stored = ("nothing" if at is None else str(at) for at in (difference.found, difference.postgres))
+    return (
+        f"{difference.stream}: {whose} is {copied} in {difference.copy} and {stored} in Postgres: {difference.verdict}"
+    )
 
 
-def _broken(it: HistoryFault) -> str:
-    match it.fault:
+def _broken(fault: HistoryFault) -> str:
+    match fault.fault:
         case "hole":
-            what = f"a hole: no advance from {it.expected} to {it.found}"
+            problem = f"a hole: no advance from {fault.expected} to {fault.found}"
         case "overlap":
-            what = f"an overlap: after {it.expected} it continues from {it.found}"
+            problem = f"an overlap: after {fault.expected} it continues from {fault.found}"
         case "regress":
-            what = f"a step back: first {it.expected}, then {it.found}"
+            problem = f"a step back: first {fault.expected}, then {fault.found}"
         case "no writer":
-            what = f"an advance to {it.found} of an unknown writer"
-    return f"{it.stream}: the history of {it.writer} has {what}"
+            problem = f"an advance to {fault.found} of an unknown writer"
+    return f"{fault.stream}: the history of {fault.writer} has {problem}"
 
 
 def _streams_of(differences: Sequence[Difference]) -> str:
