@@ -107,8 +107,8 @@ class LazyGroup(CommandGroup):
                 formatter.write_dl([(name, verb.line) for name, verb in verbs.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name, help=verb.line) for name, verb in VERBS.items() if name.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        items = [CompletionItem(name, help=verb.line) for name, verb in VERBS.items() if name.startswith(incomplete)]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _extra_missing(error: ModuleNotFoundError, verb: str) -> Exception:

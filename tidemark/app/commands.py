@@ -159,7 +159,7 @@ def _is_of_stack(settings: "Settings") -> bool:
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 
 
-def confirmed(word: str, what: str, *, yes: bool) -> None:
+def confirmed(word: str, name: str, *, yes: bool) -> None:
     """Return where a person has typed `word`, which is `what`, or said `--yes`. Raises `UsageError` where there is
     nobody to ask."""
     if yes:
@@ -167,7 +167,7 @@ def confirmed(word: str, what: str, *, yes: bool) -> None:
     if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
         raise click.UsageError("nobody can be asked here: say --yes, or look first with --dry-run")
     try:
-        answer = click.prompt(f"Type {what} to do it ({word})", err=True)
+        answer = click.prompt(f"Type {name} to do it ({word})", err=True)
     except click.Abort as end:
         click.echo("\nnothing was sent", err=True)
         raise (KeyboardInterrupt if isinstance(end.__context__, KeyboardInterrupt) else SystemExit(1)) from None

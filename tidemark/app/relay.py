@@ -164,13 +164,13 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
 
 def _make_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
     """Whether the stream was missing. Takes no lock if it is there."""
-    there = connection.execute(
+    existing = connection.execute(
         "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
         [name, 1 if direction == "forward" else -1],
     ).fetchone()
-    if there is None:
+    if existing is None:
         connection.execute("select tidemark.create_stream(%s, %s)", [name, direction])
-    return there is None
+    return existing is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +230,8 @@ def blockers(dsn: str, say: Say) -> None:
     """Print the open transactions that block a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
-        found = queries.blockers(connection)
-    for each in found:
-        say(str(each))
-    if not found:
+        transactions = queries.blockers(connection)
+    for transaction in transactions:
+        say(str(transaction))
+    if not transactions:
         say("no open transaction blocks a stream")

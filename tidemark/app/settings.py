@@ -422,7 +422,7 @@ def _shown(name: str, value: Any) -> str:
         case None:
             return "-"
         case SecretStr():
-            shown = [it for it in Settings.model_fields[name].metadata if isinstance(it, Shown)]
+            shown = [constraint for constraint in Settings.model_fields[name].metadata if isinstance(constraint, Shown)]
             if not shown:
                 return "***"
             return (masked_url if shown[0].web else masked)(value.get_secret_value())

@@ -51,22 +51,22 @@ class BridgePlan:
                 raise BadSetting("--stream", f"{stream!r} is none of {', '.join(STREAMS)}")
         if unused := named.keys() - {*self.streams}:
             raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not published: add --stream")
-        found = [
+        streams = [
             BridgedStream(STREAMS[name], self.prefix + name, named.get(name, ()))
             for name in dict.fromkeys(self.streams)
         ]
-        for each in found:
-            if not is_name(each.name):
-                raise BadSetting("--prefix", why_no_name(each.name))
-        return found
+        for bridged in streams:
+            if not is_name(bridged.name):
+                raise BadSetting("--prefix", why_no_name(bridged.name))
+        return streams
 
 
 def _writers(text: str) -> tuple[str, Sequence[str]]:
     stream, sign, names = text.partition("=")
-    found = names.split(",")
-    if not sign or not all(map(is_writer, found)):
+    workers = names.split(",")
+    if not sign or not all(map(is_writer, workers)):
         raise BadSetting("--writers", f"{text!r} is not a list of workers such as events=event1,event2")
-    return stream, found
+    return stream, workers
 
 
 def run(settings: Settings, plan: BridgePlan) -> None:
@@ -111,12 +111,19 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
     first, and what ends them."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
-        found = [it for it in table_writers(connection, STREAMS.values()) if is_old(it.transaction, datetime.now(UTC))]
-    for each in found:
-        of = each.transaction
-        say(f"{', '.join(sorted(each.streams))}: {of.process}" + ("" if of.pid is None else f": {of.query or '-'}"))
-        say(f"    to end it, in Synapse's database: {of.ending}")
-    if not found:
+        writing = [
+            writer
+            for writer in table_writers(connection, STREAMS.values())
+            if is_old(writer.transaction, datetime.now(UTC))
+        ]
+    for writer in writing:
+        transaction = writer.transaction
+        say(
+            f"{', '.join(sorted(writer.streams))}: {transaction.process}"
+            + ("" if transaction.pid is None else f": {transaction.query or '-'}")
+        )
+        say(f"    to end it, in Synapse's database: {transaction.ending}")
+    if not writing:
         say("no transaction of Synapse has been open for long")
 
 
@@ -151,14 +158,14 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
             id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
             say(f"{gone.writer} ends at {id} of {stream}")
         if not streams:
-            there = f"there are {', '.join(known)}" if known else "no bridge has published one here"
-            say(f"no stream has a writer {gone.writer} beside others, that has not retired: {there}")
+            existing = f"there are {', '.join(known)}" if known else "no bridge has published one here"
+            say(f"no stream has a writer {gone.writer} beside others, that has not retired: {existing}")
 
 
 def _retired(session: PostgresSession, writer: str, stream: str) -> int:
     with session.use() as connection:
-        found = state.retired_at(connection, writer, stream)
-    if found is None:
+        retired = state.retired_at(connection, writer, stream)
+    if retired is None:
         problem = "it does as soon as a bridge runs and every other worker of the stream has answered"
         raise PrerequisitePending(f"the end of {writer}", session.where, problem)
-    return found
+    return retired

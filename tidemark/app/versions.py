@@ -33,10 +33,10 @@ def require_successor(last: str, ours: str = OURS) -> None:
 
 def _ahead(theirs: str, ours: str) -> int:
     """The number of minor versions by which `theirs` is ahead; 1000 for each major version."""
-    if not (one := _NUMBERS.match(theirs)) or not (other := _NUMBERS.match(ours)):
+    if not (older := _NUMBERS.match(theirs)) or not (other := _NUMBERS.match(ours)):
         return 0
-    majors = int(one[1]) - int(other[1])
-    return 1000 * majors if majors else int(one[2]) - int(other[2])
+    majors = int(older[1]) - int(other[1])
+    return 1000 * majors if majors else int(older[2]) - int(other[2])
 
 
 OLDEST = 17

@@ -60,10 +60,12 @@ class RecordReader:
             return
         try:
             with closing(self._reader().read(topic, partition, first)) as messages:
-                for it in messages:
-                    if it is None or (offset := it.offset() or 0) >= end:
+                for message in messages:
+                    if message is None or (offset := message.offset() or 0) >= end:
                         return
-                    yield RecordedMessage(topic, partition, offset, it.timestamp()[1], it.key(), it.value())
+                    yield RecordedMessage(
+                        topic, partition, offset, message.timestamp()[1], message.key(), message.value()
+                    )
                     if offset == end - 1:
                         return
         except KafkaException as error:
@@ -133,7 +135,7 @@ class Tail:
             if not records:
                 first = self._consumer.poll(seconds)
                 messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
-                self._left = (found for message in messages for found in self._records(message))
+                self._left = (record for message in messages for record in self._records(message))
                 records = [*islice(self._left, AT_ONCE)]
             self._errors.raise_refusal()
         except KafkaException as error:

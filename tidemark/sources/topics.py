@@ -61,13 +61,13 @@ class RememberedTopic:
     partitions: int
 
 
-def require_same(found: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
+def require_same(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
     """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that is not as `remembered`."""
     for name, before in remembered.items():
-        if found[name].id != before.id:
-            raise TopicReplaced(name, before.id, found[name].id)
-        if found[name].partitions != before.partitions:
-            raise PartitionsChanged(name, before.partitions, found[name].partitions)
+        if topics[name].id != before.id:
+            raise TopicReplaced(name, before.id, topics[name].id)
+        if topics[name].partitions != before.partitions:
+            raise PartitionsChanged(name, before.partitions, topics[name].partitions)
 
 
 def require_uncompacted(topics: Mapping[str, TopicState]) -> None:
@@ -245,8 +245,8 @@ class Topics:
 
     def identities(self, names: Iterable[str]) -> dict[str, RememberedTopic]:
         """What must not change of the topics, in one request. Raises `TopicMissing` for the first that is absent."""
-        found = self._descriptions(list(names))
-        return {name: RememberedTopic(str(it.topic_id), len(it.partitions)) for name, it in found.items()}
+        topics = self._descriptions(list(names))
+        return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
         """The offset of the next record to be written, by topic and partition: what a lag is measured against."""
@@ -260,12 +260,12 @@ class Topics:
 
         Raises `TopicMissing`.
         """
-        found = self._descriptions([name], operations=True)[name]
+        topic = self._descriptions([name], operations=True)[name]
         entries = self._configs([name])[name] if settings else {}
-        operations = frozenset(operation.name for operation in found.authorized_operations or ())
-        replicas = min((len(partition.replicas) for partition in found.partitions), default=0)
+        operations = frozenset(operation.name for operation in topic.authorized_operations or ())
+        replicas = min((len(partition.replicas) for partition in topic.partitions), default=0)
         values = {key: str(entry.value) for key, entry in entries.items()}
-        return TopicDetails(len(found.partitions), replicas, values, operations)
+        return TopicDetails(len(topic.partitions), replicas, values, operations)
 
     def max_message_bytes(self, name: str) -> int:
         """The topic's limit for one batch of records. Raises `TopicMissing`."""

@@ -122,8 +122,8 @@ class OpenTransaction:
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
             return f"prepared transaction {self.gid or '?'}{place}{since}, user {self.user or '-'}"
-        who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"pid {self.pid}{place}{since}, {self.state or 'state not shown'}, {who}"
+        session = f"user {self.user or '-'}, application {self.application or '-'}"
+        return f"pid {self.pid}{place}{since}, {self.state or 'state not shown'}, {session}"
 
     @property
     def ending(self) -> str:
@@ -162,7 +162,9 @@ class SourceReports:
         slow = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
         return min(max(self._heartbeat, slow), LONGEST_HEARTBEAT) if self._heartbeat else 0
 
-    def due(self, found: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}) -> Iterator[Open]:
+    def due(
+        self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
+    ) -> Iterator[Open]:
         """The OPEN records to send now.
 
         Args:
@@ -177,9 +179,14 @@ class SourceReports:
         if is_due:
             self._beat_at = now
         for name, (writer, epoch) in self.reporters.items():
-            old = [it for it in found if it.stream == name and is_old(it, now)]
+            old = [
+                transaction for transaction in transactions if transaction.stream == name and is_old(transaction, now)
+            ]
             cause = blocked.get(name, "")[:LONGEST_TRANSACTION]
-            known = [it.process for it in old], cause  # a query is named, but the next one is nothing new
+            known = (
+                [transaction.process for transaction in old],
+                cause,
+            )  # a query is named, but the next one is nothing new
             if is_due or self._reported.get(name) != known:
                 self._reported[name] = known
                 yield Open(
@@ -211,7 +218,7 @@ def is_old(transaction: OpenTransaction, now: datetime) -> bool:
 
 
 def _named(old: Sequence[OpenTransaction]) -> list[str]:
-    lines = [it.who[:LONGEST_TRANSACTION] for it in old]
+    lines = [transaction.who[:LONGEST_TRANSACTION] for transaction in old]
     if len(lines) <= MOST_TRANSACTIONS:
         return lines
     shown = lines[: MOST_TRANSACTIONS - 1]

@@ -198,16 +198,16 @@ def _is_json_text(row: str) -> bool:
 
 def _finite(row: object) -> bool:
     """Whether no number in the row is NaN or infinite: msgspec would encode those as null, without an error."""
-    found = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # what is JSON already, which the server reads
-    while found:
-        match found.pop():
+    values = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # what is JSON already, which the server reads
+    while values:
+        match values.pop():
             case float(number):
                 if not math.isfinite(number):
                     return False
             case dict(entries):
-                found += entries.values()
+                values += entries.values()
             case list(items) | tuple(items):
-                found += items
+                values += items
     return True
 
 
@@ -277,42 +277,42 @@ def _is_asyncpg(value: object) -> bool:
 def _driver(given: Any) -> psycopg.Connection[Any]:
     if isinstance(given, psycopg.Connection):
         return given
-    found = given
+    connection = given
     if callable(getattr(given, "connection", None)):  # a Session of SQLAlchemy
-        found = given.connection()
-    if hasattr(found, "in_transaction"):  # a Connection of SQLAlchemy, which begins at its own first statement
-        if not found.in_transaction():
-            found.begin()
-        found = found.connection.driver_connection
-    elif hasattr(found, "ensure_connection"):  # Django's
-        with found.cursor() as cursor:
-            found = cursor.connection
-    return _checked(found, psycopg.Connection)
+        connection = given.connection()
+    if hasattr(connection, "in_transaction"):  # a Connection of SQLAlchemy, which begins at its own first statement
+        if not connection.in_transaction():
+            connection.begin()
+        connection = connection.connection.driver_connection
+    elif hasattr(connection, "ensure_connection"):  # Django's
+        with connection.cursor() as cursor:
+            connection = cursor.connection
+    return _checked(connection, psycopg.Connection)
 
 
 async def _async_driver(given: Any) -> Any:
     if isinstance(given, psycopg.AsyncConnection) or _is_asyncpg(given):
         return given
-    found = given
+    connection = given
     if hasattr(given, "run_sync") and not hasattr(given, "get_raw_connection"):  # an AsyncSession of SQLAlchemy
-        found = await given.connection()
-    if hasattr(found, "get_raw_connection"):  # an AsyncConnection of SQLAlchemy
-        if not found.in_transaction():
-            await found.begin()
-        driver = (await found.get_raw_connection()).driver_connection
+        connection = await given.connection()
+    if hasattr(connection, "get_raw_connection"):  # an AsyncConnection of SQLAlchemy
+        if not connection.in_transaction():
+            await connection.begin()
+        driver = (await connection.get_raw_connection()).driver_connection
         if _is_asyncpg(driver):
-            return found
-        found = driver
-    return _checked(found, psycopg.AsyncConnection)
+            return connection
+        connection = driver
+    return _checked(connection, psycopg.AsyncConnection)
 
 
-def _checked(found: object, wanted: type[_Driver]) -> _Driver:
-    if isinstance(found, wanted):
-        return found
-    kind = f"{type(found).__module__}.{type(found).__qualname__}"
+def _checked(connection: object, wanted: type[_Driver]) -> _Driver:
+    if isinstance(connection, wanted):
+        return connection
+    kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
     raise TypeError(
         f"{kind} is no psycopg.{wanted.__name__}, nor one of SQLAlchemy or Django on top of that: use"
-        f" {'AsyncWriter' if isinstance(found, psycopg.AsyncConnection) else 'SELECT tidemark.append(...)'}"
+        f" {'AsyncWriter' if isinstance(connection, psycopg.AsyncConnection) else 'SELECT tidemark.append(...)'}"
     )
 
 

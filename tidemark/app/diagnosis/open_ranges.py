@@ -108,10 +108,10 @@ def _ending(transactions: Sequence[str]) -> str:
     """The statement that ends the first of them, which is the oldest; empty if its line does not say who it is."""
     if not transactions:
         return ""
-    if found := _PROCESS.search(transactions[0]):
-        return f"select pg_terminate_backend({found[1]})"
-    if found := _PREPARED.search(transactions[0]):
-        return "rollback prepared '{}'".format(found[1].replace("'", "''"))
+    if match := _PROCESS.search(transactions[0]):
+        return f"select pg_terminate_backend({match[1]})"
+    if match := _PREPARED.search(transactions[0]):
+        return "rollback prepared '{}'".format(match[1].replace("'", "''"))
     return ""
 
 
@@ -151,21 +151,21 @@ class LinearLagAnswer(msgspec.Struct, frozen=True):
     blocker_count: Annotated[int, Meta(ge=0)]
 
 
-def lag_answer(found: LinearLag | None) -> LinearLagAnswer | None:
-    if found is None:
+def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
+    if lag is None:
         return None
     blockers = [
         LagCauseAnswer(
-            writer=it.writer,
-            epoch=it.epoch,
-            reason=it.reason,
-            position=None if it.reason == "unknown" else it.position,
-            since=None if it.since is None else moment(it.since),
-            last_seen=last_seen(it.seen),
+            writer=blocker.writer,
+            epoch=blocker.epoch,
+            reason=blocker.reason,
+            position=None if blocker.reason == "unknown" else blocker.position,
+            since=None if blocker.since is None else moment(blocker.since),
+            last_seen=last_seen(blocker.seen),
         )
-        for it in found.blockers
+        for blocker in lag.blockers
     ]
-    return LinearLagAnswer(found.ids, None if found.since is None else moment(found.since), blockers, found.count)
+    return LinearLagAnswer(lag.ids, None if lag.since is None else moment(lag.since), blockers, lag.count)
 
 
 def last_seen(milliseconds: int) -> datetime | None:
@@ -215,17 +215,19 @@ def read(
     a silent writer no longer than a transaction takes is left out. `begun`: the stream, writer and epoch of each epoch
     that an operator began; who is silent in one of these is fenced. `bridged`: streams that `tidemark synapse` sends.
     `reading`: without it no heartbeat counts as missed."""
-    found: list[OpenRange] = []
+    open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
         ranges = [*_of_stream(name, stream, now, silence(policies, name), reading)]
         ranges += _sources(name, stream, now, reading, {open_range.writer for open_range in ranges})
-        of_stream = [_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in ranges]
+        of_stream = [_fenced(span) if (name, span.writer, span.epoch) in begun else span for span in ranges]
         if name in bridged:
             of_stream = of_stream or [*_open(name, stream)]
-        of_stream = [_with_remedy(it, stream, bridged=name in bridged) for it in of_stream]
-        found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
-    return found
+        of_stream = [_with_remedy(span, stream, bridged=name in bridged) for span in of_stream]
+        open_ranges += sorted(
+            of_stream, key=lambda span: (span.since is not None, span.since, span.writer, abs(span.low or 0))
+        )
+    return open_ranges
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]) -> list[OpenRange]:
@@ -249,15 +251,17 @@ def _of_stream(
     owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
     for writer, known in owing.items():
         yield from _gaps(name, stream, writer, known, life(stream, writer, known.seen, now, silent, reading))
-    for it in holding.blockers if holding else ():
-        if it.reason == "unknown" or it.writer in owing or is_brief(it.since, now):
+    for blocker in holding.blockers if holding else ():
+        if blocker.reason == "unknown" or blocker.writer in owing or is_brief(blocker.since, now):
             continue
-        transactions = stream.transactions.get(it.writer, [])
-        since, seen = None if it.since is None else moment(it.since), last_seen(it.seen)
+        transactions = stream.transactions.get(blocker.writer, [])
+        since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.seen)
         # Before the linear position waited, the writer was one of many.
-        since_it_waits = it.seen if it.since is None or it.seen > it.since else 0
-        how = life(stream, it.writer, since_it_waits, now, silent, reading)
-        yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, how)
+        since_it_waits = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
+        how = life(stream, blocker.writer, since_it_waits, now, silent, reading)
+        yield OpenRange(
+            name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, how
+        )
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
@@ -333,28 +337,28 @@ def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
             yield OpenRange(name, writer, known.epoch, low, None, None, 0, 0, seen, transactions, "open transaction")
 
 
-def _with_remedy(it: OpenRange, stream: StreamState, *, bridged: bool) -> OpenRange:
-    known = stream.writers.get(it.writer) if it.low is not None else None
+def _with_remedy(span: OpenRange, stream: StreamState, *, bridged: bool) -> OpenRange:
+    known = stream.writers.get(span.writer) if span.low is not None else None
     if known is not None:
-        id = stream.direction.signed(known.chain.reach) if it.top is not None else it.low
+        id = stream.direction.signed(known.chain.reach) if span.top is not None else span.low
     else:
-        id = stream.direction.signed(max(stream.unjoined[it.writer, it.epoch].chain.reach, 0))
-    found = remedy(
-        it.verdict,
-        it.stream,
-        it.writer,
+        id = stream.direction.signed(max(stream.unjoined[span.writer, span.epoch].chain.reach, 0))
+    proposed = remedy(
+        span.verdict,
+        span.stream,
+        span.writer,
         id=id or 0,
-        epoch=it.epoch,
-        transactions=it.transactions,
+        epoch=span.epoch,
+        transactions=span.transactions,
         relayed=known is not None and known.start is not None,
         bridged=bridged,
-        cause="" if (source := source_of(stream, it.writer)) is None else source.report.blocked,
+        cause="" if (source := source_of(stream, span.writer)) is None else source.report.blocked,
     )
-    return replace(it, advice=found.advice, verb=found.command)
+    return replace(span, advice=proposed.advice, verb=proposed.command)
 
 
-def _fenced(it: OpenRange) -> OpenRange:
-    return replace(it, verdict="fenced") if it.verdict == "silent" else it
+def _fenced(span: OpenRange) -> OpenRange:
+    return replace(span, verdict="fenced") if span.verdict == "silent" else span
 
 
 def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, how: Verdict) -> Iterator[OpenRange]:

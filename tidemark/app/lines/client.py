@@ -85,9 +85,9 @@ def _styled(stream: str, writer: str) -> str:
 
 
 class WrongServer(Stop):
-    def __init__(self, where: str, expected: str, found: str) -> None:
-        super().__init__(f"{where} is server {found} and not {expected}: check the address")
-        self.found = found
+    def __init__(self, where: str, expected: str, reported: str) -> None:
+        super().__init__(f"{where} is server {reported} and not {expected}: check the address")
+        self.found = reported
 
 
 class CertificateRefused(Stop):

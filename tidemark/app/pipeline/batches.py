@@ -279,15 +279,15 @@ class Isolation:
         """
         if (problem := self._refusal(number, self._probe(effects[0].now))) is not None:
             return QueryFailed(f"Postgres refuses every batch, not only this one: {problem}")
-        found: dict[_Place, str] = {}
+        unacceptable: dict[_Place, str] = {}
         for stream in self._streams(number, effects):
-            found |= self._records(number, effects, stream)
-        if not found:
+            unacceptable |= self._records(number, effects, stream)
+        if not unacceptable:
             return refused
         places: dict[str, dict[int, list[int]]] = {}
-        for topic, partition, offset in sorted(found, key=lambda it: (it[0].value, *it[1:])):
+        for topic, partition, offset in sorted(unacceptable, key=lambda place: (place[0].value, *place[1:])):
             places.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
-        return RecordsRefused(len(found), next(iter(found.values())), places)
+        return RecordsRefused(len(unacceptable), next(iter(unacceptable.values())), places)
 
     def _refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
         return self.postgres.refusal(Batch(self.line, number, self.lease.token, effects))
@@ -297,7 +297,13 @@ class Isolation:
 
         def refused(names: list[str]) -> list[str]:
             chosen = [
-                msgspec.structs.replace(shard, streams=[it for it in shard.streams if it.stream in names], rejected=[])
+                msgspec.structs.replace(
+                    shard,
+                    streams=[
+                        effects_of_stream for effects_of_stream in shard.streams if effects_of_stream.stream in names
+                    ],
+                    rejected=[],
+                )
                 for shard in effects
             ]
             if not names or self._refusal(number, chosen) is None:
@@ -311,13 +317,13 @@ class Isolation:
         """The records of `stream` from which the refusal follows, each with what Postgres says."""
         state = self.postgres.states([stream])
         records = [*self._read(effects, stream)]
-        found: dict[_Place, str] = {}
+        unacceptable: dict[_Place, str] = {}
 
         def refusal(count: int) -> str | None:
             """Of the first so many records."""
-            return self._refusal(number, [self._advance(state, records[:count], found, effects[0].now)])
+            return self._refusal(number, [self._advance(state, records[:count], unacceptable, effects[0].now)])
 
-        while len(found) < MOST_REFUSED and (problem := refusal(len(records))) is not None:
+        while len(unacceptable) < MOST_REFUSED and (problem := refusal(len(records))) is not None:
             taken, stopped = 0, len(records)
             while stopped - taken > 1:
                 half = (taken + stopped) // 2
@@ -325,20 +331,20 @@ class Isolation:
                     taken = half
                 else:
                     stopped, problem = half, said
-            it = records[stopped - 1]
-            if it.place in found or refusal(taken) is not None:
+            record = records[stopped - 1]
+            if record.place in unacceptable or refusal(taken) is not None:
                 log.error("Postgres refuses a stream, whatever its records say", stream=stream, problem=problem)
                 return {}
-            found[it.place] = problem
+            unacceptable[record.place] = problem
             log.error(
                 "Postgres refuses what follows from a record: it goes to the dead letters",
                 stream=stream,
-                topic=self.names[it.topic],
-                partition=it.partition,
-                offset=it.offset,
+                topic=self.names[record.topic],
+                partition=record.partition,
+                offset=record.offset,
                 problem=problem,
             )
-        return found
+        return unacceptable
 
     def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_Taken]:
         """The batch's records with that key, in the order in which they are applied."""
@@ -360,14 +366,24 @@ class Isolation:
     ) -> ShardEffects:
         """What these records do to their stream, but for the refused ones."""
         parts: dict[tuple[Topic, int], list[_Taken]] = {}
-        for it in records:
-            parts.setdefault((it.topic, it.partition), []).append(it)
+        for record in records:
+            parts.setdefault((record.topic, record.partition), []).append(record)
         read = []
-        for (topic, partition), of in parts.items():
-            wanted = PlannedRange(topic, partition, of[0].offset, of[-1].offset + 1)
-            offsets, times = np.array([it.offset for it in of]), np.array([it.time for it in of])
+        for (topic, partition), part in parts.items():
+            wanted = PlannedRange(topic, partition, part[0].offset, part[-1].offset + 1)
+            offsets, times = np.array([record.offset for record in part]), np.array([record.time for record in part])
             read.append(
-                ([wanted], [(wanted, RecordBatch.of([it.key for it in of], [it.value for it in of], offsets, times))])
+                (
+                    [wanted],
+                    [
+                        (
+                            wanted,
+                            RecordBatch.of(
+                                [record.key for record in part], [record.value for record in part], offsets, times
+                            ),
+                        )
+                    ],
+                )
             )
         places: dict[str, dict[int, list[int]]] = {}
         for topic, partition, offset in refused:

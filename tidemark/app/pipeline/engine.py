@@ -111,13 +111,13 @@ def packets(
     return source.packets(spark, config)
 
 
-def require_states(spark: SparkSession, holders: Set[str], there: Set[str]) -> None:
+def require_states(spark: SparkSession, holders: Set[str], present: Set[str]) -> None:
     """Raise QueryFailed where one of the executors that hold states is not `there` any more.
 
     Spark has tasks wait for one that is dead, as for one that is busy, before it looks for its states elsewhere, where
     they are not.
     """
-    if gone := holders - there:
+    if gone := holders - present:
         spark.sparkContext.cancelAllJobs()  # the batch in hand needs what is gone
         raise QueryFailed(f"states were lost with an executor of Spark that ended: {', '.join(sorted(gone))}")
 
@@ -174,10 +174,10 @@ def _cluster(settings: Settings) -> Cluster:
 
 
 def _jars(directory: Path | None) -> list[Path]:
-    found = [] if directory is None else sorted(directory.glob("*.jar"))
-    if directory is not None and not found:
+    jars = [] if directory is None else sorted(directory.glob("*.jar"))
+    if directory is not None and not jars:
         raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar in {directory}")
-    return found
+    return jars
 
 
 def _own_address(master: str) -> str:
@@ -204,11 +204,11 @@ def properties(path: Path) -> dict[str, str]:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"cannot read {path}: {error.strerror}") from None
-    found = {}
+    properties_read = {}
     for line in lines:
         if line and not line.startswith("#"):
             match = _PROPERTY.fullmatch(line)
             if match is None:
                 raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"no setting of Spark in the line {line!r}")
-            found[match["name"]] = match["value"]
-    return found
+            properties_read[match["name"]] = match["value"]
+    return properties_read

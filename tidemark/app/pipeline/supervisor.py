@@ -254,7 +254,7 @@ class Attempt:
                 DeadLetters(DeadLettersConfig(dead, kafka.client(), producer_settings(kafka, dead)))
             )
             publisher = Publisher(
-                postgres, sinks, dead_letters, lease, stopping, lambda it: metrics.RETRIES.labels(it.what).inc()
+                postgres, sinks, dead_letters, lease, stopping, lambda error: metrics.RETRIES.labels(error.what).inc()
             )
             publisher.send_unsent()
             end_offsets = stack.enter_context(
@@ -339,12 +339,12 @@ class Attempt:
             if not is_active:
                 raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
-                there = frozenset() if self._local else executors(spark)
+                present = frozenset() if self._local else executors(spark)
                 if self._settings.checkpoint_store is None:
                     if not self.published:
-                        self._holders |= there
-                    engine.require_states(spark, self._holders, there)
-                lacks = waits.problem if self._local or there else NO_EXECUTOR
+                        self._holders |= present
+                    engine.require_states(spark, self._holders, present)
+                lacks = waits.problem if self._local or present else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():
                     log.warning("No batch can run", problem=lacks)
                 self._health.set_state(lacks)

@@ -101,8 +101,8 @@ class CircuitBreaker:
     A server that refuses this user counts as failed; a server that was slow with one query does not.
     """
 
-    def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
+    def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._what = name
         self._now = now
         self._until = 0.0
         self.problem: TidemarkError | None = None

@@ -51,9 +51,9 @@ class FileWatcher(Generic[T]):
     """
 
     def __init__(
-        self, what: str, files: Sequence[Path], load: Callable[[], T], now: Callable[[], float] = time.monotonic
+        self, name: str, files: Sequence[Path], load: Callable[[], T], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what = what
+        self._what = name
         self._files = files
         self._load = load
         self._now = now

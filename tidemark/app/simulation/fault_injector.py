@@ -143,7 +143,9 @@ class FaultInjector:
         if self._source_faults:
             self._source_faults.end()
         self._workload.services_ended = True
-        writing = [it for it in self._readers if it.process and it.name in self._workload.writing_readers]
+        writing = [
+            reader for reader in self._readers if reader.process and reader.name in self._workload.writing_readers
+        ]
         self._end([*self._leaving, *(member.detach() for member in [*self._running(), *writing])], END_SECONDS)
         self._services = []
         for member in self._members():

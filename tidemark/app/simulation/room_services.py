@@ -243,7 +243,7 @@ class _BackfillThread(_RoomThread):
             tables.compact_states(connection, room)
         tables.locked(connection, room)
         missing = tables.backward_extremities(connection, room)[:5]
-        for event, before in sorted(fetched(connection, missing), key=lambda found: -found[0].depth):
+        for event, before in sorted(fetched(connection, missing), key=lambda fetched_event: -fetched_event[0].depth):
             self._fetch(connection, before)
             self._store.persist(connection, event, "backfill", before)
 
@@ -350,11 +350,11 @@ class _ClientThread:
                 now = self._now(self._role.streams.events)
                 if now is None or now == since:
                     continue
-                found = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
-                sections = {"events": found.events, "sent": found.sent, "left": found.left}
-                answer = {kind: [it.stream_ordering for it in rows] for kind, rows in sections.items()}
-                answers.add("sync", member, since, found.until, answer)
-                since = found.until
+                synced = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
+                sections = {"events": synced.events, "sent": synced.sent, "left": synced.left}
+                answer = {kind: [row.stream_ordering for row in rows] for kind, rows in sections.items()}
+                answers.add("sync", member, since, synced.until, answer)
+                since = synced.until
 
     def history(self) -> None:
         """Open a room, and go back through all of it."""
@@ -366,13 +366,13 @@ class _ClientThread:
                 if now is None or history is None:
                     continue
                 first = opened(facts, room, now, limit=5)
-                found, before = [*first.events], first.before
+                events, before = [*first.events], first.before
                 while before is not None and not self._stopping.wait(self._random.random() * PAUSE_SECONDS):
                     page, before = messages(facts, room, now, before, limit=self._random.choice([3, 10, 40]))
-                    found += page
+                    events += page
                 if before is None:
                     answer = {
-                        "events": [(it.depth, it.stream_ordering) for it in found],
+                        "events": [(event.depth, event.stream_ordering) for event in events],
                         "history": history.linear,
                         "state": [(*key, *holder) for key, holder in first.state.items()],
                     }
@@ -430,9 +430,9 @@ class _ClientThread:
                         return
                     raise
                 now = _upto(snapshot)
-                found = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
-                since = found.until
-                answer = {"id": id, "found": id in {it.stream_ordering for it in found.events}}
+                synced = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
+                since = synced.until
+                answer = {"id": id, "found": id in {event.stream_ordering for event in synced.events}}
                 answers.add("own", room, None, now, answer)
 
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
@@ -475,7 +475,7 @@ class _Answers:
     def add(self, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]) -> None:
         if not self.kept and kind != "sync":
             return
-        texts = [msgspec.json.encode(it).decode() for it in (since, upto, answer)]
+        texts = [msgspec.json.encode(part).decode() for part in (since, upto, answer)]
         with self.effects.transaction():
             if not self.kept:
                 self.effects.execute(

@@ -43,9 +43,9 @@ class Truth:
         through = [*regular]
         while through:
             event = self.everything[through.pop()]
-            found = {prev for prev in event.prevs if prev in self.placed and self._follows(event, prev)} - followed
-            followed |= found
-            through += found - regular
+            forward = {prev for prev in event.prevs if prev in self.placed and self._follows(event, prev)} - followed
+            followed |= forward
+            through += forward - regular
         return regular - followed
 
     def _follows(self, event: RoomEvent, prev: str) -> bool:
@@ -70,17 +70,17 @@ class Truth:
                 open_ones += waits_for
                 continue
             open_ones.pop()
-            found = self.state_before(event)
+            state = self.state_before(event)
             if event.key is not None and event.held_as is not HeldAs.REJECTED:
-                found[event.key] = KeyHolder(event.depth, event.id)
-            self._states[event.id] = found
+                state[event.key] = KeyHolder(event.depth, event.id)
+            self._states[event.id] = state
         return self._states[id]
 
     def state_before(self, event: RoomEvent) -> dict[StateKey, KeyHolder]:
-        found: dict[StateKey, KeyHolder] = {}
+        state: dict[StateKey, KeyHolder] = {}
         for prev in self._known(event):
-            _deepen(found, self.state_at(prev) if prev not in self._states else self._states[prev])
-        return found
+            _deepen(state, self.state_at(prev) if prev not in self._states else self._states[prev])
+        return state
 
     def _known(self, event: RoomEvent) -> list[str]:
         """Those prev events that anybody knows, and whose depth fits."""
@@ -89,15 +89,15 @@ class Truth:
 
     @property
     def current(self) -> dict[StateKey, KeyHolder]:
-        found: dict[StateKey, KeyHolder] = {}
+        state: dict[StateKey, KeyHolder] = {}
         for id in self.forward:
-            _deepen(found, self.state_at(id))
-        return found
+            _deepen(state, self.state_at(id))
+        return state
 
     def stays(self, placed: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
         """By events and their turns, in which they were placed: who was joined, the turns of the first event and of the
         last one, and the event of the membership that ended it; None while it lasts."""
-        found: list[tuple[str, int, int | None, str | None]] = []
+        stays: list[tuple[str, int, int | None, str | None]] = []
         since: dict[str, int] = {}
         listed = [*placed]
         for turn, forward in zip((turn for _, turn in listed), self._forward_after_each(listed), strict=True):
@@ -109,17 +109,17 @@ class Truth:
                 if joined:
                     since.setdefault(member, turn)
                 elif kind == MEMBER and member in since:
-                    found.append((member, since.pop(member), turn, holder.id))
-        return [*found, *((member, turn, None, None) for member, turn in since.items())]
+                    stays.append((member, since.pop(member), turn, holder.id))
+        return [*stays, *((member, turn, None, None) for member, turn in since.items())]
 
     def _forward_after_each(self, placed: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
         """The forward extremities after each of these events was placed."""
         forward: set[str] = set()
-        there: set[str] = set()
+        present: set[str] = set()
         counting: set[str] = set()
         named_by: dict[str, list[RoomEvent]] = defaultdict(list)
         for id, _ in placed:
-            there.add(id)
+            present.add(id)
             event, is_regular = self.everything[id], self._held[id] is HeldAs.REGULAR
             named_by[id] = [other for other in named_by[id] if other.depth > event.depth]
             is_followed = any(other.id in counting for other in named_by[id])
@@ -134,11 +134,11 @@ class Truth:
                 for prev in at.prevs:
                     if any(other.id == at.id for other in named_by[prev]):
                         forward.discard(prev)
-                        if prev in there and prev not in counting and self._held[prev] is not HeldAs.REGULAR:
+                        if prev in present and prev not in counting and self._held[prev] is not HeldAs.REGULAR:
                             through.append(self.everything[prev])
             yield forward
 
 
-def _deepen(found: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
+def _deepen(result: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
     for key, holder in state.items():
-        found[key] = max(holder, found.get(key, holder))
+        result[key] = max(holder, result.get(key, holder))

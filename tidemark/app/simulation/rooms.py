@@ -97,7 +97,9 @@ class StoredRooms:
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
     def ends(self, member: str) -> set[int]:
-        return {stay.left_by for (of, _), stays in self.stays.items() if of == member for stay in stays if stay.left_by}
+        return {
+            stay.left_by for (name, _), stays in self.stays.items() if name == member for stay in stays if stay.left_by
+        }
 
 
 def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
@@ -105,11 +107,11 @@ def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Ite
     rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
     for client, about, *answer in answers:
         rows[client, about].append(answer)
-    found: dict[str, RoomCount] = {}
-    for (client, member), of in rows.items():
-        count = _of_member(client, member, of, stored)
-        found[client] = found.get(client, RoomCount(client)) + count
-    return found.values()
+    counts: dict[str, RoomCount] = {}
+    for (client, member), synced in rows.items():
+        count = _of_member(client, member, synced, stored)
+        counts[client] = counts.get(client, RoomCount(client)) + count
+    return counts.values()
 
 
 def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
@@ -170,8 +172,10 @@ class RoomsDiffer(TidemarkError):
     """A client was answered wrongly, or the tables are not what the definitions say."""
 
     def __init__(self, counts: Sequence[ReadCount], awaited: Collection[tuple[str, str]] = ()) -> None:
-        wrong = [str(it) for it in counts if not it.is_complete]
-        wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.reader for it in counts}]
+        wrong = [str(room_count) for room_count in counts if not room_count.is_complete]
+        wrong += [
+            f"{kind}: never answered" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
+        ]
         wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
         super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
         self.counts = counts
@@ -253,18 +257,20 @@ class RoomsVerification(Verification):
             return []
         with self._lock:
             now = self._compare()
-            found: dict[str, RoomCount] = {}
-            for began, of in self._synced.items():
-                for count in [*of, *self._found[began].values()]:
+            totals: dict[str, RoomCount] = {}
+            for began, synced in self._synced.items():
+                for count in [*synced, *self._found[began].values()]:
                     # What another one had yet to answer is no more.
                     reported = count if began == now else replace(count, written=count.read)
-                    found[count.reader] = found.get(count.reader, RoomCount(count.reader)) + reported
-        return [*found.values()]
+                    totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + reported
+        return [*totals.values()]
 
     @property
     def awaited(self) -> set[tuple[str, str]]:
         """The syncing clients, with their members, to whom the incarnation that is there has given no answer yet."""
-        return {(kind.value, it) for kind in (ClientKind.LINE, ClientKind.VECTOR) for it in SYNCING} - self._answered
+        return {
+            (kind.value, member) for kind in (ClientKind.LINE, ClientKind.VECTOR) for member in SYNCING
+        } - self._answered
 
     def _compare(self) -> int:
         """Which incarnation is there now."""
@@ -285,16 +291,18 @@ class RoomsVerification(Verification):
             stored = _tables(connection)
             self._synced[now] = [*compare_synced(answers, stored)]
             self._answered = {(client, member) for client, member, *_ in answers}
-            found = self._found[now]
+            differences = self._found[now]
             truths: dict[str, Truth] = {}
-            for number, client, about, upto, answer in (it for it in others if it[0] not in self._judged):
+            for number, client, about, upto, answer in (
+                answered for answered in others if answered[0] not in self._judged
+            ):
                 count = compare_answer(client, about, msgspec.convert(upto, Upto), answer, stored)
                 if client == ClientKind.HISTORY:
                     if about not in truths:
                         truths[about] = Truth(*_everything(connection, about))
                     state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
                     count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, stored)
-                found[client] = found.get(client, RoomCount(client)) + count
+                differences[client] = differences.get(client, RoomCount(client)) + count
                 self._judged.add(number)
         return now
 
@@ -348,7 +356,7 @@ def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRoo
     placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
     history = {row.event for id, row in placed.items() if id < 0}
-    least, most = (truth.part(those).current for those in (live, live | history))
+    least, most = (truth.part(part).current for part in (live, live | history))
     within = state.keys() <= most.keys() and all(
         least.get(key, holder) <= holder <= most[key] for key, holder in state.items()
     )

@@ -242,8 +242,8 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
         work = [pool.submit(outliving, thread) for thread in threads]
         wait(work, return_when=FIRST_EXCEPTION)
         stopping.set()
-    for each in work:
-        each.result()
+    for target in work:
+        target.result()
 
 
 def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
@@ -329,8 +329,8 @@ def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) ->
         work = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
         wait(work, return_when=FIRST_EXCEPTION)
         stopping.set()
-    for each in work:
-        each.result()
+    for worker in work:
+        worker.result()
 
 
 def _read(mode: Mode, stream: str, positions: Positions, servers: ReaderServers, stopping: threading.Event) -> None:

@@ -75,7 +75,7 @@ class StreamsCount(ReadCount):
             f" {self.doubled} doubled, {self.disordered} out of order"
         )
         explained = {"late": self.late, "again": self.again, "lost": self.lost}
-        return ", ".join([stopping, *(f"{count} {what}" for what, count in explained.items() if count)])
+        return ", ".join([stopping, *(f"{count} {kind}" for kind, count in explained.items() if count)])
 
 
 @dataclass(frozen=True)
@@ -298,37 +298,39 @@ class StreamsVerification(Verification):
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
-                of = [
+                comparisons = [
                     Comparison(
                         *(reader, rows, delivered[reader, stream], snapshot[reader, stream]),
                         *(self._back.get(stream), final, self._times[stream]),
                     )
                     for reader in READERS
                 ]
-                self._note_lost(stream, of)
-                found = [comparison.count() for comparison in of]
-                for comparison, count in zip(of, found, strict=True):
+                self._note_lost(stream, comparisons)
+                results = [comparison.count() for comparison in comparisons]
+                for comparison, count in zip(comparisons, results, strict=True):
                     counts[comparison.reader] += count + self._forgotten[comparison.reader, stream]
-                if all(count.is_right for count in found):
-                    self._forget(stream, of)
+                if all(count.is_right for count in results):
+                    self._forget(stream, comparisons)
         return [*counts.values()]
 
-    def _note_lost(self, stream: str, of: Sequence[Comparison]) -> None:
+    def _note_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
         head = self._heads.get(stream)
         if head is not None:
-            if any(id > head for comparison in of for id in comparison.strangers):
+            if any(id > head for comparison in comparisons for id in comparison.strangers):
                 self.lost.add(stream)
-            if any(row.late for comparison in of for row in comparison.delivered):
+            if any(row.late for comparison in comparisons for row in comparison.delivered):
                 self.late.add(stream)
 
-    def _forget(self, stream: str, of: Sequence[Comparison]) -> None:
-        reached = min(comparison.stand.linear for comparison in of if comparison.reader == "linear")
-        done = [comparison.up_to(reached) for comparison in of]
-        counts = {it.reader: self._forgotten[it.reader, stream] + it.count() for it in done}
+    def _forget(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+        reached = min(comparison.stand.linear for comparison in comparisons if comparison.reader == "linear")
+        done = [comparison.up_to(reached) for comparison in comparisons]
+        counts = {
+            comparison.reader: self._forgotten[comparison.reader, stream] + comparison.count() for comparison in done
+        }
         if not done[0].facts or not all(count.is_complete for count in counts.values()):
             return
         rows = {row.mark for row in done[0].facts}
-        marks = [*rows.union(*(it.marks for it in done))]
+        marks = [*rows.union(*(comparison.marks for comparison in done))]
         with self._effects.use() as connection, connection.transaction():
             _delete(connection, _EFFECTS, marks)
             for reader, count in counts.items():
@@ -345,9 +347,9 @@ class StreamsVerification(Verification):
         """What earlier simulations compared; from then on we know better than a database that went back."""
         if not self._forgotten:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
-            found = {(reader, stream): facts for reader, stream, facts in rows}
+            stored = {(reader, stream): facts for reader, stream, facts in rows}
             for key in [(reader, stream.name) for reader in READERS for stream in self._streams]:
-                self._forgotten[key] = StreamsCount(key[0], found.get(key, 0), found.get(key, 0))
+                self._forgotten[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
 
 
 _EFFECTS = sql.Identifier("demo", "effects")

@@ -159,7 +159,7 @@ def table(counts: Sequence[ReadCount], *further: str) -> str:
     """For people: a line for each; `further` columns are what else is counted."""
     columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", *further)
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
-    lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
+    lines += [" ".join([f"{row.reader:8}", *(f"{figure:12}" for figure in row.figures)]) for row in counts]
     return "\n".join(lines)
 
 

@@ -80,10 +80,10 @@ class Decision:
 
     def ids(self) -> dict[str, Intervals]:
         """By writer, the IDs with an edge of their own: those of facts, and for the database itself those of voids."""
-        found: dict[str, list[int]] = {self.stream_epoch.own: []}
+        by_writer: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:
-            found.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
-        own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in found.items()}
+            by_writer.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
+        own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in by_writer.items()}
         return own | {self.stream_epoch.own: own[self.stream_epoch.own].union(self.voids).union(self.emptied)}
 
     def rows(self) -> Intervals:
@@ -132,7 +132,7 @@ class Decider:
         self._strays = StrayRowQuery()
         self._paged = self._settled = 0
         """Numbers of the streams whose pages were read, and whose floors were raised last: the next ones follow."""
-        self._streams = {each.stream.number: _begun(each) for each in stream_epochs}
+        self._streams = {stream_epoch.stream.number: _begun(stream_epoch) for stream_epoch in stream_epochs}
         self.is_outdated = False
         """Streams, writers, epochs or floors are others than these: start again."""
         self.unknown_writers: dict[int, dict[str, int]] = {}
@@ -144,35 +144,38 @@ class Decider:
     @property
     def open(self) -> list[AppendStream]:
         """Streams with IDs that are given out and not decided."""
-        return [each.stream_epoch.stream for each in self._streams.values() if each.evidence.open]
+        return [state.stream_epoch.stream for state in self._streams.values() if state.evidence.open]
 
     @property
     def has_backlog(self) -> bool:
         """Whether the outbox holds more than the last round could read."""
-        return any(each.evidence.unseen for each in self._streams.values())
+        return any(state.evidence.unseen for state in self._streams.values())
 
     @property
     def undecided(self) -> dict[str, int]:
         """By stream: how many IDs are given out and not decided."""
-        return {each.stream_epoch.stream.name: each.evidence.undecided for each in self._streams.values()}
+        return {state.stream_epoch.stream.name: state.evidence.undecided for state in self._streams.values()}
 
     @property
     def kept(self) -> dict[str, int]:
         """By stream: how many IDs lie above the floor."""
         return {
-            each.stream_epoch.stream.name: each.evidence.head - each.evidence.floor for each in self._streams.values()
+            state.stream_epoch.stream.name: state.evidence.head - state.evidence.floor
+            for state in self._streams.values()
         }
 
     @property
     def chain_count(self) -> int:
         """The number of chains that a beat cuts, over all streams."""
-        return sum(len(each.chains) for each in self._streams.values() if each.chains is not None)
+        return sum(len(state.chains) for state in self._streams.values() if state.chains is not None)
 
     @property
     def blocked(self) -> dict[str, UnsuitableSequence]:
         """By stream: why none of its new IDs is decided."""
         return {
-            each.stream_epoch.stream.name: each.problem for each in self._streams.values() if each.problem is not None
+            state.stream_epoch.stream.name: state.problem
+            for state in self._streams.values()
+            if state.problem is not None
         }
 
     def round(self, most_bytes: int) -> Steps:
@@ -183,85 +186,87 @@ class Decider:
         if self._strays.is_due:
             yield "strays"
             self._strays.run(self._connection)
-        heads = {number: self._head(each, snapshots.get(number)) for number, each in self._streams.items()}
-        observed = [each for number, each in self._streams.items() if is_due(each.evidence, heads[number])]
+        heads = {number: self._head(state, snapshots.get(number)) for number, state in self._streams.items()}
+        observed = [state for number, state in self._streams.items() if is_due(state.evidence, heads[number])]
         if self.is_outdated or not observed:
             return []
         yield from observe(
-            self._connection, {each.stream_epoch.stream.number: each.evidence for each in observed}, heads
+            self._connection, {state.stream_epoch.stream.number: state.evidence for state in observed}, heads
         )
         decided, left, pages = list[Decision](), most_bytes, 0
-        for each in _from(observed, self._paged + 1):
-            if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
+        for state in _from(observed, self._paged + 1):
+            if left > 0 and pages < PAGES_AT_ONCE and (asked := state.evidence.unread()):
                 yield "page"
-                page = queries.page(self._connection, each.stream_epoch.stream, asked, left)
+                page = queries.page(self._connection, state.stream_epoch.stream, asked, left)
                 left -= page.bytes
                 pages += 1
-                self._paged = each.stream_epoch.stream.number
-                decided += self._decide(each, asked, page)
-            if each.chains is not None and (announced := each.chains.announce(each.open_to)):
-                decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
+                self._paged = state.stream_epoch.stream.number
+                decided += self._decide(state, asked, page)
+            if state.chains is not None and (announced := state.chains.announce(state.open_to)):
+                decided.append(Decision(state.stream_epoch, [], EMPTY, announced))
         if decided:
             yield "durable"
-            streams = {each.stream_epoch.stream for each in decided}
+            streams = {decision.stream_epoch.stream for decision in decided}
             heads_sent = {
-                it.stream_epoch.stream: it.evidence.head for it in observed if it.stream_epoch.stream in streams
+                state.stream_epoch.stream: state.evidence.head
+                for state in observed
+                if state.stream_epoch.stream in streams
             }
             if not queries.record_upto(self._connection, heads_sent):
                 self.is_outdated = True
                 return []
         return decided
 
-    def _head(self, each: _Stream, snapshot: StreamSnapshot | None) -> int:
+    def _head(self, state: _Stream, snapshot: StreamSnapshot | None) -> int:
         """Up to where IDs may be decided. Rows or a sequence that went back end this decider."""
-        known = each.evidence.head
+        known = state.evidence.head
         if snapshot is None:
             return known  # it was dropped
-        stream = each.stream_epoch.stream
+        stream = state.stream_epoch.stream
         head = sequences.head(self._connection, stream, snapshot, max(known, snapshot.reached))
         stray = self._strays.found.get(stream.number, StrayRows(None, None))
-        each.problem = snapshot.sequence.problem(stream)
-        if each.problem is None and (stray.highest or 0) > head:
-            each.problem = snapshot.sequence.lags_table(stream, max(stray.highest or 0, snapshot.reached))
-        self.is_outdated |= (snapshot.version, snapshot.floor) != (each.stream_epoch.version, each.evidence.floor)
-        if each.problem is not None:
+        state.problem = snapshot.sequence.problem(stream)
+        if state.problem is None and (stray.highest or 0) > head:
+            state.problem = snapshot.sequence.lags_table(stream, max(stray.highest or 0, snapshot.reached))
+        self.is_outdated |= (snapshot.version, snapshot.floor) != (state.stream_epoch.version, state.evidence.floor)
+        if state.problem is not None:
             return known
         self.is_outdated |= head < max(known, snapshot.reached) or stray.lowest is not None or snapshot.foreign > 0
         return head
 
-    def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decision]:
-        if (page.version, page.floor) != (each.stream_epoch.version, each.evidence.floor):
+    def _decide(self, state: _Stream, asked: Intervals, page: Page) -> list[Decision]:
+        if (page.version, page.floor) != (state.stream_epoch.version, state.evidence.floor):
             self.is_outdated = True
             return []
         for fact in page.facts:
             for writer in fact.ends:
-                each.end(writer, fact.id)
-        names = {each.stream_epoch.name_of(fact.writer) for fact in page.facts}
-        if unknown_writers := names - (each.stream_epoch.writers.keys() - each.ended.keys()):
-            found = {writer: each.ended.get(writer, 0) for writer in unknown_writers}
-            self.unknown_writers.setdefault(each.stream_epoch.stream.number, {}).update(found)
+                state.end(writer, fact.id)
+        names = {state.stream_epoch.name_of(fact.writer) for fact in page.facts}
+        if unknown_writers := names - (state.stream_epoch.writers.keys() - state.ended.keys()):
+            missing = {writer: state.ended.get(writer, 0) for writer in unknown_writers}
+            self.unknown_writers.setdefault(state.stream_epoch.stream.number, {}).update(missing)
             self.is_outdated = True
             return []
-        empty = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
+        empty = state.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
         if not (page.facts or empty):
             return []
-        published = each.stream_epoch.published
-        decided = Decision(each.stream_epoch, page.facts, empty.above(published), (), empty.upto(published))
-        if each.chains is not None:
+        published = state.stream_epoch.published
+        decided = Decision(state.stream_epoch, page.facts, empty.above(published), (), empty.upto(published))
+        if state.chains is not None:
             for writer, ids in decided.ids().items():
-                each.chains.own(writer, ids)
+                state.chains.own(writer, ids)
             for fact in page.facts:
                 if fact.writer == BEAT:
-                    each.chains.beat(fact.id)
+                    state.chains.beat(fact.id)
         return [decided]
 
     def beat(self) -> Generator[str]:
         """Write a beat for each stream with several writers, one of which has a chain that ends below the head. A
         stream that is blocked gets none."""
-        for each in self._streams.values():
-            if each.problem is None and each.chains is not None and each.chains.behind(each.evidence.head):
+        for state in self._streams.values():
+            if state.problem is None and state.chains is not None and state.chains.behind(state.evidence.head):
                 yield "beat"
-                stream = each.stream_epoch.stream
+                stream = state.stream_epoch.stream
                 if queries.beat(self._connection, stream):
                     self.without_beat.discard(stream)
                 else:
@@ -269,15 +274,15 @@ class Decider:
 
     def acknowledged(self, decided: Decision) -> None:
         """Kafka has all of it."""
-        each = self._streams[decided.stream_epoch.stream.number]
-        each.rows_sent = each.rows_sent.union(decided.rows())
+        state = self._streams[decided.stream_epoch.stream.number]
+        state.rows_sent = state.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():
-            each.acknowledged = each.acknowledged.union(ids)
-            if each.chains is not None:
-                each.chains.acknowledged(writer, ids)
-        if each.chains is not None:
+            state.acknowledged = state.acknowledged.union(ids)
+            if state.chains is not None:
+                state.chains.acknowledged(writer, ids)
+        if state.chains is not None:
             for writer, ids in edges(decided.announced).items():
-                each.chains.acknowledged(writer, ids)
+                state.chains.acknowledged(writer, ids)
 
     def settle(self, most: int | None = None) -> Generator[str]:
         """Raise the floors to where everything is in Kafka, and delete the rows below.
@@ -286,32 +291,34 @@ class Decider:
             most: streams to settle in this call; None for all. The next calls settle the others.
         """
         settled = 0
-        for each in _from([*self._streams.values()], self._settled + 1):
+        for state in _from([*self._streams.values()], self._settled + 1):
             if settled == most:
                 break
-            floor = each.evidence.floor
-            reached = each.acknowledged.reach(floor)
-            if each.chains is not None:
-                reached = each.chains.floor(reached)
+            floor = state.evidence.floor
+            reached = state.acknowledged.reach(floor)
+            if state.chains is not None:
+                reached = state.chains.floor(reached)
             if reached > floor:
                 settled += 1
-                self._settled = each.stream_epoch.stream.number
+                self._settled = state.stream_epoch.stream.number
                 yield "settle"
-                rows, version = each.rows_sent.upto(reached), each.stream_epoch.version
-                if not queries.raise_floor(self._connection, each.stream_epoch.stream, version, floor, reached, rows):
+                rows, version = state.rows_sent.upto(reached), state.stream_epoch.version
+                if not queries.raise_floor(self._connection, state.stream_epoch.stream, version, floor, reached, rows):
                     self.is_outdated = True
                     continue
-                each.evidence.floor = reached
-                each.acknowledged = each.acknowledged.above(reached)
-                each.rows_sent = each.rows_sent.above(reached)
-                if each.chains is not None:
-                    each.chains.settled(reached)
-                self.is_outdated |= any(id <= reached for id in each.ended.values())
+                state.evidence.floor = reached
+                state.acknowledged = state.acknowledged.above(reached)
+                state.rows_sent = state.rows_sent.above(reached)
+                if state.chains is not None:
+                    state.chains.settled(reached)
+                self.is_outdated |= any(id <= reached for id in state.ended.values())
 
 
 def _from(streams: Sequence[_Stream], number: int) -> list[_Stream]:
     """The same streams, those with this number and higher ones first."""
-    return sorted(streams, key=lambda each: (each.stream_epoch.stream.number < number, each.stream_epoch.stream.number))
+    return sorted(
+        streams, key=lambda state: (state.stream_epoch.stream.number < number, state.stream_epoch.stream.number)
+    )
 
 
 def _begun(stream_epoch: StreamEpoch) -> _Stream:

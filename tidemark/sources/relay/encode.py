@@ -50,11 +50,11 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
     Raises:
         MalformedFact: a row is no JSON. It cannot be sent, and its ID is no void.
     """
-    of, stream = decided.stream_epoch, decided.stream_epoch.stream.name
-    signed = of.stream.towards.signed
+    stream_epoch, stream = decided.stream_epoch, decided.stream_epoch.stream.name
+    signed = stream_epoch.stream.towards.signed
 
     for chain in _chains(decided, most, most_bytes):
-        writer, epoch = chain[0].writer, of.writers[chain[0].writer].epoch
+        writer, epoch = chain[0].writer, stream_epoch.writers[chain[0].writer].epoch
         prev, ids = signed(chain[0].id - 1), [signed(edge.id) for edge in chain]
         if len(chain) > 1:
             rows = [list(edge.rows) for edge in chain]
@@ -66,10 +66,10 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
             for row in first:
                 yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row))
             yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=last))
-    for each in [*_emptied(decided), *decided.announced]:
-        epoch = of.writers[each.writer].epoch
-        prev, id = signed(each.prev), signed(each.id)
-        yield records.encode(Position(stream=stream, writer=each.writer, epoch=epoch, prev=prev, id=id))
+    for gap in [*_emptied(decided), *decided.announced]:
+        epoch = stream_epoch.writers[gap.writer].epoch
+        prev, id = signed(gap.prev), signed(gap.id)
+        yield records.encode(Position(stream=stream, writer=gap.writer, epoch=epoch, prev=prev, id=id))
 
 
 def _emptied(decided: Decision) -> Iterator[EmptyRange]:

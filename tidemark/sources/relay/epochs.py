@@ -75,20 +75,23 @@ class StreamEpoch:
         return [
             Join(
                 stream=self.stream.name,
-                writer=each.name,
-                epoch=each.epoch,
-                id=self.stream.towards.signed(each.last),
-                unseen=first and each.last > 0 and each.name == self.own,
+                writer=writer.name,
+                epoch=writer.epoch,
+                id=self.stream.towards.signed(writer.last),
+                unseen=first and writer.last > 0 and writer.name == self.own,
                 published=self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
-            for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
-            if each.state == "joining"
+            for writer in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
+            if writer.state == "joining"
         ]
 
     def _retires(self) -> list[Retire]:
         signed, stream = self.stream.towards.signed, self.stream.name
-        return [Retire(stream=stream, writer=it.name, epoch=it.epoch, id=signed(it.last)) for it in self.retiring]
+        return [
+            Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.last))
+            for writer in self.retiring
+        ]
 
 
 UnknownWriters = Mapping[int, Mapping[str, int]]
@@ -129,21 +132,23 @@ def begin(
             group by number, stream, direction order by number
             """
         ).fetchall()
-    found, why = [], {each.stream.number: each.why for each in back}
+    stream_epochs, why = [], {each.stream.number: each.why for each in back}
     for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")
         known = [
-            WriterEpoch(each, epoch, last, state, frozenset({hashed, unnamed} if each == own else {hashed}))
-            for each, epoch, last, state, hashed in writers
+            WriterEpoch(name, epoch, last, state, frozenset({hashed, unnamed} if name == own else {hashed}))
+            for name, epoch, last, state, hashed in writers
         ]
-        retiring = [each for each in known if each.state == "retiring"]
-        living = {each.name: each for each in known if each.state != "retiring"}
+        retiring = [writer for writer in known if writer.state == "retiring"]
+        living = {writer.name: writer for writer in known if writer.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(history.database, start, after)
         regression = why.get(number, "")
-        found.append(StreamEpoch(stream, version, floor, upto, timeline, own, living, retiring, published, regression))
-    return found
+        stream_epochs.append(
+            StreamEpoch(stream, version, floor, upto, timeline, own, living, retiring, published, regression)
+        )
+    return stream_epochs
 
 
 def _turn(connection: Connection, history: ServerHistory, writer: str, back: Sequence[Regression]) -> None:
@@ -197,10 +202,10 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
             "server": history.server,
             "writer": writer,
             "now": _now(connection),
-            "numbers": [each.stream.number for each in back],
-            "versions": [each.version for each in back],
-            "floors": [each.stream.towards.signed(each.floor) for each in back],
-            "uptos": [each.upto for each in back],
+            "numbers": [regression.stream.number for regression in back],
+            "versions": [regression.version for regression in back],
+            "floors": [regression.stream.towards.signed(regression.floor) for regression in back],
+            "uptos": [regression.upto for regression in back],
         },
     )
 
@@ -222,7 +227,7 @@ def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
             connection.execute("select tidemark_reader.went_back(%s, %s)", [regression.stream.name, back_to])
 
 
-def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:
+def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
     """Store new writers, and make all relays start again, which do not know their chains."""
     connection.execute(
         """
@@ -243,7 +248,7 @@ def _introduce(connection: Connection, number: int, found: Mapping[str, int]) ->
         select number, name, %(now)s, last from given
         on conflict do nothing
         """,
-        {"number": number, "names": [*found], "ended": [*found.values()], "now": _now(connection)},
+        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _now(connection)},
     )
 
 
@@ -260,9 +265,9 @@ def acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
         " where (number, writer, epoch, state) = (%s, %s, %s, %s)",
         [
-            (each.stream.number, writer.name, writer.epoch, writer.state)
-            for each in streams
-            for writer in [*each.writers.values(), *each.retiring]
+            (stream_epoch.stream.number, writer.name, writer.epoch, writer.state)
+            for stream_epoch in streams
+            for writer in [*stream_epoch.writers.values(), *stream_epoch.retiring]
             if writer.state != "joined"
         ],
     )

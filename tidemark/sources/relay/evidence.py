@@ -123,8 +123,8 @@ class StreamEvidence:
         marks = [mark.only(running, lock_holders) for mark in self._marks]
         self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
-            who = frozenset(map(LockHolder, running)) if lock_holders is None else lock_holders
-            marks.append(_Mark(who, Intervals.of([(self.head, head)])))
+            owners = frozenset(map(LockHolder, running)) if lock_holders is None else lock_holders
+            marks.append(_Mark(owners, Intervals.of([(self.head, head)])))
             self.head = head
         by_owners: dict[frozenset[LockHolder], _Mark] = {}
         for mark in marks:
@@ -137,10 +137,10 @@ class StreamEvidence:
 
     def unread(self) -> Intervals:
         """Where the outbox is to be read next; the lowest come first."""
-        found = EMPTY
+        ids = EMPTY
         for mark in self._marks:
-            found = found.union(mark.unread)
-        return found.lowest(RANGES_AT_ONCE)
+            ids = ids.union(mark.unread)
+        return ids.lowest(RANGES_AT_ONCE)
 
     def open_to(self, writers: Collection[int] | None) -> Intervals:
         """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer.
@@ -148,23 +148,27 @@ class StreamEvidence:
         Where such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
         contradict a range beyond. The database itself, for which None stands, never ends so.
         """
-        found, end = EMPTY, self.head
+        undecided, end = EMPTY, self.head
         for mark in self._marks:
             owners = [lock for lock in mark.waiting if writers is None or lock.writer is None or lock.writer in writers]
             ids = mark.unread.union(mark.absent) if owners else mark.unread
-            found = found.union(ids)
+            undecided = undecided.union(ids)
             if any(owner.exclusive or owner.writer is None for owner in owners):
                 end = min([end, *ids.lows[:1].tolist()])
             else:
                 end = min([end, *mark.unread.lows[:1].tolist()])
-        return found if writers is None else found.union(Intervals.of([(end, self.head)] if end < self.head else []))
+        return (
+            undecided
+            if writers is None
+            else undecided.union(Intervals.of([(end, self.head)] if end < self.head else []))
+        )
 
-    def read(self, asked: Intervals, found: Collection[int], settled: int = 0) -> Intervals:
+    def read(self, asked: Intervals, ids: Collection[int], settled: int = 0) -> Intervals:
         """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact.
 
         IDs up to `settled` are decided, whatever the outbox has: their rows were deleted.
         """
-        present = Intervals.from_ids(np.fromiter(found, np.int64, len(found)))
+        present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
         if settled:
             present = present.union(Intervals.of([(0, settled)]))
         voids, kept = EMPTY, list[_Mark]()
@@ -243,17 +247,17 @@ class WriterChains:
 
     def announce(self, open_to: Callable[[str], Intervals]) -> list[EmptyRange]:
         """The ranges between neighbouring cuts that were not sent and have no undecided ID of their writer."""
-        found = list[EmptyRange]()
+        ranges = list[EmptyRange]()
         for writer in sorted(self._gappy):
             chain = self._chains[writer]
             gaps = self._gaps(chain)
             open_ = open_to(writer) if gaps else EMPTY
             ready = [gap for gap in gaps if not open_.within(*gap)]
-            found += (EmptyRange(writer, *gap) for gap in ready)
+            ranges += (EmptyRange(writer, *gap) for gap in ready)
             chain.sent = chain.sent.union(Intervals.of(ready))
             if len(ready) == len(gaps):
                 self._gappy.discard(writer)
-        return found
+        return ranges
 
     def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
         top = max([chain.last, self.last_beat, *chain.sent.highs[-1:].tolist()])
@@ -287,7 +291,7 @@ class WriterChains:
 
 def edges(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
     """The same by writer."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for each in announced:
-        found.setdefault(each.writer, []).append((each.prev, each.id))
-    return {writer: Intervals.of(parts) for writer, parts in found.items()}
+    by_writer: dict[str, list[tuple[int, int]]] = {}
+    for gap in announced:
+        by_writer.setdefault(gap.writer, []).append((gap.prev, gap.id))
+    return {writer: Intervals.of(parts) for writer, parts in by_writer.items()}

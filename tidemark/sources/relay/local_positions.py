@@ -48,14 +48,14 @@ class _KnownStream:
 
     def vector(self) -> dict[str, int]:
         """The positions of writers that are beyond the linear position (magnitudes)."""
-        complete, found = self.evidence.complete, dict[str, int]()
+        complete, positions = self.evidence.complete, dict[str, int]()
         if complete < self.evidence.head:
             for writer, lock in self.locks.items():
                 open_ids = self.evidence.open_to([lock])
                 position = int(open_ids.lows[0]) if open_ids else self.evidence.head
                 if position > max(complete, self.writers.get(writer, 0)):
-                    found[writer] = position
-        return found
+                    positions[writer] = position
+        return positions
 
 
 class PositionDecider:

@@ -118,11 +118,11 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
         [LOCK],
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
-    found: dict[int, set[LockHolder]] = {}
+    owners: dict[int, set[LockHolder]] = {}
     for number, xid, writer, exclusive in rows:
         if xid in whole:
-            found.setdefault(number, set()).add(LockHolder(whole[xid], writer, exclusive))
-    return {number: frozenset(each) for number, each in found.items()}
+            owners.setdefault(number, set()).add(LockHolder(whole[xid], writer, exclusive))
+    return {number: frozenset(locks) for number, locks in owners.items()}
 
 
 def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:

@@ -143,20 +143,22 @@ class AppendRelay(RunLoop):
         self._writer = self._given_name or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = epochs.begin(connection, found_history, self._writer, self._unknown_writers)
-        for each in found:
-            if each.regression:
-                log.warning(REGRESSED, stream=each.stream.name, floor=each.floor, why=each.regression)
-        acting = [each for each in found if each.acts()]
+        stream_epochs = epochs.begin(connection, found_history, self._writer, self._unknown_writers)
+        for stream_epoch in stream_epochs:
+            if stream_epoch.regression:
+                log.warning(
+                    REGRESSED, stream=stream_epoch.stream.name, floor=stream_epoch.floor, why=stream_epoch.regression
+                )
+        acting = [stream_epoch for stream_epoch in stream_epochs if stream_epoch.acts()]
         for start in range(0, len(acting), _JOINED_AT_ONCE):
             together = acting[start : start + _JOINED_AT_ONCE]
-            for record in (record for each in together for record in each.acts()):
+            for record in (record for stream_epoch in together for record in stream_epoch.acts()):
                 self._producer.send(record.stream, records.encode(record))
                 event = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
             epochs.acknowledged(connection, together)
-        return [each for each in found if each.writers]
+        return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
         backoff, settled, watched, last_beat = Backoff(SHORTEST, LONGEST, 1.2), time.monotonic(), 0.0, time.monotonic()
@@ -212,7 +214,7 @@ class AppendRelay(RunLoop):
         self._without_beat = {*decider.without_beat}
 
     def _room(self) -> int:
-        return MOST_BYTES - sum(each.size for each in self._in_flight)
+        return MOST_BYTES - sum(decided.size for decided in self._in_flight)
 
     def _send(self, decided: Decision) -> None:
         self._in_flight.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
@@ -234,14 +236,14 @@ class AppendRelay(RunLoop):
     def _process_acknowledgements(self, decider: Decider) -> None:
         """Learn what Kafka has acknowledged."""
         self._poll_kafka()
-        for each in [each for each in self._in_flight if not each.left]:
-            decider.acknowledged(each.decided)
-            name = each.decided.stream_epoch.stream.name
-            self._metrics.facts.labels(name).inc(sum(1 for fact in each.decided.facts if not fact.void))
+        for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.left]:
+            decider.acknowledged(in_flight.decided)
+            name = in_flight.decided.stream_epoch.stream.name
+            self._metrics.facts.labels(name).inc(sum(1 for fact in in_flight.decided.facts if not fact.void))
             self._metrics.voids.labels(name).inc(
-                each.decided.voids.width() + sum(1 for fact in each.decided.facts if fact.void)
+                in_flight.decided.voids.width() + sum(1 for fact in in_flight.decided.facts if fact.void)
             )
-        before, self._in_flight = len(self._in_flight), [each for each in self._in_flight if each.left]
+        before, self._in_flight = len(self._in_flight), [in_flight for in_flight in self._in_flight if in_flight.left]
         if len(self._in_flight) < before or not (self._in_flight or self._due):
             self._log_recovery()
 

@@ -126,15 +126,15 @@ def heads(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
         _prepared.add(connection)
     encoding, observed, above, rows = connection.info.encoding, dict[AppendStream, StreamSnapshot](), 0, HEADS_AT_ONCE
     while rows == HEADS_AT_ONCE:
-        found = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
-        rows = found.ntuples
+        result = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
+        rows = result.ntuples
         for row in range(rows):
-            texts = [found.get_value(row, column) for column in range(found.nfields)]
+            texts = [result.get_value(row, column) for column in range(result.nfields)]
             number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
             sequence = SequenceState(name or "", unfit or "", None if last is None else int(last))
-            of = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
-            observed[of] = StreamSnapshot(sequence, *(int(each or 0) for each in numbers))
-            above = of.number
+            append_stream = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
+            observed[append_stream] = StreamSnapshot(sequence, *(int(column or 0) for column in numbers))
+            above = append_stream.number
     return observed
 
 
@@ -255,7 +255,7 @@ def find_regressions(connection: Connection) -> list[Regression]:
     repaired."""
     observed = heads(connection)
     strays = stray_rows(connection)
-    found = list[Regression]()
+    regressions = list[Regression]()
     for stream, snapshot in observed.items():
         stray = strays.get(stream.number, StrayRows(None, None))
         given_out = head(connection, stream, snapshot, snapshot.reached)
@@ -278,5 +278,5 @@ def find_regressions(connection: Connection) -> list[Regression]:
             upto = snapshot.floor if snapshot.foreign else snapshot.upto
             floor, upto = min(snapshot.floor, limit), min(upto, limit)
             back_to = limit if back_to is None else back_to
-            found.append(Regression(stream, snapshot.version, floor, upto, back_to, "; ".join(limits.values())))
-    return found
+            regressions.append(Regression(stream, snapshot.version, floor, upto, back_to, "; ".join(limits.values())))
+    return regressions

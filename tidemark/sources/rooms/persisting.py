@@ -71,14 +71,14 @@ class SqlAppender:
         self.name = name
 
     def append(self, connection: Connection, stream: str, row: object) -> int:
-        found = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, tables.as_json(row)]).fetchone()
-        assert found is not None
-        return int(found[0])
+        result = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, tables.as_json(row)]).fetchone()
+        assert result is not None
+        return int(result[0])
 
     def reserve(self, connection: Connection, stream: str) -> int:
-        found = connection.execute("select tidemark.reserve(%s)", [stream]).fetchone()
-        assert found is not None
-        return int(found[0])
+        row = connection.execute("select tidemark.reserve(%s)", [stream]).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
         connection.execute("select tidemark.complete(%s, %s, %s::jsonb)", [stream, id, tables.as_json(row)])
@@ -133,8 +133,8 @@ class RoomStore:
         reserved: int | None,
     ) -> int | None:
         room = tables.locked(connection, event.room)
-        found = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
-        held = {id: other for id, (other, _) in found.items()}
+        events = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
+        held = {id: other for id, (other, _) in events.items()}
         around = Around(
             held.get(event.id),
             {id: held[id].known for id in event.prevs if id in held},
@@ -144,7 +144,7 @@ class RoomStore:
         before = given_state(event, change, given, held)
         groups, group = PostgresGroups(connection, event.room), None
         if not event.held_as.outlier:
-            prevs = [group for id in event.prevs if id in found and (group := found[id][1]) is not None]
+            prevs = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
             group = group_at(event, prevs, before, groups)
         _write(connection, event, group)
         _change(connection, event, change)
@@ -187,10 +187,12 @@ class RoomStore:
     ) -> None:
         """The room's current state, what is made of it, and the caches that held the one before."""
         current = before.group
-        found = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
-        if newest is not None and current is not None and len(found) > 1:
-            found = dict.fromkeys([current, newest])  # as in `memory`: the newest state holds those that it replaced
-        group = merged([*found], None, {}, groups) if found else None
+        current_groups = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
+        if newest is not None and current is not None and len(current_groups) > 1:
+            current_groups = dict.fromkeys(
+                [current, newest]
+            )  # as in `memory`: the newest state holds those that it replaced
+        group = merged([*current_groups], None, {}, groups) if current_groups else None
         if group == current:
             return
         after: State = {} if group is None else groups.state(group)

@@ -128,14 +128,14 @@ def sync(
             and stream_ordering > %(since)s and stream_ordering <= %(farthest)s order by stream_ordering""".encode(),
         {"member": member, "since": since.linear, "farthest": until.farthest},
     )
-    told = [TimelineRow(*row) for row in rows.fetchall()]
+    rows_read = [TimelineRow(*row) for row in rows.fetchall()]
     ends = {stay.left_by for stay in stays}
     return Synced(
         until,
         [stay.room for stay in stays if stay.ended is None],
         events,
-        [it for it in told if it.stream_ordering not in ends and not since.passed(it) and until.passed(it)],
-        [it for it in told if it.stream_ordering in ends and it.stream_ordering <= until.linear],
+        [row for row in rows_read if row.stream_ordering not in ends and not since.passed(row) and until.passed(row)],
+        [row for row in rows_read if row.stream_ordering in ends and row.stream_ordering <= until.linear],
     )
 
 
@@ -211,9 +211,9 @@ def messages(
         """.encode(),
         {"room": room, "limit": limit, **begins._asdict(), **_bounds(upto)},
     )
-    found = [TimelineRow(*row) for row in rows.fetchall()]
-    last = found[-1] if len(found) == limit else None
-    return found, None if last is None else PageEnd(last.depth, last.stream_ordering)
+    page = [TimelineRow(*row) for row in rows.fetchall()]
+    last = page[-1] if len(page) == limit else None
+    return page, None if last is None else PageEnd(last.depth, last.stream_ordering)
 
 
 def opened(connection: Connection, room: str, now: Upto, limit: int = 20) -> Opened:

@@ -130,8 +130,8 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
     if around.itself is not None:
         _check_again(event, around.itself)
     if event.held_as.outlier:
-        told: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
-        return RoomChange((), counts=False, extremity=False, missing=(), timeline=told)
+        stream: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
+        return RoomChange((), counts=False, extremity=False, missing=(), timeline=stream)
     _check_place(event, around)
     true = [other for other in around.named_by if other.depth > event.depth]
     is_followed = any(other.held_as.counts for other in true)
@@ -173,8 +173,8 @@ def _content(event: RoomEvent) -> tuple[object, ...]:
 
 
 def _check_alone(event: RoomEvent) -> None:
-    for what, name in (("ID", event.id), ("room", event.room), ("type", event.type), ("sender", event.sender)):
-        _require(event, _is_fit(name), f"its {what}: {why_no_name(name)}")
+    for name_of, name in (("ID", event.id), ("room", event.room), ("type", event.type), ("sender", event.sender)):
+        _require(event, _is_fit(name), f"its {name_of}: {why_no_name(name)}")
     if event.state_key:
         _require(event, _is_fit(event.state_key), f"its state key: {why_no_name(event.state_key)}")
     named = len(event.prevs)
@@ -288,12 +288,12 @@ class Groups(Protocol):
 
 
 def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
-    found: dict[StateKey, KeyHolder] = {}
+    result: dict[StateKey, KeyHolder] = {}
     for state in states:
         for key, holder in state.items():
-            if key not in found or found[key] < holder:
-                found[key] = holder
-    return found
+            if key not in result or result[key] < holder:
+                result[key] = holder
+    return result
 
 
 def given_state(
@@ -327,12 +327,12 @@ def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups
     return merged([*dict.fromkeys(prevs)], given, own, groups)
 
 
-def merged(found: Sequence[int], given: State | None, own: State, groups: Groups) -> int:
+def merged(stored: Sequence[int], given: State | None, own: State, groups: Groups) -> int:
     """The group of the state that these groups resolve to, with `given` and then `own`."""
-    if len(found) == 1 and given is None:
-        (group,) = found
+    if len(stored) == 1 and given is None:
+        (group,) = stored
         return groups.add(placed_on(group, own, groups)) if own else group
-    states = {group: groups.state(group) for group in found}
+    states = {group: groups.state(group) for group in stored}
     state = {**resolved([*states.values(), given or {}]), **own}
     deltas = {group: difference(state, before) for group, before in states.items()}
     for group, delta in deltas.items():
@@ -370,18 +370,18 @@ class MemoryGroups:
     last: int = 0
 
     def state(self, group: int) -> State:
-        found: dict[StateKey, KeyHolder] = {}
+        state: dict[StateKey, KeyHolder] = {}
         for number in reversed(self.chain(group)):
-            found.update(self.stored[number].delta)
-        return found
+            state.update(self.stored[number].delta)
+        return state
 
     def chain(self, group: int) -> Sequence[int]:
-        found = []
+        chain = []
         at: int | None = group
         while at is not None:
-            found.append(at)
+            chain.append(at)
             at = self.stored[at].base
-        return found
+        return chain
 
     def changed(self, before: int | None, after: int) -> State:
         """What one state says otherwise than an earlier one."""

@@ -288,8 +288,8 @@ class Caches:
             overtaken: set[str] = set()
             with self._lock:
                 if entry in self._values:
-                    found: V = self._values[entry]
-                    return found
+                    cached: V = self._values[entry]
+                    return cached
                 self._loading.setdefault(entry, []).append(overtaken)
             try:
                 value = load()

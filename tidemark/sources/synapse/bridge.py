@@ -158,7 +158,7 @@ class SynapseBridge(RunLoop):
         self._synapse = synapse
         self._channel = channel
         self._streams = streams
-        self._names = [each.name for each in streams]
+        self._names = [stream.name for stream in streams]
         self._metrics = metrics
         self._publishers: dict[str, StreamPublisher] = {}
         self._heads: dict[str, int] = {}
@@ -191,20 +191,20 @@ class SynapseBridge(RunLoop):
         self._connect_producer()
         self._sent, self._done, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
-        found = server_history(synapse, self._synapse.where, "events")
+        history = server_history(synapse, self._synapse.where, "events")
         tables.check_server(synapse, self._channel.name)
-        server = SynapseServer(found.database, flush_wal(synapse), self._channel.name)
+        server = SynapseServer(history.database, flush_wal(synapse), self._channel.name)
         self._server = server
         self._publishers = {}
-        for each in self._streams:
-            head = tables.head(synapse, each.stream)
-            read = partial(tables.identities, synapse, each.stream)
-            seen = self._heads.get(each.name, 0)
-            known = timelines.begin(own, each.stream, each.name, server, head, read, seen)
-            self._heads[each.name] = head
-            writers = {*each.writers} or tables.writers(synapse, each.stream)
-            samples = HeadSamples.load(own, each.name)
-            self._publishers[each.stream.name] = StreamPublisher(each, server, known, writers, head, samples)
+        for stream in self._streams:
+            head = tables.head(synapse, stream.stream)
+            read = partial(tables.identities, synapse, stream.stream)
+            seen = self._heads.get(stream.name, 0)
+            known = timelines.begin(own, stream.stream, stream.name, server, head, read, seen)
+            self._heads[stream.name] = head
+            writers = {*stream.writers} or tables.writers(synapse, stream.stream)
+            samples = HeadSamples.load(own, stream.name)
+            self._publishers[stream.stream.name] = StreamPublisher(stream, server, known, writers, head, samples)
         self._send(own)
         self._deliver()
         self._settle(own)
@@ -239,59 +239,64 @@ class SynapseBridge(RunLoop):
 
     def _receive(self) -> bool:
         received = self._channel.take()
-        for each in received:
-            if isinstance(each, ChannelEvent):
+        for report in received:
+            if isinstance(report, ChannelEvent):
                 for publisher in self._publishers.values():
-                    publisher.decider.asked_all() if each is ChannelEvent.ASKED else publisher.decider.mark_uncertain()
-            elif (of := self._publishers.get(each.stream)) is not None:
-                of.receive(each)
+                    decider = publisher.decider
+                    decider.asked_all() if report is ChannelEvent.ASKED else decider.mark_uncertain()
+            elif (listed := self._publishers.get(report.stream)) is not None:
+                listed.receive(report)
         return bool(received)
 
     def _round(self, synapse: Connection, own: Connection) -> bool:
         """Whether something is to be sent."""
-        asked = [each for each in self._publishers.values() if each.decider.wants_observation]
+        asked = [publisher for publisher in self._publishers.values() if publisher.decider.wants_observation]
         if asked:
             heads = self._see(synapse, asked)
             end_own_transaction(synapse)
             runs = running_transactions(synapse)
-            who = tables.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
-            for each in asked:
-                name = each.of.stream.name
-                each.decider.observe(heads[name], frozenset(it.number for it in who if name in it.streams))
+            table_writers = (
+                tables.table_writers(synapse, [publisher.of.stream for publisher in asked], runs) if runs else []
+            )
+            for publisher in asked:
+                name = publisher.of.stream.name
+                publisher.decider.observe(
+                    heads[name], frozenset(writer.number for writer in table_writers if name in writer.streams)
+                )
         moved = False
-        for each in self._publishers.values():
-            if each.blocked_reason or each.of.name in self._oversized:
+        for publisher in self._publishers.values():
+            if publisher.blocked_reason or publisher.of.name in self._oversized:
                 continue
-            before = each.known
-            for advance in each.round(synapse, own):
-                self._metrics.facts.labels(each.of.name).inc(len(advance.facts))
+            before = publisher.known
+            for advance in publisher.round(synapse, own):
+                self._metrics.facts.labels(publisher.of.name).inc(len(advance.facts))
                 if advance.unseen:
-                    self._metrics.unseen.labels(each.of.name).inc()
-            moved |= each.known is not before
+                    self._metrics.unseen.labels(publisher.of.name).inc()
+            moved |= publisher.known is not before
         return moved
 
     def _see(self, synapse: Connection, publishers: Iterable[StreamPublisher]) -> dict[str, int]:
         """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
-        found = {each.of.stream.name: each for each in publishers}
-        heads = tables.heads(synapse, [each.of.stream for each in found.values()])
-        for name, each in found.items():
-            self._heads[each.of.name] = max(heads[name], each.head)
-            each.see(heads[name])
+        by_name = {publisher.of.stream.name: publisher for publisher in publishers}
+        heads = tables.heads(synapse, [publisher.of.stream for publisher in by_name.values()])
+        for name, publisher in by_name.items():
+            self._heads[publisher.of.name] = max(heads[name], publisher.head)
+            publisher.see(heads[name])
         return heads
 
     def _send(self, own: Connection) -> None:
         sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
         unsent = state.unsent(own, sent)
-        for at, each in enumerate(unsent):
-            if each.stream in self._oversized:
+        for at, record in enumerate(unsent):
+            if record.stream in self._oversized:
                 continue
-            if len(each.value) > self._producer.max_value_bytes(each.stream):
-                writer, id = _fact_of(each.stream, unsent[at:])
-                self._oversized.add(each.stream, writer, id, len(each.value), self._producer, time.monotonic())
+            if len(record.value) > self._producer.max_value_bytes(record.stream):
+                writer, id = _fact_of(record.stream, unsent[at:])
+                self._oversized.add(record.stream, writer, id, len(record.value), self._producer, time.monotonic())
                 continue
-            self._sent[each.stream] = each.number
+            self._sent[record.stream] = record.number
             self._in_flight += 1
-            self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
+            self._producer.send_all(record.stream, [record.value], partial(self._acknowledged, record.number))
 
     def _acknowledged(self, number: int) -> None:
         self._done.append(number)
@@ -315,27 +320,29 @@ class SynapseBridge(RunLoop):
         self._audit(synapse, own)
         heads = self._see(synapse, self._publishers.values())
         now, lagging = time.monotonic(), set[str]()
-        for name, each in self._publishers.items():
-            self._metrics.show_lag(each.of.name, each.sent_upto, heads[name], now)
-            if any(at < heads[name] for at in each.sent_upto.values()):
+        for name, publisher in self._publishers.items():
+            self._metrics.show_lag(publisher.of.name, publisher.sent_upto, heads[name], now)
+            if any(at < heads[name] for at in publisher.sent_upto.values()):
                 lagging.add(name)
-        ordered_retirements = [each.retire(own) for each in self._publishers.values()]
+        ordered_retirements = [publisher.retire(own) for publisher in self._publishers.values()]
         if any(ordered_retirements):
             self._channel.ask()
         has_waiting = False
-        for each in self._publishers.values():
-            self._metrics.blocked.labels(each.of.name).set(bool(each.blocked_reason))
-            has_waiting |= not each.has_begun
-            self._metrics.silent.labels(each.of.name).set(0 if each.has_begun else len(each.silent))
+        for publisher in self._publishers.values():
+            self._metrics.blocked.labels(publisher.of.name).set(bool(publisher.blocked_reason))
+            has_waiting |= not publisher.has_begun
+            self._metrics.silent.labels(publisher.of.name).set(0 if publisher.has_begun else len(publisher.silent))
         if not (lagging or has_waiting):
             self._ask_backoff.reset()
             self._ask_pause = self._ask_backoff.next()
         elif now - self._asked >= self._ask_pause:
             self._asked, self._ask_pause = now, self._ask_backoff.next()
             self._channel.ask()
-            for each in self._publishers.values():
-                if not each.has_begun:
-                    log.info("Waiting for the position of every writer", stream=each.of.name, silent=each.silent)
+            for publisher in self._publishers.values():
+                if not publisher.has_begun:
+                    log.info(
+                        "Waiting for the position of every writer", stream=publisher.of.name, silent=publisher.silent
+                    )
         self._report_streams(
             tables.table_writers(synapse, [self._publishers[name].of.stream for name in lagging]) if lagging else []
         )
@@ -349,25 +356,31 @@ class SynapseBridge(RunLoop):
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
         clock, deep = tables.now(synapse), self._checks % _DEEP_EVERY == 0
         self._checks += 1
-        for each in self._publishers.values():
-            each.check_sequence(synapse)
-            each.age(synapse, own, clock)
-            late = each.audit(synapse, own, None if deep else _NEWEST)
+        for publisher in self._publishers.values():
+            publisher.check_sequence(synapse)
+            publisher.age(synapse, own, clock)
+            late = publisher.audit(synapse, own, None if deep else _NEWEST)
             if late:
-                self._metrics.late.labels(each.of.name).inc(len(late))
+                self._metrics.late.labels(publisher.of.name).inc(len(late))
                 self._send(own)
-            each.name_contradictions()
+            publisher.name_contradictions()
 
-    def _report_streams(self, found: Sequence[TableWriter]) -> None:
+    def _report_streams(self, writers: Sequence[TableWriter]) -> None:
         opened = list[OpenTransaction]()
-        slowest = {name: each.known.slowest_writer for name, each in self._publishers.items() if each.known is not None}
-        for each in found:
-            for name in sorted(each.streams & slowest.keys()):
+        slowest = {
+            name: publisher.known.slowest_writer
+            for name, publisher in self._publishers.items()
+            if publisher.known is not None
+        }
+        for writer in writers:
+            for name in sorted(writer.streams & slowest.keys()):
                 sent_upto = self._publishers[name].of.name
-                opened.append(replace(each.transaction, stream=sent_upto, writer=slowest[name].writer))
+                opened.append(replace(writer.transaction, stream=sent_upto, writer=slowest[name].writer))
         # Always in the name of one writer: a report in the name of another one would never be withdrawn.
-        known = [each.known for each in self._publishers.values() if each.known is not None]
-        self._reports.reporters = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.sent_upto)]}
+        known = [publisher.known for publisher in self._publishers.values() if publisher.known is not None]
+        self._reports.reporters = {
+            stream.name: (first, stream.epochs[first]) for stream in known for first in [min(stream.sent_upto)]
+        }
         blocked = {
             publisher.of.name: publisher.blocked_reason
             for publisher in self._publishers.values()
@@ -378,7 +391,7 @@ class SynapseBridge(RunLoop):
 
 def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:
     """Writer and ID of the first record of the stream: of several rows of a fact, the last record has the ID."""
-    for record in (records.decode(each.value) for each in unsent if each.stream == stream):
+    for record in (records.decode(row.value) for row in unsent if row.stream == stream):
         if not isinstance(record, Rdata):
             break
         if isinstance(record.id, int):

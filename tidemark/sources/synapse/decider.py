@@ -247,15 +247,18 @@ class StreamDecider:
     def wants_observation(self) -> bool:
         """Whether the running transactions must be queried before anything is read."""
         return (
-            any(it.barriers or (it.is_uncertain and it.has_reported) for it in self._writers.values()) or self._may_end
+            any(writer.barriers or (writer.is_uncertain and writer.has_reported) for writer in self._writers.values())
+            or self._may_end
         )
 
     @property
     def _may_end(self) -> bool:
         """Whether a writer is to retire, and every other one has announced a position since."""
         every = self._writers.values()
-        ending = any(it.retiring and it.ends is None for it in every)
-        return ending and not any(it.is_uncertain and not it.has_reported and not it.retiring for it in every)
+        ending = any(writer.retiring and writer.ends is None for writer in every)
+        return ending and not any(
+            writer.is_uncertain and not writer.has_reported and not writer.retiring for writer in every
+        )
 
     def add_unknown(self, writers: Iterable[str]) -> None:
         """These are there, whether known or not, unless they have retired."""
@@ -271,8 +274,8 @@ class StreamDecider:
     @property
     def retiring(self) -> Mapping[str, int | None]:
         """The writers that retire, with their position once everything is published; without those that came back."""
-        every = {name: it for name, it in self._writers.items() if it.retiring}
-        return {name: it.sent_upto if it.has_ended else None for name, it in every.items()}
+        every = {name: writer for name, writer in self._writers.items() if writer.retiring}
+        return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
 
     def forget(self, writer: str) -> None:
         """The writer has retired: it is not waited for any more."""
@@ -296,7 +299,7 @@ class StreamDecider:
 
         Nothing else of them is published before their facts below (`backlog_sent`).
         """
-        return [name for name, it in self._writers.items() if it.has_backlog and it.may_send_backlog]
+        return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:
         self._writers[writer].has_backlog = False
@@ -346,25 +349,25 @@ class StreamDecider:
         """The head and then the running transactions, both queried after all messages were received."""
         self.check(head)
         if self._may_end:
-            for it in self._writers.values():
-                if it.retiring and it.ends is None:
-                    it.report_position(head)
-                    it.retiring, it.ends = True, head
+            for known in self._writers.values():
+                if known.retiring and known.ends is None:
+                    known.report_position(head)
+                    known.retiring, known.ends = True, head
         for writer in self._writers.values():
-            left = [Barrier(it.head, it.waiting & running) for it in writer.barriers]
-            left = [it for it in left if it.waiting]
+            left = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
+            left = [barrier for barrier in left if barrier.waiting]
             writer.moved |= len(left) < len(writer.barriers)
             if writer.is_uncertain and writer.has_reported:
                 writer.is_uncertain = writer.has_reported = False
                 writer.since = head
                 if running:
                     left.append(Barrier(head, running))
-            by_waiting = {it.waiting: it for it in sorted(left, key=lambda it: it.head)}
+            by_waiting = {barrier.waiting: barrier for barrier in sorted(left, key=lambda barrier: barrier.head)}
             writer.barriers = [*by_waiting.values()]
 
     def floor(self) -> int | None:
         """Where all writers may join for the first time: up to there everything has ended. None: not known yet."""
-        if not self._writers or any(it.is_uncertain or it.barriers for it in self._writers.values()):
+        if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
         return min(writer.reported for writer in self._writers.values())
 
@@ -375,11 +378,11 @@ class StreamDecider:
 
     def asked(self) -> tuple[int, int] | None:
         """`(low, high]`: what the table is to be asked for, now; None: nothing."""
-        moved = [it for it in self._writers.values() if it.may_advance]
+        moved = [writer for writer in self._writers.values() if writer.may_advance]
         if not moved:
             return None
-        low = min(it.sent_upto for it in moved)
-        return low, min(low + MOST_IDS, max(it.reported for it in moved))
+        low = min(writer.sent_upto for writer in moved)
+        return low, min(low + MOST_IDS, max(writer.reported for writer in moved))
 
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """The facts of the tables in `asked` and the head, read together and last; returns what may be published
@@ -395,15 +398,15 @@ class StreamDecider:
                 self._known(fact.writer)
         if self.unknown_writers:
             return []
-        here = Intervals.of((id - 1, id) for id in known)
-        found = list[ProvenAdvance]()
+        ids = Intervals.of((id - 1, id) for id in known)
+        advances = list[ProvenAdvance]()
         for name, writer in self._writers.items():
             if writer.may_advance and low <= writer.sent_upto:
-                found += self._advance(name, writer, top, known, here)
+                advances += self._advance(name, writer, top, known, ids)
         linear = self.linear
-        if found:
+        if advances:
             self._received = {id: fact for id, fact in self._received.items() if id > linear}
-        return found
+        return advances
 
     def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
         """These, each with its writer."""
@@ -416,13 +419,13 @@ class StreamDecider:
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
-        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], here: Intervals
+        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         writer.moved = writer.reported > top
         prev, id = writer.sent_upto, min(writer.reported, top)
         if id <= prev:
             return
-        nowhere = here.missing(prev, id)
+        nowhere = ids.missing(prev, id)
         if uncertain := [low for low, _ in nowhere if low < writer.guarded]:
             id = uncertain[0]
         if id <= prev:

@@ -42,22 +42,26 @@ class PublishedFacts:
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
         """The facts of the table that were not published; `told`: by writer up to where all should have been."""
-        return [it for it in table if self.since < it.id <= sent_upto.get(it.writer, 0) and not self._marks.get(it.id)]
+        return [
+            fact
+            for fact in table
+            if self.since < fact.id <= sent_upto.get(fact.writer, 0) and not self._marks.get(fact.id)
+        ]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
         """The facts of the table whose IDs belonged to others when they were published: they were given out again."""
-        return [it for it in table if self._marks.get(it.id) and not self.knows(it)]
+        return [fact for fact in table if self._marks.get(fact.id) and not self.knows(fact)]
 
     def agreed(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
         """Up to where the table surely has the history that was published: the highest fact of both that is a proof and
         lies below every fact that only the table has. No ID up to there is given out again. None: no fact shows it."""
-        found = None
+        proven = None
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.knows(fact):
-                found = fact.id if fact.is_proof else found
+                proven = fact.id if fact.is_proof else proven
             elif self._marks.get(fact.id) or self.since < fact.id <= sent_upto.get(fact.writer, 0):
                 break
-        return found
+        return proven
 
     def go_back(self, at: int) -> None:
         """IDs beyond may be given out again."""
@@ -176,7 +180,7 @@ class HeadSamples:
         oldest = now - int(kept_for * 1000)
         if any(now - _SAMPLE_EVERY < at <= now for at, _ in self.samples):
             return
-        self.samples = [it for it in self.samples if oldest <= it[0] <= now] + [(now, head)]
+        self.samples = [sample for sample in self.samples if oldest <= sample[0] <= now] + [(now, head)]
         with connection.transaction():
             connection.execute(
                 "delete from tidemark.synapse_heads where stream = %s and at not between %s and %s",

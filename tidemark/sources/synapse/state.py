@@ -233,24 +233,24 @@ def advance_stream(
         connection.execute(
             "update tidemark.synapse_streams set lsn = %s, head = %s where stream = %s", [lsn, head, known.name]
         )
-        for each in advances:
-            encoder = known.encoder(each.writer)
-            values: list[Record] = [*encoder.advance(each)]
-            if each.unseen:
-                epochs[each.writer] = encoder.epoch + 1
-                values.append(replace(encoder, epoch=encoder.epoch + 1).join(each.id, unseen=True))
+        for advance in advances:
+            encoder = known.encoder(advance.writer)
+            values: list[Record] = [*encoder.advance(advance)]
+            if advance.unseen:
+                epochs[advance.writer] = encoder.epoch + 1
+                values.append(replace(encoder, epoch=encoder.epoch + 1).join(advance.id, unseen=True))
             moved = connection.execute(
                 "update tidemark.synapse_writers set sent_upto = %s, epoch = %s"
                 " where (stream, writer, sent_upto, epoch) = (%s, %s, %s, %s)",
-                [each.id, epochs[each.writer], known.name, each.writer, each.prev, encoder.epoch],
+                [advance.id, epochs[advance.writer], known.name, advance.writer, advance.prev, encoder.epoch],
             )
             if moved.rowcount != 1:
                 raise PrerequisitePending(
                     f"publishing stream {known.name}", "", "another bridge has published it meanwhile"
                 )
             append_outbox(connection, known.name, values)
-            sent_upto[each.writer] = each.id
-        evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])
+            sent_upto[advance.writer] = advance.id
+        evidence.remember(connection, known.name, published, [fact for advance in advances for fact in advance.facts])
     return replace(known, sent_upto=sent_upto, epochs=epochs)
 
 
@@ -263,7 +263,9 @@ def retire(connection: Connection, known: StreamProgress, writer: str) -> Stream
             [known.name, writer],
         )
         append_outbox(connection, known.name, [known.encoder(writer).retire(at)])
-    sent_upto, epochs = ({each: it[each] for each in it if each != writer} for it in (known.sent_upto, known.epochs))
+    sent_upto, epochs = (
+        {name: by_name[name] for name in by_name if name != writer} for by_name in (known.sent_upto, known.epochs)
+    )
     return replace(known, sent_upto=sent_upto, epochs=epochs, retired={**known.retired, writer: at})
 
 

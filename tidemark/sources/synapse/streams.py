@@ -83,27 +83,27 @@ class StreamPublisher:
     def retire(self, own: Connection) -> bool:
         """Begin with the orders to retire writers. Returns whether all workers must be asked now."""
         asked = {*state.ordered_retirements(own, self.of.name)} if self.has_begun else set[str]()
-        found = asked - self._retiring
-        for writer in sorted(found):
+        added = asked - self._retiring
+        for writer in sorted(added):
             log.info("A writer of Synapse is to retire", stream=self.of.name, writer=writer)
             self.decider.retire(writer)
         self._retiring = asked
-        return bool(found)
+        return bool(added)
 
     def _retire(self, own: Connection) -> bool:
         """Whether a writer has retired."""
         assert self.known is not None
-        found = self.decider.retiring
-        for writer in sorted(self._retiring - found.keys()):
+        retiring = self.decider.retiring
+        for writer in sorted(self._retiring - retiring.keys()):
             log.warning("A writer of Synapse is alive, and does not retire", stream=self.of.name, writer=writer)
             state.cancel_retirement(own, self.of.name, writer)
-        ended = [writer for writer, at in found.items() if at is not None]
+        ended = [writer for writer, at in retiring.items() if at is not None]
         for writer in ended:
             self.known = state.retire(own, self.known, writer)
             self.decider.forget(writer)
             id = self.known.retired[writer]
             log.info("A writer of Synapse has retired", stream=self.of.name, writer=writer, id=id)
-        self._retiring &= {writer for writer, at in found.items() if at is None}
+        self._retiring &= {writer for writer, at in retiring.items() if at is None}
         return bool(ended)
 
     def receive(self, command: PositionCommand | RdataCommand) -> None:
@@ -169,9 +169,9 @@ class StreamPublisher:
         self.decider.add_unknown(fact.writer for fact in table)
         if other := self.published.replaced(table):
             raise FactsReplaced(self.of.name, other[0].id)
-        found = {fact.id for fact in self.published.unpublished(table, sent_upto)}
+        missing = {fact.id for fact in self.published.unpublished(table, sent_upto)}
         late = list[StreamFact]()
-        for id in sorted(found)[:MOST_LATE]:
+        for id in sorted(missing)[:MOST_LATE]:
             late += self.decider.owned(tables.facts(synapse, self.of.stream, id - 1, id)[1])
         if late:
             flush_wal(synapse)
@@ -179,7 +179,7 @@ class StreamPublisher:
             log.error(
                 "Synapse's tables have facts where everything was published: they are published as late. Two processes"
                 " had one worker_name, or a sequence was set back",
-                stream=self.of.name, ids=[fact.id for fact in late][:20], count=len(found),
+                stream=self.of.name, ids=[fact.id for fact in late][:20], count=len(missing),
             )  # fmt: skip
         if newest is None:
             evidence.forget(own, self.of.name, self.published)
@@ -216,15 +216,15 @@ class StreamPublisher:
 
     def _add_unknown_writers(self, own: Connection) -> bool:
         """Whether unknown writers were found."""
-        found = sorted(self.decider.unknown_writers)
-        for unknown_writer in found:
+        writers = sorted(self.decider.unknown_writers)
+        for unknown_writer in writers:
             assert self.known is not None
             at, kept_above = self.decider.linear, self.decider.kept_above
             self.known = state.add_writer(own, self.known, unknown_writer, at, kept_above=kept_above)
             at = self.known.sent_upto[unknown_writer]
             self.decider.add_writer(unknown_writer, at)
             log.info("A writer of Synapse joins", stream=self.of.name, writer=unknown_writer, id=at)
-        return bool(found)
+        return bool(writers)
 
     def _send_backlog(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None

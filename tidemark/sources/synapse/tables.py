@@ -209,7 +209,7 @@ _KNOWN = (
         positions="presence_stream",
     ),
 )
-STREAMS: Mapping[str, SynapseStream] = {each.name: each for each in _KNOWN}
+STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
 
 _MEMORY = "it exists only in its writer's memory, where its IDs start again with each start"
 _OTHER = "nobody has examined what its tables prove"
@@ -264,16 +264,16 @@ def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str,
     that was filled otherwise (a port script) has facts there. That number is read first: it holds if the sequence is
     still untouched afterwards.
     """
-    names = {each.sequence: each.name for each in streams}
+    names = {stream.sequence: stream.name for stream in streams}
     begins: dict[str, int] = {}
     while True:
         rows = connection.execute(
             "select name, pg_sequence_last_value(name::regclass) from unnest(%s::text[]) as name", [[*names]]
         ).fetchall()
-        found = {name: begins.get(name) if value is None else int(value) for name, value in rows}
-        if None not in found.values():
-            return {names[name]: value for name, value in found.items() if value is not None}
-        for name in [name for name, value in found.items() if value is None]:
+        heads = {name: begins.get(name) if value is None else int(value) for name, value in rows}
+        if None not in heads.values():
+            return {names[name]: value for name, value in heads.items() if value is not None}
+        for name in [name for name, value in heads.items() if value is None]:
             row = connection.execute(f"select last_value - 1 from {name} where not is_called".encode()).fetchone()
             if row is not None:
                 begins[name] = int(row[0])
@@ -308,7 +308,7 @@ def writers(connection: Connection, stream: SynapseStream) -> set[str]:
 
 
 def facts(
-    connection: Connection, stream: SynapseStream, low: int, top: int, of: str | None = None
+    connection: Connection, stream: SynapseStream, low: int, top: int, only: str | None = None
 ) -> tuple[int, list[StreamFact]]:
     """The head, and the facts in `(low, top]` (those of one writer, where it is named), of one snapshot; magnitudes."""
     first, last = low + 1, top
@@ -321,15 +321,15 @@ def facts(
         union all
         select null, null, null, null, pg_sequence_last_value(%(sequence)s::regclass)
         """.encode(),
-        {"sequence": stream.sequence, "low": first, "high": last, "of": of},
+        {"sequence": stream.sequence, "low": first, "high": last, "of": only},
     ).fetchall()
-    found: dict[int, tuple[str, dict[str, None], set[int]]] = {}
+    facts_by_id: dict[int, tuple[str, dict[str, None], set[int]]] = {}
     for id, writer, row, mark, _ in rows:
         if id is not None:
-            _, texts, marks = found.setdefault(id, (writer or "", {}, set()))
+            _, texts, marks = facts_by_id.setdefault(id, (writer or "", {}, set()))
             texts[row] = None
             marks.add(mark)
-    facts = [StreamFact(id, it[0], [*it[1]], frozenset(it[2])) for id, it in sorted(found.items())]
+    facts = [StreamFact(id, fact[0], [*fact[1]], frozenset(fact[2])) for id, fact in sorted(facts_by_id.items())]
     given_out = rows[-1][4]
     return head(connection, stream) if given_out is None else int(given_out), facts
 
@@ -395,9 +395,11 @@ def table_writers(
         [[*tables]],
     ).fetchall()
     whole = None if running is None else {number & 0xFFFF_FFFF: number for number in running}
-    found = []
-    for names, number, *who in rows:
+    writers = []
+    for names, number, *session in rows:
         if whole is None or number in whole:  # locks know the lower half of a transaction's number
-            of = frozenset(stream for name in names for stream in tables.get(name.rpartition(".")[2], ()))
-            found.append(TableWriter(of, number if whole is None else whole[number], OpenTransaction("", "", *who)))
-    return found
+            names_of = frozenset(stream for name in names for stream in tables.get(name.rpartition(".")[2], ()))
+            writers.append(
+                TableWriter(names_of, number if whole is None else whole[number], OpenTransaction("", "", *session))
+            )
+    return writers

@@ -49,9 +49,9 @@ def begin(
 
     Raises `BadSetting` where the stream is that of another Synapse.
     """
-    if (found := _find(connection, stream, name, seen.name)) is None:
+    if (previous := _find(connection, stream, name, seen.name)) is None:
         return None
-    known, was = found
+    known, was = previous
     published = evidence.load(connection, name)
     why = _why_another(connection, known, was, seen, head, highest)
     if not why and published is not None and (other := published.replaced(table(published.since, known.reach))):
@@ -60,7 +60,9 @@ def begin(
         if published is None:
             lowest = min(known.sent_upto.values(), default=known.floor)
             since = max(known.floor, lowest - MOST_FACTS)
-            facts = [it for it in table(since, known.reach) if it.id <= known.all_sent_upto.get(it.writer, lowest)]
+            facts = [
+                fact for fact in table(since, known.reach) if fact.id <= known.all_sent_upto.get(fact.writer, lowest)
+            ]
             published = evidence.begin(connection, name, since, facts)
         return known, published
     at = min(_agreed(connection, known, published, table), head)
@@ -96,8 +98,8 @@ def _agreed(connection: Connection, known: StreamProgress, published: PublishedF
         return known.floor
     sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
     sent_upto[""] = min(known.sent_upto.values(), default=0)  # rows that name nobody
-    if (found := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
-        return max(found, known.floor)
+    if (id := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
+        return max(id, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
         if any(fact.is_proof and fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
             return max(anchor.id, known.floor)
