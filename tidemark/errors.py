@@ -44,11 +44,11 @@ from tidemark.common.errors import Stop as Stop
 from tidemark.common.errors import Stopping as Stopping
 from tidemark.common.errors import StreamNotKnown as StreamNotKnown
 from tidemark.common.errors import TidemarkError as TidemarkError
-from tidemark.common.errors import TopicCompacted as TopicCompacted
 from tidemark.common.errors import TopicMissing as TopicMissing
 from tidemark.common.errors import TopicReplaced as TopicReplaced
 from tidemark.common.errors import TransactionEnded as TransactionEnded
 from tidemark.common.errors import Unavailable as Unavailable
 from tidemark.common.errors import UnsuitableSequence as UnsuitableSequence
 from tidemark.common.errors import VersionSkew as VersionSkew
+from tidemark.common.errors import WrongCleanupPolicy as WrongCleanupPolicy
 from tidemark.common.errors import exit_on_error as exit_on_error

@@ -19,6 +19,7 @@ from tidemark.app.sidecar.answers import StreamAnswer
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.watch import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks import dead_letters
+from tidemark.sinks.positions_topic import FENCE, PositionRecord
 from tidemark.sinks.redis import client
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire.line_protocol import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
@@ -35,6 +36,7 @@ EVENTS: Final = {
 }
 """Path to event name to the type of its data. A snapshot is the answer of /v1/streams/{stream}."""
 
+POSITIONS_TOPIC: Final = "tidemark.positions"
 _ID: Final = r"-?[0-9]{1,19}"
 
 
@@ -104,6 +106,30 @@ def _topics() -> dict[str, Any]:
                 "description": "Key, value and headers are those of the refused record. These headers follow them.",
                 "headers": _dead_letter_headers(),
                 "payload": {"description": "The bytes of the refused record; empty if they are gone."},
+            }
+        },
+    }
+    found["positionsTopic"] = {
+        "address": POSITIONS_TOPIC,
+        "description": f"Compacted; published if {variable_of('kafka_positions_topic')} names it. The newest record"
+        " of a key is the position of the stream. After a record without a value the position follows again.",
+        "servers": [{"$ref": "#/servers/kafka"}],
+        "messages": {
+            "streamPosition": {
+                "contentType": JSON,
+                "headers": {
+                    "type": "object",
+                    "properties": {
+                        FENCE: {
+                            "type": "string",
+                            "pattern": "^[0-9]+$",
+                            "description": "Fencing token of the pipeline that wrote the record.",
+                        }
+                    },
+                    "required": [FENCE],
+                },
+                "payload": {"$ref": f"{SCHEMAS}{PositionRecord.__name__}"},
+                "bindings": {"kafka": {"key": key, "bindingVersion": "0.5.0"}},
             }
         },
     }
@@ -238,7 +264,10 @@ def _components() -> dict[str, Schema]:
     for topic in Topic:
         for kind, schema in schemas(topic, f"{SCHEMAS}{topic.value}-").items():
             found[_record_name(topic, kind)] = schema
-    types: Sequence[type[msgspec.Struct]] = [it for of_path in EVENTS.values() for it in of_path.values()]
+    types: Sequence[type[msgspec.Struct]] = [
+        PositionRecord,
+        *(it for of_path in EVENTS.values() for it in of_path.values()),
+    ]
     _, components = msgspec.json.schema_components(types, ref_template=SCHEMAS + "{name}")
     return found | {name.removesuffix(SUFFIX): _published(schema) for name, schema in components.items()}
 

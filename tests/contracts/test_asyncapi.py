@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from tidemark.app.sidecar.event_stream import EVENT_STREAM, encode_event
 from tidemark.app.sidecar.watch import pipeline_answer
 from tidemark.common.errors import BadCommand
 from tidemark.sinks import dead_letters
+from tidemark.sinks.positions_topic import PositionRecord
 from tidemark.sinks.redis import client
 from tidemark.streaming.wire.line_protocol import Command, PositionCommand, RdataCommand, RelayedCommand, parse
 
@@ -209,3 +211,11 @@ def test_headers_of_dead_letters_conform() -> None:
     validator.validate(written)
     validator.validate({**written, "detail": "x" * dead_letters.LONGEST_DETAIL, "gone": "removed by retention"})
     assert not validator.is_valid({**written, "reason": "because"})
+
+
+def test_records_of_the_positions_topic_conform() -> None:
+    """Each field has the name of the field in the sidecar's answer for a stream."""
+    record = PositionRecord("orders", 7, {"web": 9}, "m7~web.9")
+    payload("positionsTopic", "streamPosition").validate(json.loads(msgspec.json.encode(record)))
+    answered = {field.name: field for field in msgspec.structs.fields(StreamAnswer)}
+    assert set(record.__struct_fields__) <= answered.keys()

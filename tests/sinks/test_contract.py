@@ -4,30 +4,38 @@ sink is one more subject.
 Postgres keeps the first three itself, against a query that brings again what another one has committed.
 """
 
+import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from confluent_kafka import Producer, TopicCollection
+from confluent_kafka.admin import AdminClient
 
 from tests.sinks.given import NOW, advance, batch, entries, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.sinks.test_publisher import DEAD_LETTERS, NEVER, effects
 from tests.waiting import eventually
 from tidemark.common.errors import LeaseLost
+from tidemark.common.kafka import ErrorListener, PartitionReader
 from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.dead_letters import DeadLetters
 from tidemark.sinks.port import Batch, Committed, Fence, Sink
+from tidemark.sinks.positions_topic import PositionsTopic, PositionsTopicConfig
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.client import STREAMS, key
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics, positions_plan
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects
 
 NAMES = ("s", "back", "far")
@@ -155,15 +163,88 @@ class InSqlite:
             database.execute("drop trigger spoilt")
 
 
-SINKS = ["redis", "sqlite"]
+class InKafka:
+    def __init__(self, store: Postgres, connection: KafkaConnection, topic: str) -> None:
+        self._store = store
+        self._topics = Topics(connection)
+        self._connection = connection
+        self._topic = topic
+        self._make()
+
+    def _make(self) -> None:
+        self._topics.create_missing([positions_plan(self._topic)])
+
+    def sink(self, fence: Fence) -> Sink:
+        config = PositionsTopicConfig(self._topic, self._connection.client(), self._connection.producer())
+        return PositionsTopic(self._store, config, Topics(self._connection), fence)
+
+    def records(self) -> list[tuple[str, bytes | None]]:
+        """Every record, as a consumer with `read_committed` gets them. No position of a stream ever goes back."""
+        errors = ErrorListener("")
+        reader = PartitionReader(self._connection.client(), errors, 30, "read_committed")
+        with closing(reader):
+            found = list(takewhile(lambda it: it is not None, reader.read(self._topic, 0, 0)))
+        pairs = [(it.key().decode(), it.value()) for it in found if it is not None]
+        ours = [json.loads(value) for _, value in pairs if value and value != NOT_OURS]
+        for name in {it["stream"] for it in ours}:
+            linear = [abs(it["linear"]) for it in ours if it["stream"] == name]
+            assert linear == sorted(linear)
+        return pairs
+
+    def positions(self) -> dict[str, tuple[int, dict[str, int]]]:
+        found: dict[str, tuple[int, dict[str, int]]] = {}
+        for name, value in self.records():
+            found.pop(name, None)
+            if value and value != NOT_OURS:
+                record = json.loads(value)
+                found[name] = record["linear"], record["vector"]
+        return found
+
+    def everything(self) -> object:
+        return self.positions()
+
+    def lose_all(self) -> None:
+        admin = AdminClient(self._connection.client())
+        admin.delete_topics([self._topic], operation_timeout=60)[self._topic].result()
+        eventually(lambda: self._describes_nothing(admin))
+        self._make()
+
+    def _describes_nothing(self, admin: AdminClient) -> bool:
+        described = admin.describe_topics(TopicCollection([self._topic]))[self._topic]
+        return described.exception() is not None
+
+    def spoil(self, stream: str) -> None:
+        self._produce(stream, NOT_OURS)
+
+    def mend(self, stream: str) -> None:
+        self._produce(stream, None)
+
+    def _produce(self, stream: str, value: bytes | None) -> None:
+        producer = Producer(self._connection.producer())
+        producer.produce(self._topic, key=stream.encode(), value=value)
+        assert producer.flush(60) == 0
+
+
+NOT_OURS = b"not ours"
+SINKS = ["redis", "sqlite", "kafka"]
 
 
 @pytest.fixture(params=["postgres", *SINKS])
-def place(request: pytest.FixtureRequest, store: Postgres, shown: Redis, sql: Any, keys: Any, tmp_path: Path) -> Any:
+def place(
+    request: pytest.FixtureRequest,
+    store: Postgres,
+    shown: Redis,
+    sql: Any,
+    keys: Any,
+    connection: KafkaConnection,
+    prefix: str,
+    tmp_path: Path,
+) -> Any:
     made: dict[str, Callable[[], Subject]] = {
         "postgres": lambda: InPostgres(store, sql),
         "redis": lambda: InRedis(store, shown, keys),
         "sqlite": lambda: InSqlite(store, tmp_path / "positions.db"),
+        "kafka": lambda: InKafka(store, connection, f"{prefix}.positions"),
     }
     return made[request.param]()
 
@@ -265,10 +346,19 @@ def test_fenced(place: Subject, commit: Commits, lease: Lease, sql: Any) -> None
 
 
 @pytest.fixture(params=SINKS)
-def copy(request: pytest.FixtureRequest, store: Postgres, shown: Redis, keys: Any, tmp_path: Path) -> Any:
+def copy(
+    request: pytest.FixtureRequest,
+    store: Postgres,
+    shown: Redis,
+    keys: Any,
+    connection: KafkaConnection,
+    prefix: str,
+    tmp_path: Path,
+) -> Any:
     made: dict[str, Callable[[], SinkSubject]] = {
         "redis": lambda: InRedis(store, shown, keys),
         "sqlite": lambda: InSqlite(store, tmp_path / "positions.db"),
+        "kafka": lambda: InKafka(store, connection, f"{prefix}.positions"),
     }
     return made[request.param]()
 

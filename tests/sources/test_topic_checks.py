@@ -7,15 +7,15 @@ from tidemark.common.errors import (
     RecordsBeyondEnd,
     RecordsGone,
     Stop,
-    TopicCompacted,
     TopicReplaced,
+    WrongCleanupPolicy,
 )
 from tidemark.sources.topics import (
     Acceptance,
     Partition,
     RememberedTopic,
     TopicState,
-    require_uncompacted,
+    require_policy,
     starting_offsets,
 )
 
@@ -100,5 +100,5 @@ def test_accepting_one_thing_does_not_accept_the_other() -> None:
 @pytest.mark.parametrize("policy", ["compact", "compact,delete"])
 def test_a_compacted_topic_is_refused(policy: str) -> None:
     """Compaction keeps the last record of a key, and the key is the stream."""
-    with pytest.raises(TopicCompacted, match=policy):
-        require_uncompacted({"facts": topic((0, 9), policy=policy)})
+    with pytest.raises(WrongCleanupPolicy, match=policy):
+        require_policy([topic((0, 9), policy=policy)])

@@ -10,9 +10,9 @@ from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tidemark.app.stack.processes import KafkaServer, free_port
-from tidemark.common.errors import Refused, TopicCompacted, TopicMissing, Unavailable
+from tidemark.common.errors import Refused, TopicMissing, Unavailable, WrongCleanupPolicy
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import Partition, TopicPlan, Topics, plans, require_uncompacted
+from tidemark.sources.topics import Partition, TopicPlan, Topics, plans, require_policy
 
 
 def test_missing_topics_are_made_once_with_the_planned_settings(connection: KafkaConnection, prefix: str) -> None:
@@ -22,7 +22,7 @@ def test_missing_topics_are_made_once_with_the_planned_settings(connection: Kafk
     assert topics.create_missing(wanted) == [plan.name for plan in wanted]
     assert topics.create_missing(wanted) == []
     found = topics.describe(plan.name for plan in wanted)
-    require_uncompacted(found)
+    require_policy(found.values())
     assert [len(topic.partitions) for topic in found.values()] == [3, 1, 1]
 
 
@@ -64,8 +64,8 @@ def test_a_compacted_topic_is_found_out(connection: KafkaConnection, prefix: str
     admin.create_topics([NewTopic(prefix, 1, config={"cleanup.policy": "compact"})])[prefix].result()
     topics = Topics(connection)
     assert topics.create_missing([TopicPlan(prefix, 1, 1000)]) == []
-    with pytest.raises(TopicCompacted):
-        require_uncompacted(topics.describe([prefix]))
+    with pytest.raises(WrongCleanupPolicy):
+        require_policy(topics.describe([prefix]).values())
 
 
 def test_of_several_that_start_at_once_one_made_the_topic(connection: KafkaConnection, prefix: str) -> None:

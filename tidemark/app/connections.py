@@ -132,6 +132,9 @@ class Connections(BaseModel):
     kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
     kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operator overrides.")
     kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
+    kafka_positions_topic: Topic | None = Field(
+        None, description="Compacted topic that positions are published to as well; without it none."
+    )
     kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
         False
     )

@@ -241,16 +241,17 @@ class CheckpointNotWritable(Stop):
     problem: str
 
 
-@message("topic {topic} does not exist: create it with cleanup.policy=delete, or set TIDEMARK_KAFKA_CREATE_TOPICS=true")
+@message("topic {topic} does not exist: create it with `tidemark topics`, or set TIDEMARK_KAFKA_CREATE_TOPICS=true")
 class TopicMissing(Stop):
     topic: str
 
 
-@message("""topic {topic} has cleanup.policy={policy}; Tidemark needs delete, because compaction removes all but one
-    record of each stream. Run: kafka-configs --alter --topic {topic} --add-config cleanup.policy=delete""")
-class TopicCompacted(Stop):
+@message("""topic {topic} has cleanup.policy={policy}; Tidemark needs {needed}: a clean-up by another policy removes
+    records that are needed. Run: kafka-configs --alter --topic {topic} --add-config cleanup.policy={needed}""")
+class WrongCleanupPolicy(Stop):
     topic: str
     policy: str
+    needed: str
 
 
 @message("""topic {topic} had {was} partitions and has {now}: streams are in other partitions now, and their records

@@ -16,10 +16,10 @@ from tidemark.common.errors import (
     PartitionsChanged,
     RecordsBeyondEnd,
     RecordsGone,
-    TopicCompacted,
     TopicMissing,
     TopicReplaced,
     Unavailable,
+    WrongCleanupPolicy,
 )
 from tidemark.common.kafka import ErrorListener, kafka_error
 from tidemark.common.log import get_logger
@@ -70,11 +70,11 @@ def require_same(topics: Mapping[str, RememberedTopic], remembered: Mapping[str,
             raise PartitionsChanged(name, before.partitions, topics[name].partitions)
 
 
-def require_uncompacted(topics: Mapping[str, TopicState]) -> None:
-    """Raises `TopicCompacted` for the first topic whose clean-up would destroy records by their key."""
-    for topic in topics.values():
-        if topic.policy != "delete":
-            raise TopicCompacted(topic.name, topic.policy)
+def require_policy(topics: Iterable[TopicState], policy: str = "delete") -> None:
+    """Raises `WrongCleanupPolicy` for the first topic whose clean-up would destroy records that are needed."""
+    for topic in topics:
+        if topic.policy != policy:
+            raise WrongCleanupPolicy(topic.name, topic.policy, policy)
 
 
 def starting_offsets(
@@ -149,14 +149,24 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The settings with which a missing topic is made; nothing is required of one that exists."""
+    """The settings with which a missing topic is made; nothing is required of one that exists.
+
+    Without `retention_ms` it is compacted.
+    """
 
     name: str
     partitions: int
-    retention_ms: int
+    retention_ms: int | None = None
 
     def settings(self) -> dict[str, str]:
+        if self.retention_ms is None:
+            return {"cleanup.policy": "compact", "segment.ms": str(_DAY_MS // 24)}
         return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms)}
+
+
+def positions_plan(name: str) -> TopicPlan:
+    """The topic of positions. The pipeline reads it whole when it starts, so it is compacted every hour."""
+    return TopicPlan(name, 1)
 
 
 def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:

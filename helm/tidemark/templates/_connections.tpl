@@ -191,6 +191,9 @@ command:
 {{- $env = append $env (list "KAFKA_FACTS_TOPIC" $v.kafka.topics.facts) -}}
 {{- $env = append $env (list "KAFKA_CONTROL_TOPIC" $v.kafka.topics.control) -}}
 {{- $env = append $env (list "KAFKA_DEAD_LETTERS_TOPIC" $v.kafka.topics.deadLetters) -}}
+{{- with $v.kafka.topics.positions -}}
+{{- $env = append $env (list "KAFKA_POSITIONS_TOPIC" .) -}}
+{{- end -}}
 {{- $env = append $env (list "KAFKA_PARTITIONS" $v.topics.partitions) -}}
 {{- $env = append $env (list "KAFKA_SECURITY_PROTOCOL" (printf "%s%s" (ternary "SASL_" "" $sasl) (ternary "SSL" "PLAINTEXT" $v.kafka.tls.enabled))) -}}
 {{- if $v.kafka.tls.caSecret.name -}}

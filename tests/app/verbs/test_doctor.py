@@ -127,6 +127,7 @@ def test_topics_that_do_not_fit_have_their_command(variables: dict[str, str], ad
         [
             NewTopic(compacted, 1, 1, config={"cleanup.policy": "compact"}),
             NewTopic(brief, 1, 1, config={"retention.ms": "60000"}),
+            NewTopic(f"{prefix}.deleted", 1, 1),
         ]
     )
     for future in made.values():
@@ -135,6 +136,7 @@ def test_topics_that_do_not_fit_have_their_command(variables: dict[str, str], ad
         "TIDEMARK_KAFKA_FACTS_TOPIC": compacted,
         "TIDEMARK_KAFKA_CONTROL_TOPIC": brief,
         "TIDEMARK_KAFKA_DEAD_LETTERS_TOPIC": f"{prefix}.none",
+        "TIDEMARK_KAFKA_POSITIONS_TOPIC": f"{prefix}.deleted",
     }
 
     def known() -> dict[str, dict[str, Any]] | None:
@@ -146,6 +148,7 @@ def test_topics_that_do_not_fit_have_their_command(variables: dict[str, str], ad
     assert found[f"Topic {compacted}"]["status"] == "failed"
     assert "cleanup.policy=delete" in found[f"Topic {compacted}"]["remedy"]
     assert "retention.ms=604800000" in found[f"Topic {brief}"]["remedy"]
+    assert "cleanup.policy=compact" in found[f"Topic {prefix}.deleted"]["remedy"]
     assert found[f"Topic {prefix}.none"]["remedy"] == "Run: tidemark topics"
 
 

@@ -15,7 +15,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.pipeline.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
-from tidemark.sources.topics import RememberedTopic, Topics, require_same, require_uncompacted
+from tidemark.sources.topics import RememberedTopic, Topics, require_policy, require_same
 
 Partition = tuple[str, int]
 
@@ -147,7 +147,7 @@ class LagMonitor:
                 self._update(read, stable, ends)
                 checks, missing = checks + 1, 0
                 if checks % CHECKS_PER_DESCRIPTION == 0:
-                    require_uncompacted(self._topics.describe(self._remembered))
+                    require_policy(self._topics.describe(self._remembered).values())
                 if away_since is not None:
                     log.info("Kafka answers again")
                     self._board.set_reading(is_reading=True)

@@ -18,7 +18,8 @@ from tidemark.sources.topics import (
     Topics,
     TopicState,
     plans,
-    require_uncompacted,
+    positions_plan,
+    require_policy,
     starting_offsets,
 )
 from tidemark.streaming.core import codec
@@ -34,7 +35,7 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 
     Raises:
         TopicMissing: a topic does not exist.
-        TopicCompacted: a topic has the wrong cleanup policy.
+        WrongCleanupPolicy: a topic has the wrong cleanup policy.
         Unavailable: the brokers do not answer.
     """
     wanted = plans(
@@ -43,12 +44,15 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
         settings.kafka_dead_letters_topic,
         settings.kafka_partitions,
     )
+    positions = [] if settings.kafka_positions_topic is None else [positions_plan(settings.kafka_positions_topic)]
     if settings.kafka_create_topics:
-        for name in topics.create_missing(wanted):
+        for name in topics.create_missing([*wanted, *positions]):
             log.info("Created a topic", topic=name)
     states = topics.describe(plan.name for plan in wanted)
-    require_uncompacted(states)
-    return states
+    require_policy(states.values())
+    compacted = topics.describe(plan.name for plan in positions)
+    require_policy(compacted.values(), "compact")
+    return states | compacted
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from tidemark.common.log import get_logger
 from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig, RequeueConfig, Requeuer
 from tidemark.sinks.port import Sink
+from tidemark.sinks.positions_topic import PositionsTopic, PositionsTopicConfig
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.operators import PolicyTable
 from tidemark.sinks.postgres.retention import Retention
@@ -278,9 +279,13 @@ class Attempt:
             self._supervise(spark, running, lease, sinks, threads, waits)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
-        """Where positions are shown, each in turn. One sink, one line."""
+        """Where positions are shown, each in turn."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
-        return [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
+        sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
+        if (topic := self._settings.kafka_positions_topic) is not None:
+            config = PositionsTopicConfig(topic, self._kafka.client(), producer_settings(self._kafka, topic))
+            sinks.append(stack.enter_context(PositionsTopic(postgres, config, Topics(self._kafka), lease)))
+        return sinks
 
     @contextmanager
     def _query(

@@ -167,6 +167,7 @@ def _redis(settings: Settings) -> str:
 
 def _kafka(settings: Settings) -> str:
     names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
+    names += [settings.kafka_positions_topic] if settings.kafka_positions_topic else []
     return as_object(Topics(settings.kafka, PATIENCE).describe(names))
 
 

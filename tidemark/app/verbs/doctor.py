@@ -345,32 +345,35 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
 
 
 def _kafka(settings: "Settings") -> Iterator[Check]:
-    from tidemark.sources.topics import Topics, plans
+    from tidemark.sources.topics import Topics, plans, positions_plan
 
     topics = Topics(settings.kafka, PATIENCE)
     names = (settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic)
-    needed = ("READ", "READ", "WRITE")
-    for plan, operation in zip(plans(*names, settings.kafka_partitions), needed, strict=True):
+    wanted = dict(zip(plans(*names, settings.kafka_partitions), ("READ", "READ", "WRITE"), strict=True))
+    if settings.kafka_positions_topic is not None:
+        wanted[positions_plan(settings.kafka_positions_topic)] = "WRITE"
+    for plan, operation in wanted.items():
+        policy = plan.settings()["cleanup.policy"]
         try:
-            details = topics.details(plan.name, settings=operation == "READ")
+            details = topics.details(plan.name, settings=operation == "READ" or policy == "compact")
         except TopicMissing:
             yield Check(f"Topic {plan.name}", "failed", "is missing", "Run: tidemark topics")
             continue
-        yield _topic(settings.kafka_bootstrap_servers, plan.name, details, operation)
+        yield _topic(settings.kafka_bootstrap_servers, plan.name, details, operation, policy)
 
 
-def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str) -> Check:
+def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
     """The first thing that is wrong with a topic of which the pipeline needs one operation, or that all is well."""
     change = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config"
-    title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", "delete")
-    if cleanup != "delete":
-        do = f"Run: {change} cleanup.policy=delete"
-        return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs delete", do)
+    title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", policy)
+    if cleanup != policy:
+        do = f"Run: {change} cleanup.policy={policy}"
+        return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs {policy}", do)
     if topic.operations and operation not in topic.operations:
         return Check(
             title, "failed", f"this user may not {operation.lower()} it", f"Grant {operation} on topic {name}."
         )
-    retention = int(topic.settings.get("retention.ms", "-1"))
+    retention = -1 if policy == "compact" else int(topic.settings.get("retention.ms", "-1"))
     if 0 <= retention < SHORT_RETENTION_MS:
         do = f"Run: {change} retention.ms={7 * SHORT_RETENTION_MS}"
         return Check(

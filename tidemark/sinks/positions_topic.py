@@ -1,0 +1,351 @@
+"""The sink that publishes positions to a compacted Kafka topic: the key of a record is the stream, its value is JSON.
+
+Kafka appends only, so a position goes back if an older value follows a newer one. Three things prevent this. Each value
+is merged with the last value of its key, so no position in it is lower. The producer is transactional, so retries
+neither repeat nor reorder records. Its transactional ID is the topic's name, so the brokers refuse a former owner as
+soon as the next one has connected. The header `fence` has the token of the owner, so a former owner that connects
+again reads the token of its successor first.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from tidemark.common.errors import LeaseLost, Stop, Unavailable
+from tidemark.common.log import get_logger
+from tidemark.sinks.dead_letters import KafkaConnections
+from tidemark.sinks.port import Batch, Committed, Fence, Refilled
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.reader import Token
+from tidemark.streaming.values.direction import farther
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+FENCE = "fence"
+STREAMS_PER_CHUNK = 1000  # of one transaction
+FRAME_BYTES = 200  # Kafka adds at most this to a record that is alone in its batch, with its header
+FENCED = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
+DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
+
+
+class PositionRecord(msgspec.Struct, frozen=True, gc=False):
+    """The value of a record. Each field means what it means in the sidecar's answer for the stream."""
+
+    stream: str
+    linear: int
+    vector: dict[str, int]
+    token: str
+
+
+_DECODER = msgspec.json.Decoder(PositionRecord)
+_ENCODER = msgspec.json.Encoder()
+
+
+class TopicIdentity(Protocol):
+    """What tells a topic from another one of the same name."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def partitions(self) -> int: ...
+
+
+class TopicLookup(Protocol):
+    """Questions to the brokers about a topic. Each raises `Unavailable` and `TopicMissing`."""
+
+    def identities(self, names: Iterable[str]) -> Mapping[str, Any]:
+        """The `TopicIdentity` of each topic."""
+
+    def max_message_bytes(self, name: str) -> int:
+        """The topic's limit for one batch of records. Raises `Refused` if this user may not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsTopicConfig:
+    """`client` and `producer` are librdkafka settings and may contain a password. `patience` is in seconds."""
+
+    topic: str
+    client: Mapping[str, str] = field(repr=False)
+    producer: Mapping[str, str] = field(repr=False)
+    patience: float = 10.0
+
+
+class PositionsTopic:
+    """The topic as a `Sink`. A context manager; any thread may call. Connects at the first call."""
+
+    name = "kafka"
+
+    def __init__(self, postgres: Postgres, config: PositionsTopicConfig, topics: TopicLookup, fence: Fence) -> None:
+        self._postgres = postgres
+        self._topic = config.topic
+        self._patience = config.patience
+        self._topics = topics
+        self._fence = fence
+        self._kafka = KafkaConnections(
+            config.client,
+            {**config.producer, "transactional.id": config.topic},
+            config.patience,
+            "read_committed",
+        )
+        self._lock = threading.Lock()
+        self._linear: dict[str, tuple[int, int]] = {}
+        self._shown_faults: dict[str, str] = {}
+        self._may_have_lost = True  # not reported by `lost` yet
+        self._identity: TopicIdentity | None = None
+        self._forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._disconnect()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """One call at a time. After an error, the next call connects and reads the topic again."""
+        with self._lock:
+            self._kafka.errors.forget()
+            try:
+                with self._kafka.errors.explaining():
+                    yield
+            except BaseException:
+                self._disconnect()
+                raise
+            self._shown_faults = self._faults.copy()
+
+    def _forget(self) -> None:
+        """Forget the content of the topic; it is read again before the next record is written."""
+        self._values: dict[str, bytes] = {}  # the last record of each stream
+        self._faults: dict[str, str] = {}
+        self._next: dict[int, int] = {}  # partition -> the next offset to read
+        self._newest = 0  # the highest token in the topic
+        self._has_compared = False
+        self._max_bytes = DEFAULT_MAX_BYTES
+        self._producer: Producer | None = None
+
+    def _disconnect(self) -> None:
+        self._kafka.close()
+        self._forget()
+
+    def check(self) -> None:
+        with self._calling():
+            self._identify()
+
+    def publish(self, batch: Batch, committed: Committed) -> int:
+        with self._calling():
+            return self._unless_fenced(lambda producer: self._publish(producer, batch, committed))
+
+    def _publish(self, producer: Producer, batch: Batch, committed: Committed) -> int:
+        if not self._has_compared:
+            # The topic may lack what earlier processes committed.
+            return self._refill(producer).streams
+        values: dict[str, bytes] = {}
+        others: list[str] = []
+        for _, effects in batch.streams():
+            stream = effects.stream
+            if committed.repeated or stream not in self._values:
+                others.append(stream)
+            elif stream not in self._faults:
+                rows = {row.writer: row.position for row in effects.writers}
+                rows |= {writer: at for (name, writer), at in committed.positions.items() if name == stream}
+                values[stream] = self._merged(stream, effects.linear, rows, effects.dropped)
+        return self._write(producer, values | self._stored(others))
+
+    def faults(self) -> Mapping[str, str]:
+        return self._shown_faults
+
+    def compared(self) -> Mapping[str, tuple[int, int]]:
+        return self._linear
+
+    def lost(self) -> bool:
+        with self._calling():
+            self._identify()
+            self._read_new()
+            self._may_have_lost, lost = False, self._may_have_lost
+            return lost
+
+    def refill(self) -> Refilled:
+        with self._calling():
+            if self._faults:
+                self._disconnect()  # what is repaired shows when the topic is read again
+            return self._unless_fenced(self._refill)
+
+    def _unless_fenced(self, call: Callable[[Producer], T]) -> T:
+        """Call again if another process has taken over and has written nothing: without a higher token it is older."""
+        try:
+            return call(self._take_over())
+        except KafkaException as error:
+            if error.args[0].code() not in FENCED:
+                raise
+        self._disconnect()
+        return call(self._take_over())
+
+    def _refill(self, producer: Producer) -> Refilled:
+        linear: dict[str, tuple[int, int]] = {}
+        streams = self._postgres.streams()
+        changed = 0
+        for start in range(0, len(streams), STREAMS_PER_CHUNK):
+            values = self._stored(streams[start : start + STREAMS_PER_CHUNK], linear)
+            changed += self._write(producer, values)
+        self._linear, self._has_compared = linear, True
+        if changed:
+            log.info("Refilled the topic of positions from Postgres", topic=self._topic, streams=changed)
+        return Refilled(changed)
+
+    def _stored(self, streams: Iterable[str], linear: dict[str, tuple[int, int]] | None = None) -> dict[str, bytes]:
+        """The values of streams as Postgres has them, without faulty ones. Fills `linear` for `compared`."""
+        values = {}
+        for stream, row in self._postgres.positions(list(streams)).items():
+            if stream in self._faults:
+                continue
+            if linear is not None and stream in self._values:
+                linear[stream] = row.linear, _DECODER.decode(self._values[stream]).linear
+            values[stream] = self._merged(stream, row.linear, row.positions, row.forgotten)
+        return values
+
+    def _merged(self, stream: str, linear: int, rows: Mapping[str, int], dropped: Iterable[str]) -> bytes:
+        """The next value of a stream: no position is lower than in its last value."""
+        vector = dict(rows)
+        if (last := self._values.get(stream)) is not None:
+            before = _DECODER.decode(last)
+            linear = farther(linear, before.linear)
+            for writer, position in before.vector.items():
+                vector[writer] = farther(vector.get(writer, position), position)
+        for writer in dropped:
+            vector.pop(writer, None)
+        vector = dict(sorted(vector.items()))
+        return _ENCODER.encode(PositionRecord(stream, linear, vector, str(Token.of(linear, vector))))
+
+    def _write(self, producer: Producer, values: Mapping[str, bytes]) -> int:
+        """Write what differs from the last value of each stream, in one transaction; returns the number of streams."""
+        changed = {}
+        for stream, value in values.items():
+            key = stream.encode()
+            if len(value) + len(key) + FRAME_BYTES > self._max_bytes:
+                self._faults[stream] = (
+                    f"a record of {len(value)} bytes is too large for topic {self._topic}; raise max.message.bytes of "
+                    f"the topic, now {self._max_bytes}"
+                )
+            elif value != self._values.get(stream):
+                changed[stream] = key, value
+        count = len(changed)
+        if not changed and self._values and self._newest != self._fence.token:
+            stream, value = next(iter(self._values.items()))
+            changed[stream] = stream.encode(), value  # so that former owners read this token
+        if not changed:
+            return 0
+        self._fence.check()
+        headers = [(FENCE, str(self._fence.token).encode())]
+        errors: list[KafkaError] = []
+        written: dict[int, int] = {}  # partition -> offset of the last record
+
+        def delivered(error: KafkaError | None, record: Message) -> None:
+            if error is not None:
+                errors.append(error)
+            else:
+                written[record.partition()] = record.offset()
+
+        producer.begin_transaction()
+        for key, value in changed.values():
+            while True:
+                try:
+                    producer.produce(self._topic, key=key, value=value, headers=headers, on_delivery=delivered)
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        try:
+            producer.commit_transaction(self._patience)
+        except KafkaException as error:
+            raise KafkaException(errors[0] if errors else error.args[0]) from error
+        self._newest = self._fence.token
+        self._values |= {stream: value for stream, (_, value) in changed.items()}
+        for partition, offset in written.items():
+            self._next[partition] = self._visible(partition, offset)
+        return count
+
+    def _visible(self, partition: int, offset: int) -> int:
+        """Wait until consumers see a committed record (Kafka completes a transaction later); returns the end offset."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            end = self._kafka.reader().offsets(self._topic, partition)[1]
+            if end > offset:
+                return end
+            if time.monotonic() > deadline:
+                raise Unavailable("Kafka", self._kafka.errors.where, "a committed transaction is not completed")
+            time.sleep(0.005)
+
+    def _take_over(self) -> Producer:
+        """The producer, after everything in the topic was read. Raises `LeaseLost` if a newer owner has written."""
+        self._fence.check()
+        if self._identity is None:
+            self._identify()
+        self._read_new()
+        if self._producer is None:
+            with suppress(Stop):  # this user may not ask
+                self._max_bytes = self._topics.max_message_bytes(self._topic)
+            producer = self._kafka.writer()
+            producer.init_transactions(self._patience)
+            self._producer = producer
+            self._read_new()  # what the former owner wrote before it was fenced
+        return self._producer
+
+    def _identify(self) -> None:
+        identity: TopicIdentity = self._topics.identities([self._topic])[self._topic]
+        if self._identity is not None and self._identity.id != identity.id:
+            self._lose("it was created again")
+        self._identity = identity
+
+    def _lose(self, problem: str) -> None:
+        log.warning("The topic of positions has lost records", topic=self._topic, problem=problem)
+        self._disconnect()
+        self._may_have_lost = True
+
+    def _read_new(self) -> None:
+        """Read what others have written since the last call. Raises `LeaseLost`."""
+        assert self._identity is not None
+        for partition in range(self._identity.partitions):
+            first, end = self._kafka.reader().offsets(self._topic, partition)
+            following = self._next.get(partition, first)
+            if end < following or (first > following > 0):
+                self._lose(f"partition {partition} has offsets {first} to {end}, and {following} was to follow")
+                return self._read_new()
+            if end > following:
+                for record in self._kafka.reader().read(self._topic, partition, following):
+                    if record is None:
+                        break
+                    self._take(record)
+            self._next[partition] = end
+        if self._newest > self._fence.token:
+            raise LeaseLost(self._fence.token, self._newest)
+        return None
+
+    def _take(self, record: Message) -> None:
+        key, value = record.key() or b"", record.value()
+        stream = key.decode(errors="replace")
+        self._faults.pop(stream, None)
+        if value is None:
+            self._values.pop(stream, None)
+            return
+        try:
+            fences = [int(text) for name, text in record.headers() or () if name == FENCE]
+            if _DECODER.decode(value).stream != stream:
+                raise ValueError("the key is not the name of the stream")
+        except ValueError as error:  # msgspec's are among them
+            self._values.pop(stream, None)
+            self._faults[stream] = (
+                f"the newest record, at offset {record.offset()} of partition {record.partition()} of topic "
+                f"{self._topic}, is not of Tidemark ({error}); write a record with this key and no value, and Tidemark "
+                "writes the position again"
+            )
+            return
+        self._values[stream] = value
+        self._newest = max([self._newest, *fences])
