@@ -1,4 +1,4 @@
-module orders
+module shop
 
 go 1.23.0
 
