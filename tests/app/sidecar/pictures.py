@@ -111,7 +111,7 @@ def test_the_calm_and_the_troubled_page_are_taken(
         streams["room_state"].owe(9, _now() - 38_000)
         for reader, behind in (("search", 0), ("push", 0), ("mailer", 190)):
             sql.execute(
-                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, version)"
+                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, must_read, version)"
                 " values (%s, 'events', 'linear', %s, '{}', 0, '[]', 1)",
                 (reader, streams["events"].position - 3 - behind),
             )

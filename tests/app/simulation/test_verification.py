@@ -44,7 +44,7 @@ class World:
     def stand(self, reader: str, linear: int, **positions: int) -> None:
         self._connection.execute(
             """
-            insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, version)
+            insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, must_read, version)
             values (%s, 'events', %s, %s, %s, 0, '[]', 1)
             on conflict (reader, stream) do update set linear = excluded.linear, positions = excluded.positions
             """,

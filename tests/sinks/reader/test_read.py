@@ -333,7 +333,7 @@ def test_late_range_that_is_passed_is_read_though_it_seems_empty(
             assert service.place().late > 0
     service.until(lambda: 6 in {service.place().linear, service.place().positions.get("w")}, mode=mode)
     assert service.ids() == [1, 5]
-    assert service.sql.execute("select owed from tidemark_reader.places").fetchone() == ([],)
+    assert service.sql.execute("select must_read from tidemark_reader.places").fetchone() == ([],)
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])

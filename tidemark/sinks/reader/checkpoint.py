@@ -41,7 +41,7 @@ class ReaderCheckpoint:
     Attributes:
         version: 0: nothing is stored yet.
         late_part: the number of the late completion in hand, and the ID up to which its rows were handed over.
-        owed: ranges that must be read whatever the evidence says; see `read_loop`.
+        must_read: ranges that are read whatever the evidence is; see `read_loop`.
         delivered: facts that may still be announced as late, by ID; see `read_loop`.
     """
 
@@ -72,13 +72,14 @@ class CheckpointStore:
             yield from self._rows(SCHEMA_TEXT)
         yield from self._check_visible()
         places = yield from self._rows(
-            "select version, mode, linear, positions, late, late_part, owed, is_settled from tidemark_reader.places"
-            " where reader = {reader} and stream = {stream}"
+            "select version, mode, linear, positions, late, late_part, must_read, is_settled"
+            " from tidemark_reader.places where reader = {reader} and stream = {stream}"
         )
         if not places:
             yield from self._rows(
-                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, is_settled,"
-                " version) values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', false, 0) on conflict do nothing",
+                "insert into tidemark_reader.places"
+                " (reader, stream, mode, linear, positions, late, must_read, is_settled, version)"
+                " values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', false, 0) on conflict do nothing",
                 mode=self._mode,
             )
             return ReaderCheckpoint()
@@ -92,7 +93,7 @@ class CheckpointStore:
             row["version"],
             Place(row["linear"], row["positions"], row["late"], row["is_settled"]),
             None if row["late_part"] is None else (row["late_part"][0], row["late_part"][1]),
-            tuple(Range(writer, prev, id) for writer, prev, id in row["owed"]),
+            tuple(Range(writer, prev, id) for writer, prev, id in row["must_read"]),
             {fact["id"]: DeliveredFact(**fact) for fact in delivered},
         )
 
@@ -124,7 +125,8 @@ class CheckpointStore:
         """
         written = yield from self._rows(
             "update tidemark_reader.places set mode = {mode}, linear = {linear}, positions = {positions},"
-            " late = {late}, late_part = {part}, owed = {owed}, is_settled = {is_settled}, updated_at = now(),"
+            " late = {late}, late_part = {part}, must_read = {must_read}, is_settled = {is_settled},"
+            " updated_at = now(),"
             " version = greatest(version + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)"
             " where reader = {reader} and stream = {stream} and txid_current()::text = {transaction}"
             " returning version",
@@ -135,7 +137,7 @@ class CheckpointStore:
             late=checkpoint.place.late,
             is_settled=checkpoint.place.is_settled,
             part=None if checkpoint.late_part is None else Jsonb(checkpoint.late_part),
-            owed=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read]),
+            must_read=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read]),
         )
         if not written:
             yield from self._check_visible()

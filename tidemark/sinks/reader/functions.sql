@@ -282,7 +282,7 @@ begin
                 perform set_config('lock_timeout', '20ms', true);
             end if;
             insert into tidemark_reader.places as known
-                (reader, stream, mode, linear, positions, late, owed, is_settled, version, timeline)
+                (reader, stream, mode, linear, positions, late, must_read, is_settled, version, timeline)
             values (_reader, _stream, _mode, _linear, case when _mode = 'vector' then _positions else '{}' end,
                 case when _linear = 0 then _now.late_after else _now.late end, '[]', true, tidemark_reader.clock(),
                 _now.timeline)
@@ -393,7 +393,7 @@ begin
         _place.late_part := null;
         if _late.facts > 0 and abs(_late.id) > abs(_at) then
             -- For tidemark.Reader, which skips ranges that are proven to be empty.
-            _place.owed := _place.owed || jsonb_build_array(jsonb_build_array(_late.writer, _late.prev, _late.id));
+            _place.must_read := _place.must_read || jsonb_build_array(jsonb_build_array(_late.writer, _late.prev, _late.id));
         end if;
     end loop;
 end
@@ -404,8 +404,8 @@ language sql volatile
 begin atomic
     update tidemark_reader.places as known
     set linear = (_place).linear, positions = (_place).positions, late = (_place).late, late_part = (_place).late_part,
-        owed = (
-            select coalesce(jsonb_agg(range), '[]') from jsonb_array_elements((_place).owed) as range
+        must_read = (
+            select coalesce(jsonb_agg(range), '[]') from jsonb_array_elements((_place).must_read) as range
             where abs((range ->> 2)::bigint) > abs(coalesce(((_place).positions ->> (range ->> 0))::bigint, (_place).linear))
         ),
         is_settled = true, timeline = _timeline, updated_at = now(),

@@ -169,12 +169,14 @@ class ReaderPlaces:
             "stream": stored.stream,
             "linear": token.linear,
             "positions": Jsonb(positions),
-            "owed": Jsonb([*must_read]),
+            "must_read": Jsonb([*must_read]),
         }
         with self._locked(stored) as connection:
             connection.execute(
-                "update tidemark_reader.places set linear = %(linear)s, positions = %(positions)s, owed = %(owed)s,"
-                " late_part = null, is_settled = false, updated_at = now(), version = " + _NEXT_VERSION + " where"
+                "update tidemark_reader.places set linear = %(linear)s, positions = %(positions)s,"
+                " must_read = %(must_read)s, late_part = null, is_settled = false, updated_at = now(), version = "
+                + _NEXT_VERSION
+                + " where"
                 " reader = %(reader)s and stream = %(stream)s",
                 values,
             )
@@ -193,7 +195,8 @@ class ReaderPlaces:
         with self._locked(stored) as connection:
             connection.execute(
                 "update tidemark_reader.places set linear = 0, positions = '{}', late = 0, late_part = null,"
-                " owed = '[]', is_settled = false, version = 0, updated_at = now() where reader = %s and stream = %s",
+                " must_read = '[]', is_settled = false, version = 0, updated_at = now()"
+                " where reader = %s and stream = %s",
                 (stored.reader, stored.stream),
             )
             return _forget(connection, stored)

@@ -55,7 +55,6 @@ class ReadPlan:
         goal: the place after the burst.
         read: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
         skipped: epoch and range of advances that an operator may have skipped in part.
-        owed: see the docstring of this module.
     """
 
     goal: Place

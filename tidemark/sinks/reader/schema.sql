@@ -9,19 +9,19 @@ create table if not exists tidemark_reader.places (
     positions   jsonb       not null,
     late        bigint      not null,
     late_part   jsonb,
-    owed        jsonb       not null,
+    must_read   jsonb       not null,
     version     bigint      not null,
     updated_at  timestamptz not null default now(),
+    is_settled  boolean     not null default true,
     primary key (reader, stream)
 );
-alter table tidemark_reader.places add column if not exists is_settled boolean not null default true;
 comment on table tidemark_reader.places is 'How far each reader has read; one copy of a reader moves it at a time';
-comment on column tidemark_reader.places.positions is 'Vector mode: writer -> ID; a writer that is not named stands at linear';
+comment on column tidemark_reader.places.positions is 'Vector mode: writer -> ID; a writer that is not named is at linear';
 comment on column tidemark_reader.places.late is 'Number of the last late completion that was handed over';
 comment on column tidemark_reader.places.is_settled is
     'Vector mode: rows up to linear of writers that Tidemark does not know, which a table that is older than its stream has, were handed over';
 comment on column tidemark_reader.places.late_part is 'Of the next one: its number, and the ID up to which it was handed over';
-comment on column tidemark_reader.places.owed is 'Late completions beyond the place: there the table is read, whatever the evidence';
+comment on column tidemark_reader.places.must_read is 'Late completions beyond the place: the table is read there, whatever the evidence is';
 
 create table if not exists tidemark_reader.delivered (
     reader      text        not null,
