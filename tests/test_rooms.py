@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemark"
 MAX_LINES = 600
 MAX_MODULES = 20
+MAX_IMPORT_PATH = 12
 MIN_LINES = 80
 """A shorter module belongs to its importer, if it has only one."""
 
@@ -161,6 +162,15 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         TopologicalSorter(imports()).prepare()
     except CycleError as error:
         pytest.fail(f"import circle: {error.args[1]}")
+
+
+def test_the_imports_of_the_core_are_not_deep() -> None:
+    """Whoever follows them from Spark's query to the values passes at most twelve modules."""
+    streaming = {name: imported for name, imported in imports().items() if name.startswith("tidemark.streaming")}
+    depths: dict[str, int] = {}
+    for name in TopologicalSorter(streaming).static_order():
+        depths[name] = 1 + max((depths[other] for other in streaming.get(name, ()) if other in streaming), default=0)
+    assert max(depths.values()) <= MAX_IMPORT_PATH
 
 
 def test_retired_words_are_not_in_identifiers() -> None:

@@ -10,7 +10,7 @@ same state, byte for byte.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ from tidemark.streaming.core import writer_table
 from tidemark.streaming.core.chain import EMPTY_RANGES_MAX
 from tidemark.streaming.core.codec import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
 from tidemark.streaming.core.effects import Source, SourceReport, StreamEffects, Summary, WriterAdvance, WriterRow
-from tidemark.streaming.core.store import States, StreamInput
 from tidemark.streaming.core.writer_table import COLUMNS, StoredChain, StoredWriter
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Ascending, Ids, are_different, extended, last_of
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.runs import POSITION, RDATA, Mask, RunColumns
+
+if TYPE_CHECKING:
+    from tidemark.streaming.core.store import States, StreamInput
 
 _NONE: Ids = np.empty(0, np.int64)
 
@@ -326,7 +328,7 @@ class StreamResult(NamedTuple):
 
 
 def advance_in_order(
-    inputs: Mapping[str, StreamInput], columns: RunColumns, states: States, now: int, bounds: Bounds
+    inputs: "Mapping[str, StreamInput]", columns: RunColumns, states: "States", now: int, bounds: Bounds
 ) -> dict[str, StreamResult]:
     """Advance the streams that are certain to be in order.
 
@@ -465,7 +467,7 @@ def caught_up(data: bytes) -> CaughtUpStream | None:
 
 
 def _candidate_state(
-    name: str, stream_input: StreamInput, data: bytes | None, now: int, bounds: Bounds
+    name: str, stream_input: "StreamInput", data: bytes | None, now: int, bounds: Bounds
 ) -> StoredStream | None:
     """The state of a stream that has only runs in the batch, in its home partition. None if it is no candidate."""
     has_other_records = (
