@@ -201,8 +201,8 @@ def own_name() -> str:
         return str(os.getuid())
 
 
-def said(_: click.Context, param: click.Parameter, text: str) -> str:
-    """Rule 1: nobody and nothing are no answers, and what a terminal would obey is none either."""
+def plain_text(_: click.Context, param: click.Parameter, text: str) -> str:
+    """Reject blank text and control characters."""
     if not text.strip() or not text.isprintable():
         raise click.BadParameter("say it in words, in one line without control characters", param=param)
     return text
@@ -213,8 +213,8 @@ NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
 
 _ANSWERING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, callback=said, help="Who answers for it; it is kept."),
-    click.option("--why", required=True, callback=said, help="Why it must be; it is kept."),
+    click.option("--by", required=True, callback=plain_text, help="Who answers for it; it is kept."),
+    click.option("--why", required=True, callback=plain_text, help="Why it must be; it is kept."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),

@@ -285,7 +285,9 @@ class Isolation:
         if not unacceptable:
             return refused
         places: dict[str, dict[int, list[int]]] = {}
-        for topic, partition, offset in sorted(unacceptable, key=lambda place: (place[0].value, *place[1:])):
+        for topic, partition, offset in sorted(
+            unacceptable, key=lambda offset_key: (offset_key[0].value, *offset_key[1:])
+        ):
             places.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
         return RecordsRefused(len(unacceptable), next(iter(unacceptable.values())), places)
 
@@ -327,10 +329,10 @@ class Isolation:
             taken, stopped = 0, len(records)
             while stopped - taken > 1:
                 half = (taken + stopped) // 2
-                if (said := refusal(half)) is None:
+                if (refused := refusal(half)) is None:
                     taken = half
                 else:
-                    stopped, problem = half, said
+                    stopped, problem = half, refused
             record = records[stopped - 1]
             if record.place in unacceptable or refusal(taken) is not None:
                 log.error("Postgres refuses a stream, whatever its records say", stream=stream, problem=problem)

@@ -79,8 +79,8 @@ class Engine:
             self._jvm = Jvm(conf)
             self._session.set_result(connect(self._jvm, conf))
         except Py4JJavaError as error:  # settings that Spark refuses
-            said = failure_cause(str(error).splitlines()).removeprefix(": ")
-            self._session.set_exception(SparkDied(f"it did not start: {said}"))
+            cause = failure_cause(str(error).splitlines()).removeprefix(": ")
+            self._session.set_exception(SparkDied(f"it did not start: {cause}"))
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the thread that waits
             self._session.set_exception(error)
 

@@ -71,11 +71,11 @@ class Operation:
 
 def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msgspec.Struct:
     """Raises `BadRequest`. A parameter that is given several times makes a list. Unknown parameters are ignored."""
-    many: dict[str, list[str]] = {}
+    texts_of: dict[str, list[str]] = {}
     for name, text in given:
-        many.setdefault(name, []).append(text)
+        texts_of.setdefault(name, []).append(text)
     lists = _lists(query)
-    values = {name: texts if name in lists else texts[-1] for name, texts in many.items()}
+    values = {name: texts if name in lists else texts[-1] for name, texts in texts_of.items()}
     try:
         return msgspec.convert(values, query, strict=False)
     except msgspec.ValidationError as error:

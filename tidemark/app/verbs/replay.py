@@ -73,7 +73,7 @@ class Replayed:
                 )
         return self
 
-    def counting_anew(self) -> "Replayed":
+    def with_new_counts(self) -> "Replayed":
         return replace(self, counts={})
 
     def reaches(self, batch: StoredBatch) -> bool:
@@ -118,7 +118,7 @@ def _fetched(messages: Sequence[RecordedMessage]) -> RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class SeedWriter:
-    """As far as a history tells it of one batch; `later`: by what came behind it, and so may the epoch."""
+    """A writer after one batch, by the history. `later`: known only from later rows, as its epoch may be."""
 
     writer: str
     epoch: int
@@ -128,8 +128,8 @@ class SeedWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """Batches up to the first `skipped` are not compared, the last of them is `after`. Lines are from where the replay
-    has passed `highest`, and each writer of `joining` has joined."""
+    """The first `skipped` batches are not compared; `after` is the last of them. Linear positions are compared once the
+    replay has passed `highest` and each writer of `joining` has joined."""
 
     skipped: int
     after: StoredBatch
@@ -167,12 +167,11 @@ def _seeded(
 ) -> ReplayStart:
     after, marks = past.batches[skipped - 1], dict[str, Record]()
     parsed = [_record(message) for message in facts]
-    for record in parsed:
-        if record is not None:
-            marks.setdefault(record.writer, record)
+    for record in filter(None, parsed):
+        marks.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
-    for writer in _standing(past, skipped):
+    for writer in _writers_at(past, skipped):
         if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
         # The JOIN of an epoch that began behind the batch is still to come.
@@ -193,10 +192,10 @@ def _seeded(
     ]
     now = Replayed(stream, bounds).fed(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
     highest = max((join.id for join in joined), key=abs, default=0)
-    return ReplayStart(skipped, after, now.counting_anew(), highest, joining)
+    return ReplayStart(skipped, after, now.with_new_counts(), highest, joining)
 
 
-def _standing(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
+def _writers_at(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
     before, then = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
     for batch in past.batches[:skipped]:
         before |= {move.writer: move for move in batch.advances}
@@ -302,16 +301,14 @@ def report(
     result, streams = ReplayReport(records=len(read)), by_stream(read)
     result.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
     for stream, of_stream in sorted(streams.items()):
-        held = past.stream(stream)
-        if held is None:
+        history = past.stream(stream)
+        if history is None:
             continue  # nothing of it was ever taken: its records are in the dead letters
-        places = {(message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS}
-        begins = max((firsts[place] for place in places), default=0)
+        keys = {(message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS}
+        begins = max((firsts[key] for key in keys), default=0)
         # A batch that is older than the last record cannot have read beyond it, so the replay must reach the batch.
-        ends = min(
-            (lasts[place].time for place in places if lasts[place].offset + 1 < upto.get(place, 0)), default=None
-        )
-        _compare(result, held, stream, of_stream, roles, bounds, begins, ends)
+        ends = min((lasts[key].time for key in keys if lasts[key].offset + 1 < upto.get(key, 0)), default=None)
+        _compare(result, history, stream, of_stream, roles, bounds, begins, ends)
     return result
 
 
@@ -416,9 +413,8 @@ def _to(
     roles: Mapping[str, Topic],
     time: int,
 ) -> tuple[int, Replayed]:
-    """Apply the fewest records of `facts`, and then `acts`, with which the replay reaches the batch, else all.
-
-    Returns how many records, and the replay after them."""
+    """Apply the fewest records of `facts`, and then `acts`, with which the replay reaches the batch, else all. Returns
+    how many records, and the replay after them."""
 
     def tried(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
         return base.fed(more, roles, time).fed(acts, roles, time)
@@ -491,8 +487,8 @@ def _applied(
         assert isinstance(record, records.Marker)
         for act in left:
             prev = record.prev if isinstance(record, records.Skip) else act.prev
-            said = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)
-            if (act.kind, act.writer, act.prev, act.id, act.by, act.why) == said:
+            stated = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)
+            if (act.kind, act.writer, act.prev, act.id, act.by, act.why) == stated:
                 left.remove(act)
                 applied.append((message, act.time))
                 break
@@ -595,7 +591,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
                     message  # a file may contain two recordings
                 )
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        result = report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
+        result = report(past, [messages[offset] for offset in sorted(messages)], roles, bounds, stream)
     if as_json:
         click.echo(to_json(result))
     else:

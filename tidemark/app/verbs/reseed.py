@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 
-from tidemark.app.commands import OurCommand, loaded, own_name, said
+from tidemark.app.commands import OurCommand, loaded, own_name, plain_text
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
 from tidemark.common.errors import PrerequisitePending, Stopping
@@ -84,8 +84,10 @@ def _found(settings: Settings, postgres: Postgres) -> Reseed:
 
 
 @click.command("reseed", cls=OurCommand)
-@click.option("--by", default=own_name, show_default="who runs it", callback=said, help="Your name; it is stored.")
-@click.option("--why", default="by hand", show_default=True, callback=said, help="The reason; it is stored.")
+@click.option(
+    "--by", default=own_name, show_default="who runs it", callback=plain_text, help="Your name; it is stored."
+)
+@click.option("--why", default="by hand", show_default=True, callback=plain_text, help="The reason; it is stored.")
 @click.option("--dry-run", is_flag=True, help="Show what would happen, change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:

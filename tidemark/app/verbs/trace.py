@@ -231,8 +231,8 @@ def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
     if says is None:
         return None
     text = value.decode(errors="replace")
-    place = message.topic, message.partition, message.offset, moment(max(message.time, 0))
-    return TracedRecord(*place, kind, writer, epoch, says, text[:LONGEST], cut=len(text) > LONGEST)
+    origin = message.topic, message.partition, message.offset, moment(max(message.time, 0))
+    return TracedRecord(*origin, kind, writer, epoch, says, text[:LONGEST], cut=len(text) > LONGEST)
 
 
 def _has_number(value: bytes, id: int) -> bool:
@@ -363,9 +363,9 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
     searched = trace.searched if trace.known else None
     if searched is None or any(record.says in ("fact", "void") for record in trace.records):
         return
-    place = f"{searched.topic}/{searched.partition}"
+    partition = f"{searched.topic}/{searched.partition}"
     span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
-    yield f"no record has the ID in {place}, {span}"
+    yield f"no record has the ID in {partition}, {span}"
     if searched.wanted < searched.retained:
         yield f"retention removed offsets below {searched.retained}, which may have had its record"
     if max(searched.wanted, searched.retained) < searched.first:
@@ -374,8 +374,8 @@ def _record_lines(trace: IdTrace) -> Iterator[str]:
 
 def _record(traced: TracedRecord) -> str:
     record = "record" if traced.kind is None else f"{traced.kind} of {traced.writer or ''} (epoch {traced.epoch})"
-    place = f"{traced.topic}/{traced.partition} {traced.offset}"
-    return f"{timestamp(traced.time)} {record} at {place}: {_STATEMENTS[traced.says]}"
+    origin = f"{traced.topic}/{traced.partition} {traced.offset}"
+    return f"{timestamp(traced.time)} {record} at {origin}: {_STATEMENTS[traced.says]}"
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
@@ -395,8 +395,8 @@ def _settled_lines(trace: IdTrace) -> Iterator[str]:
 
 def _gap(trace: IdTrace, gap: StoredGap) -> str:
     inside = abs(gap.low) < abs(trace.id) <= abs(gap.top)
-    place = "in the gap" if inside else "above the gap"
-    opened = f"{place} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
+    relation = "in the gap" if inside else "above the gap"
+    opened = f"{relation} {id_range(gap.low, gap.top)} of {gap.writer}, open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{opened} until now"
     lasted = duration((gap.closed - gap.opened).total_seconds())

@@ -303,38 +303,40 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
     """Compare a stream's rows with its state. One transaction writes both. They differ only in what outlives a state:
     the position of a writer that returns after it was forgotten, and the allocated ID after a restore."""
 
-    def told(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
+    def differs(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
         return Difference(STATE, stream, writer, name, decoded, stored, "differs")
 
     stored = codec.decode(rows.state)
     stored.writers.open_waiting()
     signed = stored.direction.signed
     if signed(stored.linear.position) != rows.linear:
-        yield told(None, "linear", signed(stored.linear.position), rows.linear)
+        yield differs(None, "linear", signed(stored.linear.position), rows.linear)
     if stored.allocated > abs(rows.allocated):
-        yield told(None, "allocated", signed(stored.allocated), rows.allocated)
+        yield differs(None, "allocated", signed(stored.allocated), rows.allocated)
     gaps: set[tuple[str, int]] = set()
     for name, known in stored.writers.items():
         gaps |= {(name, signed(top)) for _, top, _ in known.chain.gaps()}
         row, position = rows.writers.get(name), signed(known.position)
         if row is None:
-            yield told(name, "position", position, None)
+            yield differs(name, "position", position, None)
             continue
         if position != row.position and not (
             beyond(row.position, position) and audit.end_of_history(stream, name, position) == row.position
         ):
-            yield told(name, "position", position, row.position)
+            yield differs(name, "position", position, row.position)
         if known.epoch > row.epoch:
-            yield told(name, "epoch", known.epoch, row.epoch)
+            yield differs(name, "epoch", known.epoch, row.epoch)
         elif known.epoch == row.epoch and (known.retired is not None) != row.retired:
-            yield told(
+            yield differs(
                 name,
                 "status",
                 *("retired" if is_retired else "active" for is_retired in (known.retired is not None, row.retired)),
             )
-    yield from (told(name, "position", None, at) for name, at in rows.positions.items() if name not in stored.writers)
-    yield from (told(name, GAP, top, None) for name, top in sorted(gaps - rows.gaps))
-    yield from (told(name, GAP, None, top) for name, top in sorted(rows.gaps - gaps))
+    yield from (
+        differs(name, "position", None, at) for name, at in rows.positions.items() if name not in stored.writers
+    )
+    yield from (differs(name, GAP, top, None) for name, top in sorted(gaps - rows.gaps))
+    yield from (differs(name, GAP, None, top) for name, top in sorted(rows.gaps - gaps))
 
 
 def with_history(audit: Audit, report: VerifyReport) -> None:

@@ -82,7 +82,9 @@ class StreamEpoch:
                 published=self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
-            for writer in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
+            for writer in sorted(
+                self.writers.values(), key=lambda writer_epoch: (writer_epoch.name != self.own, writer_epoch.name)
+            )
             if writer.state == "joining"
         ]
 
@@ -132,7 +134,7 @@ def begin(
             group by number, stream, direction order by number
             """
         ).fetchall()
-    stream_epochs, why = [], {each.stream.number: each.why for each in back}
+    stream_epochs, why = [], {regression.stream.number: regression.why for regression in back}
     for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")

@@ -36,14 +36,14 @@ class StreamPublisher:
 
     def __init__(
         self,
-        of: BridgedStream,
+        bridged: BridgedStream,
         seen: SynapseServer,
         known: tuple[StreamProgress, PublishedFacts] | None,
         writers: Iterable[str],
         head: int,
         samples: HeadSamples,
     ) -> None:
-        self.of = of
+        self.of = bridged
         self._seen = seen
         self.known: StreamProgress | None = None
         self.published: PublishedFacts | None = None
@@ -57,7 +57,9 @@ class StreamPublisher:
         self._beyond: Mapping[str, int] = {}
         sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
         retired, backlog = ({}, {}) if self.known is None else (self.known.retired, self.known.backlog)
-        self.decider = StreamDecider(sent_upto, keeps=of.stream.keeps, retired=retired.items(), with_backlog=backlog)
+        self.decider = StreamDecider(
+            sent_upto, keeps=bridged.stream.keeps, retired=retired.items(), with_backlog=backlog
+        )
         self.decider.add_unknown(writers)
 
     def see(self, head: int) -> None:
