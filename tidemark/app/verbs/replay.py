@@ -166,8 +166,8 @@ def _seeded(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
     after, marks = past.batches[skipped - 1], dict[str, Record]()
-    parsed = [_record(message) for message in facts]
-    for record in filter(None, parsed):
+    parsed = [record for message in facts if (record := _record(message)) is not None]
+    for record in parsed:
         marks.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
