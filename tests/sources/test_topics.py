@@ -87,6 +87,11 @@ def test_a_missing_topic_is_named(connection: KafkaConnection, prefix: str) -> N
         Topics(connection).describe([prefix])
 
 
+def test_a_description_of_no_topic_asks_nobody() -> None:
+    """A pipeline without a positions topic describes an empty list; no broker is there."""
+    assert Topics(KafkaConnection("127.0.0.1:1"), patience=0.1).describe([]) == {}
+
+
 def test_a_broker_that_is_away_is_waited_for() -> None:
     """Nobody listens: the error asks for another try and says why the connection failed."""
     topics = Topics(KafkaConnection(f"127.0.0.1:{free_port()}"), patience=1)

@@ -235,6 +235,8 @@ class Topics:
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
         """The topics as they are now, in the order of `names`. Raises `TopicMissing` for the first that is absent."""
         names = list(names)
+        if not names:  # Kafka's client refuses a request without topics
+            return {}
         descriptions = self._descriptions(names)
         policies = self._policies(names)
         partitions = [TopicPartition(name, p.id) for name in names for p in descriptions[name].partitions]
