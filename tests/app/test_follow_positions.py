@@ -8,16 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psycopg
 import pytest
 import redis
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from psycopg.conninfo import make_conninfo
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.follow_positions import PositionFollower
+from tidemark.app.follow_positions import FollowMetrics, PositionFollower
 from tidemark.app.relay import migrate
+from tidemark.app.stack.processes import free_port
 from tidemark.sinks.reader_database import install, reader_session
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.streaming.core.effects import LateCompletion
@@ -227,3 +233,69 @@ class SqlEffects:
     def seen(self) -> list[int]:
         with psycopg.connect(self._dsn) as connection:
             return [id for (id,) in connection.execute("select id from effects order by n").fetchall()]
+
+
+def scrape(port: int, path: str = "/metrics") -> tuple[int, str]:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as problem:
+        return problem.code, problem.read().decode()
+
+
+def samples(port: int) -> dict[str, float]:
+    """The metrics of readers, by name, for the reader `mailer`."""
+    families = text_string_to_metric_families(scrape(port)[1])
+    of_mailer = {"stream": "s", "reader": "mailer"}
+    return {it.name: it.value for family in families for it in family.samples if it.labels == of_mailer}
+
+
+def test_metrics_and_probes(
+    redis_url: str, pipeline: Pipeline, database: str, other_stream: psycopg.Connection
+) -> None:
+    """`tidemark follow --metrics`, as a user of the role tidemark_relay: how far each reader lags, and since when. It
+    ends if its rights are taken away."""
+    readers = other_stream
+    readers.execute("drop role if exists follower_of_metrics")
+    readers.execute("create role follower_of_metrics login password 'secret' in role tidemark_relay")
+    port = free_port()
+    pipeline.move("web", 0, 5)
+    dsn = make_conninfo(database, user="follower_of_metrics", password="secret")
+    words = ["follow", "--dsn", dsn, "--metrics", f"127.0.0.1:{port}"]
+    environment = {"TIDEMARK_REDIS_URL": redis_url, "PATH": os.environ["PATH"]}
+    process = subprocess.Popen([sys.executable, "-m", "tidemark", *words], env=environment)
+    try:
+        eventually(is_at(readers, "m5"))
+        readers.execute("select tidemark_reader.take('s', 'mailer')")
+        lag = "tidemark_reader_lag_ids"
+        eventually(lambda: samples(port).get(lag) == 0)
+        assert scrape(port, "/readyz")[0] == scrape(port, "/livez")[0] == 200
+        pipeline.move("web", 5, 9)
+        eventually(lambda: samples(port).get(lag) == 4)
+        eventually(lambda: samples(port)["tidemark_reader_lag_seconds"] > 0)
+        assert samples(port)["tidemark_reader_linear_position"] == 5
+        assert samples(port)["tidemark_reader_parked"] == 0
+        assert "tidemark_follow_streams 1.0" in scrape(port)[1]
+        readers.execute(
+            "insert into tidemark_reader.parked (reader, stream, id, reason) values ('mailer', 's', 4, 'x')"
+        )
+        readers.execute("select tidemark_reader.take('s', 'mailer')")
+        eventually(lambda: samples(port).get(lag) == 0 and samples(port)["tidemark_reader_parked"] == 1)
+        readers.execute("delete from tidemark_reader.places")
+        eventually(lambda: samples(port) == {})
+        readers.execute("revoke tidemark_relay from follower_of_metrics")
+        assert process.wait(60) == 2
+    finally:
+        process.kill()
+        process.wait(30)
+        readers.execute("drop role follower_of_metrics")
+
+
+def test_a_follower_that_cannot_read_is_alive_and_not_ready() -> None:
+    """A probe must not end a process that waits for a server; one whose loop hangs is ended."""
+    metrics = FollowMetrics(CollectorRegistry())
+    assert metrics.hangs(time.time()) is None
+    assert metrics.lacks() is not None
+    metrics.last_read.set_to_current_time()
+    assert metrics.lacks() is None
+    assert metrics.hangs(time.time() + 100) is not None

@@ -12,6 +12,8 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from tidemark.app import settings
 from tidemark.app.cli import EXAMPLES, main
+from tidemark.app.diagnosis.reader_lag import ReaderMetrics
+from tidemark.app.follow_positions import FollowMetrics
 from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
@@ -154,9 +156,18 @@ def metrics_tables() -> str:
         "[The sidecar](../how-to/read-over-http.md) serves these metrics at `/metrics`.",
         "",
     ]
-    lines += _metrics(_rows(vars(sidecar_metrics).values()))
+    readers = _rows(vars(ReaderMetrics(CollectorRegistry())).values())
+    lines += _metrics([*_rows(vars(sidecar_metrics).values()), *readers])
     lines += ["## The relay", "", "[`tidemark relay`](../how-to/run-relay.md) serves these metrics at `--metrics`.", ""]
     lines += _metrics(_rows(vars(RelayMetrics(CollectorRegistry())).values()))
+    lines += [
+        "## The follower of positions",
+        "",
+        "[`tidemark follow`](../how-to/read-in-any-language.md) serves these metrics at `--metrics`. It and the relay"
+        " also serve the metrics `tidemark_reader_...` above, of readers in their database.",
+        "",
+    ]
+    lines += _metrics(_rows(vars(FollowMetrics(CollectorRegistry())).values()))
     lines += [
         "## The bridge to Synapse",
         "",

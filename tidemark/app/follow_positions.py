@@ -7,8 +7,15 @@ processes may follow into one database: a position that is stored only rises.
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
+from prometheus_client import CollectorRegistry, Gauge
+
+from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderMetrics, SeenPositions
+from tidemark.app.logs import beside, shutdown_event
 from tidemark.app.read_side.redis_reader import TOGETHER
+from tidemark.app.serving import http_health
+from tidemark.app.settings import Settings
 from tidemark.common.backoff import WaitLog, wait_out
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.log import get_logger
@@ -25,6 +32,7 @@ from tidemark.sinks.reader import (
     LateLost,
     Place,
     Positions,
+    ReaderPlaces,
     ReadKeys,
     StreamKeys,
     read_reply,
@@ -36,6 +44,12 @@ from tidemark.streaming.values.direction import beyond
 
 log = get_logger(__name__)
 
+READERS_EVERY = 5.0
+"""Seconds between two readings of the places of readers."""
+SILENT = 15.0
+"""Seconds without a reading of all streams after which the process is not ready."""
+HANGS = 60.0
+"""Seconds without a turn of the loop after which the process hangs."""
 TIMEOUT = 2.0
 """Seconds for a connection to Redis, or an answer."""
 ALL_EVERY = 1.0
@@ -43,6 +57,63 @@ ALL_EVERY = 1.0
 _COLLECT = 0.01
 """Seconds for which further messages are collected after the first."""
 REFUSED_PAUSE = 5.0
+
+
+class FollowMetrics:
+    """The metrics of `tidemark follow`, and its health for probes."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.heartbeat = Gauge(
+            "tidemark_follow_heartbeat_timestamp_seconds",
+            "Time of the last turn of the loop, also while a server is away (s since 1970).",
+            registry=registry,
+        )
+        self.last_read = Gauge(
+            "tidemark_follow_last_read_timestamp_seconds",
+            "Time of the last reading of all streams (s since 1970). Not rising: Redis or the database does not"
+            " answer.",
+            registry=registry,
+        )
+        self.streams = Gauge(
+            "tidemark_follow_streams", "Streams whose positions the database of readers has.", registry=registry
+        )
+        self.heartbeat.set_to_current_time()
+
+    def hangs(self, now: float) -> str | None:
+        return "the loop does not run" if now - http_health.reading(self.heartbeat) >= HANGS else None
+
+    def lacks(self) -> str | None:
+        is_silent = time.time() - http_health.reading(self.last_read) >= SILENT
+        return "starting, or waiting for Redis or the database of readers" if is_silent else None
+
+
+class ReaderWatch:
+    """Shows the metrics of the readers in a database whose positions this process keeps, until `halt` is set."""
+
+    def __init__(self, dsn: Dsn, registry: CollectorRegistry, halt: threading.Event) -> None:
+        self._session = reader_session(dsn, "tidemark reader metrics")
+        self._places = ReaderPlaces(dsn, "tidemark reader metrics")
+        self._lag = ReaderLag(SeenPositions(self._session))
+        self._metrics = ReaderMetrics(registry)
+        self._halt = halt
+
+    def run(self) -> None:
+        is_shown = True
+        try:
+            while not self._halt.is_set():
+                try:
+                    self._metrics.show(self._lag.statuses(self._places.places()))
+                    is_shown = True
+                except (Unavailable, Refused) as problem:
+                    self._metrics.show(())
+                    if is_shown:
+                        log.warning("The metrics of readers are missing", problem=str(problem))
+                    is_shown = False
+                self._halt.wait(READERS_EVERY)
+        finally:
+            self._session.close()
+            self._places.close()
 
 
 class PositionFollower:
@@ -53,6 +124,7 @@ class PositionFollower:
         dsn: the database of readers.
         streams: the streams to follow; None for all.
         history: the address of Tidemark's Postgres, for late completions that Redis does not list any more.
+        metrics: where to show what the follower does.
     """
 
     def __init__(
@@ -62,11 +134,13 @@ class PositionFollower:
         halt: threading.Event,
         streams: Collection[str] | None = None,
         history: str | None = None,
+        metrics: FollowMetrics | None = None,
     ) -> None:
         self._redis = RedisSession(redis, REMEDIES, TIMEOUT)
         self._session = reader_session(dsn, "tidemark follow")
         self._positions = Positions(redis, history)
         self._halt = halt
+        self._metrics = metrics or FollowMetrics(CollectorRegistry())
         self._streams = None if streams is None else frozenset(streams)
         self._known: dict[str, KnownStream] = {}
         self._here: Mapping[str, tuple[int, Mapping[str, int]]] = {}
@@ -84,6 +158,7 @@ class PositionFollower:
         patience = WaitLog()
         try:
             while not self._halt.is_set():
+                self._metrics.heartbeat.set_to_current_time()
                 try:
                     self._follow(patience)
                 except Unavailable as problem:
@@ -104,6 +179,7 @@ class PositionFollower:
             pubsub.psubscribe(channels(database_of(client)))
             read_at = -ALL_EVERY
             while not self._halt.is_set():
+                self._metrics.heartbeat.set_to_current_time()
                 moved = _moved(pubsub)
                 self._is_full_read = time.monotonic() - read_at >= ALL_EVERY
                 if self._is_full_read:
@@ -115,6 +191,9 @@ class PositionFollower:
                     moved &= self._streams
                 self._read(client, sorted(moved))
                 patience.succeeded()
+                if self._is_full_read:
+                    self._metrics.last_read.set_to_current_time()
+                    self._metrics.streams.set(len(self._known))
 
     def _read(self, client: object, streams: Collection[str]) -> None:
         names = [*streams]
@@ -199,6 +278,19 @@ class PositionFollower:
                 assert step is not None
                 driver.answered(self._positions.carry_out(step, self._halt))
         return events
+
+
+def run(
+    settings: Settings, dsn: Dsn, streams: Collection[str] | None, history: str | None, metrics: str | None
+) -> None:
+    """Follow until SIGTERM or SIGINT; serve metrics and probes at the address `metrics`."""
+    halt = shutdown_event()
+    shown = FollowMetrics(CollectorRegistry())
+    with ExitStack() as stack:
+        if metrics is not None:
+            stack.enter_context(http_health.served("--metrics", http_health.metrics_address(metrics), shown))
+            stack.enter_context(beside(ReaderWatch(dsn, shown.registry, halt).run, halt))
+        PositionFollower(settings.redis, dsn, halt, streams, history, shown).run()
 
 
 def _moved(pubsub: object) -> set[str]:

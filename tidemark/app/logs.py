@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -177,3 +178,27 @@ def shutdown_event(
     for number in numbers:
         signal.signal(number, handle)
     return shutdown
+
+
+@contextmanager
+def beside(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
+    """Run `work`, which ends once `halt` is set, in a thread beside the block. If it fails, `halt` is set, and the
+    error is raised when the block ends."""
+    failures = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+            halt.set()
+
+    thread = threading.Thread(target=run, name="positions")
+    thread.start()
+    try:
+        yield
+    finally:
+        halt.set()
+        thread.join()
+        if failures:
+            raise failures[0]

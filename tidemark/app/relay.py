@@ -2,16 +2,16 @@
 transactions."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 from prometheus_client import CollectorRegistry
 from psycopg import errors
 
-from tidemark.app.connections import host_port
-from tidemark.app.logs import shutdown_event
+from tidemark.app.logs import beside, shutdown_event
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -53,11 +53,18 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
             stack.enter_context(
-                http_health.served("--metrics", metrics_address(plan.metrics), LoopHealth(metrics, "the database"))
+                http_health.served(
+                    "--metrics", http_health.metrics_address(plan.metrics), LoopHealth(metrics, "the database")
+                )
             )
+            if find_spec("redis") is not None:  # the library of readers needs it
+                from tidemark.app.follow_positions import ReaderWatch  # noqa: PLC0415
+
+                watch = ReaderWatch(plan.dsn, metrics.registry, halt)
+                stack.enter_context(beside(watch.run, halt))
         is_ours = _followed(settings, plan.dsn, halt, stack)
         positions = LocalPositions(session_of(plan.dsn, "tidemark relay positions"), halt, is_ours)
-        stack.enter_context(_beside(positions.run, halt))
+        stack.enter_context(beside(positions.run, halt))
         wait_out(lambda: find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
@@ -78,32 +85,8 @@ def _followed(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitSt
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - it needs the library of Redis
 
     follower = PositionFollower(settings.redis, dsn, halt)
-    stack.enter_context(_beside(partial(follower.run, patient=True), halt))
+    stack.enter_context(beside(partial(follower.run, patient=True), halt))
     return follower.is_ours
-
-
-@contextmanager
-def _beside(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
-    """Run `work`, which ends once `halt` is set, in a thread beside the block. If it fails, `halt` is set, and the
-    error is raised when the block ends."""
-    failures = list[BaseException]()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-            halt.set()
-
-    thread = threading.Thread(target=run, name="positions")
-    thread.start()
-    try:
-        yield
-    finally:
-        halt.set()
-        thread.join()
-        if failures:
-            raise failures[0]
 
 
 def find_topic(settings: Settings) -> None:
@@ -134,13 +117,6 @@ class LoopHealth:
         """None also for a standby: a new release cannot do more while the old one works."""
         works = http_health.reading(self.metrics.active) or http_health.reading(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
-
-
-def metrics_address(text: str) -> tuple[str, int]:
-    try:
-        return host_port(text)
-    except ValueError as problem:
-        raise BadSetting("--metrics", f"{text!r} is {problem}") from None
 
 
 def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> None:

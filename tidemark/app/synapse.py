@@ -10,7 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from tidemark.app.logs import shutdown_event
-from tidemark.app.relay import LoopHealth, find_topic, metrics_address
+from tidemark.app.relay import LoopHealth, find_topic
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -82,7 +82,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(http_health.served("--metrics", metrics_address(plan.metrics), health))
+            stack.enter_context(http_health.served("--metrics", http_health.metrics_address(plan.metrics), health))
         wait_out(lambda: find_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
         own = stack.enter_context(state_session(settings.postgres))

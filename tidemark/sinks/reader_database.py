@@ -4,7 +4,7 @@
 functions for readers in any language (docs/design.md 6b). A process without the library of Redis can use this module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -119,6 +119,17 @@ def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, 
         """
     )
     return {stream: (after, writers) for stream, after, writers in rows}
+
+
+def late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """How many late completions of a stream this database has after a number, by stream and number."""
+    rows = session.fetch_tuples(
+        "select known.stream, known.number, (select count(*) from tidemark_reader.late_completions l"
+        "   where l.stream = known.stream and l.number > known.number)"
+        " from unnest(%s::text[], %s::bigint[]) as known (stream, number)",
+        ([stream for stream, _ in pairs], [number for _, number in pairs]),
+    )
+    return {(stream, number): count for stream, number, count in rows}
 
 
 def share(session: PostgresSession, stream: str, late: int) -> None:

@@ -1,19 +1,24 @@
 """The status of readers: how far each is behind its stream, since when, and whether a process runs it.
 
-Places are in the readers' own database. Positions, and their history, are in Tidemark's.
+Places are in the readers' own database. Positions, and their history, are in Tidemark's; the process that keeps the
+positions in the readers' database remembers when it saw them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, Protocol
 
-from tidemark.sinks.postgres.lag_history import LagHistory
+from prometheus_client import CollectorRegistry, Gauge
+
+from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.reader import StoredPlace
+from tidemark.sinks.reader_database import known_streams, late_after
 from tidemark.streaming.values.direction import beyond
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
+MAX_SEEN = 256  # positions of a stream that are remembered
 STUCK = 60.0  # seconds without a commit after which a reader that lags is stuck
 
 
@@ -50,10 +55,91 @@ class ReaderStatus:
     late: int | None
 
 
+class PositionHistory(Protocol):
+    """The linear positions of streams, and when they were reached: `LagHistory` or `SeenPositions`."""
+
+    def linear(self, streams: Collection[str]) -> dict[str, int]: ...
+    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]: ...
+    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None: ...
+
+
+class SeenPositions:
+    """The history of the positions in a database of readers since this object was made, at the calls of `linear`."""
+
+    def __init__(self, session: PostgresSession) -> None:
+        self._session = session
+        self._seen: dict[str, list[tuple[datetime, int]]] = {}
+
+    def linear(self, streams: Collection[str]) -> dict[str, int]:
+        positions = {
+            stream: known.linear for stream, known in known_streams(self._session).items() if stream in streams
+        }
+        now = datetime.now(UTC)
+        self._seen = {stream: self._seen.get(stream, []) for stream in positions}
+        for stream, linear in positions.items():
+            seen = self._seen[stream]
+            if not seen or seen[-1][1] != linear:
+                seen.append((now, linear))
+            if len(seen) > MAX_SEEN:
+                del seen[1 : MAX_SEEN // 2 : 2]  # the older half becomes coarser
+        return positions
+
+    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        return late_after(self._session, pairs)
+
+    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
+        return next((time for time, linear in self._seen.get(stream, ()) if beyond(linear, id)), None)
+
+
+class ReaderMetrics:
+    """The metrics of readers whose places are in one database."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["stream", "reader"]
+        self.position = Gauge(
+            "tidemark_reader_linear_position",
+            "The linear position up to which a reader has read a stream, if its place is in the database of"
+            " TIDEMARK_READERS_DSN, or of `tidemark follow`.",
+            labels,
+            registry=registry,
+        )
+        self.lag_ids = Gauge(
+            "tidemark_reader_lag_ids",
+            "IDs between the place of a reader and the linear position of its stream. Rising: the reader is too slow,"
+            " or does not run; `tidemark readers list` says which.",
+            labels,
+            registry=registry,
+        )
+        self.lag_seconds = Gauge(
+            "tidemark_reader_lag_seconds",
+            "Seconds since the stream passed the place of a reader; 0 while the reader has everything.",
+            labels,
+            registry=registry,
+        )
+        self.parked = Gauge(
+            "tidemark_reader_parked",
+            "Facts that a reader has parked because its handler failed on them. Above 0: see `tidemark readers parked"
+            " list`, repair the cause, and retry or drop them.",
+            labels,
+            registry=registry,
+        )
+
+    def show(self, statuses: Sequence[ReaderStatus]) -> None:
+        """Readers that are gone have no series any more."""
+        gauges = (self.position, self.lag_ids, self.lag_seconds, self.parked)
+        for gauge in gauges:
+            gauge.clear()
+        for status in statuses:
+            values = (status.linear, status.lag_ids, status.lag_seconds, status.parked)
+            for gauge, value in zip(gauges, values, strict=True):
+                if value is not None:
+                    gauge.labels(status.stream, status.reader).set(value)
+
+
 class ReaderLag:
     """Compares places with positions. It remembers when streams passed places, so it may be asked often."""
 
-    def __init__(self, history: LagHistory) -> None:
+    def __init__(self, history: PositionHistory) -> None:
         self._history = history
         self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # by reader and stream: its position, since when
 

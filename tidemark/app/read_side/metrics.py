@@ -9,13 +9,13 @@ missing. So a mistake in writing is seen although no reader suffers. At the star
 gone, the chain of each writer begins with its next entry.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tidemark.app.diagnosis.reader_lag import ReaderStatus
+from tidemark.app.diagnosis.reader_lag import ReaderMetrics
 from tidemark.sinks.reader import Answer, ListEntry, ReadList, ReadNewest, StreamKeys
 from tidemark.streaming.values.direction import beyond
 
@@ -182,43 +182,5 @@ ROWS_DROPPED = Counter(
     "Times that a writer lost its waiting rows because the bound was reached.",
     registry=REGISTRY,
 )
-READER_POSITION = Gauge(
-    "tidemark_reader_linear_position",
-    "The linear position up to which a reader has read a stream, if its place is in the database of"
-    " TIDEMARK_READERS_DSN.",
-    ["stream", "reader"],
-    registry=REGISTRY,
-)
-READER_LAG_IDS = Gauge(
-    "tidemark_reader_lag_ids",
-    "IDs between the place of a reader and the linear position of its stream. Rising: the reader is too slow, or does"
-    " not run; `tidemark readers list` says which.",
-    ["stream", "reader"],
-    registry=REGISTRY,
-)
-READER_LAG_SECONDS = Gauge(
-    "tidemark_reader_lag_seconds",
-    "Seconds since the stream passed the place of a reader; 0 while the reader has everything.",
-    ["stream", "reader"],
-    registry=REGISTRY,
-)
-READER_PARKED = Gauge(
-    "tidemark_reader_parked",
-    "Facts that a reader has parked because its handler failed on them. Above 0: see `tidemark readers parked list`,"
-    " repair the cause, and retry or drop them.",
-    ["stream", "reader"],
-    registry=REGISTRY,
-)
+READERS = ReaderMetrics(REGISTRY)
 SPEAKER = Gauge("tidemark_lines_channel_leader", "1 while this sidecar leads the Redis channel.", registry=REGISTRY)
-
-
-def show_readers(statuses: Sequence[ReaderStatus]) -> None:
-    """Set the metrics of readers. Readers that are gone have no series any more."""
-    gauges = (READER_POSITION, READER_LAG_IDS, READER_LAG_SECONDS, READER_PARKED)
-    for gauge in gauges:
-        gauge.clear()
-    for status in statuses:
-        values = (status.linear, status.lag_ids, status.lag_seconds, status.parked)
-        for gauge, value in zip(gauges, values, strict=True):
-            if value is not None:
-                gauge.labels(status.stream, status.reader).set(value)

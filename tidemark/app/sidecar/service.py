@@ -193,7 +193,7 @@ class MetricsText:
         metrics.LINE.clear()  # no await until they are set again
         for stream, position in positions[: self._streams]:
             metrics.LINE.labels(stream, "sidecar").set(position)
-        metrics.show_readers(readers[: self._streams])
+        metrics.READERS.show(readers[: self._streams])
         metrics.LINES_LEFT_OUT.set(len(positions[self._streams :]))
         text = generate_latest(metrics.REGISTRY)
         ended = time.monotonic()

@@ -86,8 +86,9 @@ def relay_blockers(given: str | None, dsn: str | None) -> None:
 @click.group("follow", cls=CommandGroup, invoke_without_command=True)
 @_dsn
 @click.option("--stream", "streams", multiple=True, help="Follow this stream; may be repeated. Default: all streams.")
+@click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
-def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...]) -> None:
+def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metrics: str | None) -> None:
     """Keep the published positions in a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
 
     Not needed in a database with a relay: the relay keeps them. Positions come from TIDEMARK_REDIS_URL. Late facts that
@@ -96,12 +97,10 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...]) -> Non
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
         settings = loaded(other_database=dsn is not None)
-        from tidemark.app.follow_positions import PositionFollower
-        from tidemark.app.logs import shutdown_event
+        from tidemark.app.follow_positions import run
 
         history = settings.postgres() if dsn and "postgres_dsn" in settings.model_fields_set else None
-        halt = shutdown_event()
-        PositionFollower(settings.redis, dsn or settings.postgres, halt, streams or None, history).run()
+        run(settings, dsn or settings.postgres, streams or None, history, metrics)
 
 
 @follow.command("migrate")

@@ -693,7 +693,8 @@ begin
     end if;
     if to_regrole('tidemark_relay') is not null then
         grant usage on schema tidemark_reader to tidemark_relay;
-        grant select on tidemark_reader.positions to tidemark_relay;
+        grant select on tidemark_reader.positions, tidemark_reader.late_completions, tidemark_reader.places,
+            tidemark_reader.parked to tidemark_relay;
         grant execute on function
             tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint), tidemark_reader.share(text, bigint),
             tidemark_reader.publish_late(text, bigint, bigint[], text[], bigint[], bigint[], bigint[], bigint[], text[], integer)
