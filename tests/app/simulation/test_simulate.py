@@ -10,6 +10,7 @@ import redis
 from tests.fix_stack import Terminal
 from tidemark.app.simulation.rooms import RoomsWorkload
 from tidemark.app.simulation.script import Fault
+from tidemark.app.simulation.streams import READERS
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
@@ -35,7 +36,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, jars: Path, warm_jvm: None) 
 
 def test_nothing_is_missed_doubled_or_disordered_whatever_dies(stack: Terminal) -> None:
     """Services that roll back, hang, die, stand still, join late and leave; their relay, readers, pipeline, Redis,
-    Kafka and both Postgres servers killed: both readers read every fact exactly once, in order. Databases that go back
+    Kafka and both Postgres servers killed: every reader reads every fact exactly once, in order. Databases that go back
     are for `make torture`."""
     require_right(stack, SECONDS, set(Fault) - GOING_BACK)
 
@@ -78,7 +79,7 @@ def require_right(
     output = done.stdout.decode()
     assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     require_befell(output, faults)
-    for reader in ("vector", "linear"):
+    for reader in READERS:
         found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", output, re.MULTILINE)
         assert found, output
         assert int(found[1]) == int(found[2]) > 100

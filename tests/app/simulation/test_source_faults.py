@@ -10,6 +10,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
+from tidemark.app.simulation.sql_readers import ForAnOperator, SqlPlace, _take
 from tidemark.app.simulation.streams import StreamsVerification
 from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.app.stack.home import Home
@@ -136,3 +137,18 @@ def test_logins_have_no_rights_of_a_superuser(world: World) -> None:
     with psycopg.connect(world.relay) as connection:
         found = connection.execute("select rolsuper, rolbypassrls, rolname from pg_roles where rolname = current_user")
         assert found.fetchall() == [(False, False, "simulate_relay")]
+
+
+def test_a_reader_in_sql_is_moved_as_its_message_says(world: World) -> None:
+    """The error of `take` itself, as the reader logs it."""
+    with psycopg.connect(world.dsn, autocommit=True) as sql:
+        sql.execute("select tidemark_reader.publish('database', array['events'], array[9])")
+        sql.execute("select tidemark_reader.take('events', 'parts', partition => 1, partitions => 3)")
+        sql.execute("select tidemark_reader.went_back('events', 4)")
+        with pytest.raises(ForAnOperator) as waiting:
+            _take(sql, "events", SqlPlace("parts", 1))
+        with world.faults._logs[-1]._path.open("a") as file:
+            file.write(f"[warning  ] A reader in SQL waits  problem={str(waiting.value)!r} reader=parts\n")
+        world.faults._remedy(float("inf"))
+        assert world.value("select linear from tidemark_reader.places") == 4
+        assert not _take(sql, "events", SqlPlace("parts", 1))

@@ -1,4 +1,5 @@
-"""The comparison of readers' effects with the committed facts, on tables that these tests fill by hand."""
+"""The comparison of readers' effects with the committed facts, on tables that these tests fill by hand. The readers in
+SQL have the same database."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -9,13 +10,14 @@ from psycopg.types.json import Jsonb
 
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.script import WriterPlan
-from tidemark.app.simulation.streams import StreamsCount, StreamsVerification
+from tidemark.app.simulation.sql_readers import places_of
+from tidemark.app.simulation.streams import READERS, StreamsCount, StreamsVerification
 
 STREAM = WriterPlan(streams=1).stream_list()[0]
 
 
 class World:
-    """One stream, `events`, and both readers."""
+    """One stream, `events`, and all readers."""
 
     def __init__(self, connection: psycopg.Connection, verification: StreamsVerification) -> None:
         self._connection = connection
@@ -117,10 +119,38 @@ def test_what_all_have_read_is_forgotten_and_still_counted(world: World) -> None
     for reader in ("vector", "linear"):
         world.read(1, 2, 3, reader=reader)
         world.stand(reader, 2)
+    for place in (place for reader in ("sql", "parts") for place in places_of(reader)):
+        world.stand(place.name, 3)
+    for reader in ("sql", "parts"):
+        world.read(1, 2, 3, reader=reader)
     before = world.counts()
+    assert {reader: before[reader].is_complete for reader in READERS} == dict.fromkeys(READERS, True)
     assert world.counts() == before
     assert before["linear"] == StreamsCount("linear", 3, 3, 0, 0, 0)
     world.read(2, reader="vector")
     world.write(1)
     after = world.counts()
     assert (after["vector"].doubled, after["vector"].missed, after["linear"].missed) == (1, 1, 1)
+
+
+def test_a_partition_is_compared_with_its_own_place(world: World) -> None:
+    """A fact that its partition has passed and not read is missed; the places of other partitions do not count."""
+    writers = {place: next(w for w in map(str, range(99)) if place.holds(w)) for place in places_of("parts")}
+    for id, (place, writer) in enumerate(writers.items(), 1):
+        world.write(id, writer=writer)
+        world.stand(place.name, 0)
+    first, second, third = writers
+    world.stand(first.name, 3)
+    found = world.counts()["parts"]
+    assert (found.written, found.read, found.missed) == (3, 0, 1)
+    world.read(1, reader="parts", writer=writers[first])
+    world.read(3, reader="parts", writer=writers[third])
+    world.read(2, reader="parts", writer=writers[second])
+    world.stand(second.name, 3)
+    world.stand(third.name, 2)
+    found = world.counts()["parts"]
+    assert (found.read, found.missed, found.doubled, found.disordered) == (3, 0, 0, 0)
+    world.write(5, writer=writers[second])
+    world.write(4, writer=writers[second])
+    world.read(5, 4, reader="parts", writer=writers[second])
+    assert world.counts()["parts"].disordered == 1

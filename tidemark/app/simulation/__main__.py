@@ -14,7 +14,7 @@ import msgspec
 from tidemark.app import logs, relay
 from tidemark.app.logs import shutdown_event
 from tidemark.app.settings import load
-from tidemark.app.simulation import room_services, services
+from tidemark.app.simulation import room_services, services, sql_readers
 from tidemark.app.simulation.workload import ProcessRole
 from tidemark.common.errors import TidemarkError
 
@@ -31,6 +31,8 @@ def main() -> None:
     elif role.reader:
         servers = services.ReaderServers(role.facts, role.effects, settings.redis, settings.postgres())
         services.read(role.reader, servers, stopping)
+    elif role.sql_reader:
+        sql_readers.read_in_sql(role.sql_reader, role.facts, stopping)
     elif role.room_service:
         room_services.serve_rooms(role.room_service, role.facts, stopping)
     elif role.room_client:

@@ -24,9 +24,10 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from psycopg import sql
 
 from tidemark.app.settings import Settings
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import sql_readers, tables
 from tidemark.app.simulation.script import Fault, PlannedFault, SimulatedStream
-from tidemark.app.simulation.streams import StreamsVerification
+from tidemark.app.simulation.sql_readers import SqlPlace
+from tidemark.app.simulation.streams import StreamsVerification, StreamsWorkload
 from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.common.errors import TidemarkError
 from tidemark.common.log import get_logger
@@ -48,6 +49,11 @@ _SEQUENCE = re.compile(r"sequence (\S+) of stream (\S+): .*run: (ALTER SEQUENCE 
 _SETVAL = re.compile(r"SELECT setval\('.*', (-?\d+)\)")
 _CONTINUES = re.compile(r"A stream continues .*stream=(\S+)")
 _LARGE = re.compile(r"raise max\.message\.bytes of the topic to at least (\d+)")
+_WENT_BACK = re.compile(r"select tidemark_reader\.seek\('([^']+)', '([^']+)', 'm(-?\d+)'\)")
+_LATE_AMONG_OTHERS = re.compile(
+    r"facts of writer '?(\S+?)'? came late in \((-?\d+), (-?\d+)\] of stream .*"
+    r"select tidemark_reader\.pass_late\('([^']+)', '([^']+)'\)"
+)
 _OVERRIDES = {
     "SKIP by": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"x\\u0000y","why":"a test"}',
     "SKIP why": '{"kind":"SKIP","stream":"%s","writer":"%s","prev":0,"id":1,"by":"me","why":"x\\u0000y"}',
@@ -84,7 +90,7 @@ class SourceFaults:
         self._streams = {stream.name: stream for stream in streams}
         self._writer = writer
         self._verification = verification
-        self._logs = [_LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", "vector", "linear")]
+        self._logs = [_LogFile(databases.home.log(f"simulate-{name}")) for name in ("relay", *StreamsWorkload.readers)]
         self._planned: SimpleQueue[PlannedFault] = SimpleQueue()
         self._done: SimpleQueue[tuple[Fault, str]] = SimpleQueue()
         self._jobs: list[_Job] = []
@@ -93,6 +99,8 @@ class SourceFaults:
         """When the fault of a table, a sequence or the topic ends at the earliest."""
         self._remedies: dict[str, tuple[str, str]] = {}
         """By stream or table: the sequence or table, and the statement to run."""
+        self._places: dict[tuple[str, str], Callable[[psycopg.Connection, str, SqlPlace], bool]] = {}
+        """By stream and place of a reader in SQL: the remedy of a message that needs an operator."""
         self._needed_bytes = 0
         self._overrides = 0
         self._remedied_at = 0.0
@@ -331,6 +339,8 @@ class SourceFaults:
                 if now >= self._lasts_until.get(named, 0.0):
                     self._run_remedy(subject, statement)
                     del self._remedies[subject]
+            for stream, name in [*self._places]:
+                self._move_place(stream, name)
             if self._needed_bytes and now >= self._lasts_until.get("topic", 0.0):
                 self._set_topic_limit(self._needed_bytes)
                 log.info("An operator raised the topic's limit", bytes=self._needed_bytes)
@@ -346,6 +356,12 @@ class SourceFaults:
             self._remedies[match[2]] = (match[1], match[3])
         elif match := _CONTINUES.search(line):
             self._remedies.pop(match[1], None)
+        elif match := _WENT_BACK.search(line):
+            self._places[match[1], match[2]] = partial(sql_readers.move_back, back_to=int(match[3]))
+        elif match := _LATE_AMONG_OTHERS.search(line):
+            self._places[match[4], match[5]] = partial(
+                sql_readers.handle_late, writer=match[1], prev=int(match[2]), id=int(match[3])
+            )
         elif match := _LARGE.search(line):
             self._needed_bytes = max(self._needed_bytes, int(match[1]))
 
@@ -356,6 +372,14 @@ class SourceFaults:
                 self._verification.sequence_goes_back(subject, back)
             connection.execute(statement.encode())
         log.info("An operator ran a remedy", statement=statement)
+
+    def _move_place(self, stream: str, name: str) -> None:
+        remedy, place = self._places[stream, name], sql_readers.named_place(name)
+        if place is not None:
+            with self._verification.paused(), self._connected() as connection:
+                if remedy(connection, stream, place):
+                    log.info("An operator moved a reader", reader=name, stream=stream)
+        del self._places[stream, name]
 
     def _signed(self, stream: str, magnitude: int) -> int:
         return -magnitude if self._streams[stream].direction == "backward" else magnitude

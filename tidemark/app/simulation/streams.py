@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import sql
 
-from tidemark.app.simulation import tables
+from tidemark.app.simulation import sql_readers, tables
 from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, Successor
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
+from tidemark.app.simulation.sql_readers import SqlPlace, SqlReaderRole
 from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
 from tidemark.common.errors import TidemarkError
 from tidemark.common.postgres_session import Connection
@@ -55,6 +56,19 @@ class ReaderPosition(NamedTuple):
         return row.id <= self.positions.get(row.writer, self.linear)
 
 
+class PlacesPosition(NamedTuple):
+    """The positions of the places of a reader in SQL."""
+
+    places: Mapping[SqlPlace, int]
+
+    @property
+    def linear(self) -> int:
+        return min(self.places.values())
+
+    def passed(self, row: FactRow) -> bool:
+        return all(row.id <= position for place, position in self.places.items() if place.holds(row.writer))
+
+
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
     """Facts of all streams.
@@ -86,10 +100,10 @@ class Comparison:
     may be late, so it is not `missed` until `final`; it went back `times` times, and is late each time.
     """
 
-    reader: Mode
+    reader: str
     facts: Sequence[FactRow]
     delivered: Sequence[DeliveredRow]
-    stand: ReaderPosition
+    stand: ReaderPosition | PlacesPosition
     back: int | None
     final: bool = False
     times: int = 1
@@ -149,10 +163,17 @@ class Comparison:
         below = 0
         for row in self.delivered:
             if not row.late:
-                line = row.writer if self.reader == "vector" else ""
+                line = self._line(row.writer)
                 below += row.id < reached.get(line, 0)
                 reached[line] = max(row.id, reached.get(line, 0))
         return below
+
+    def _line(self, writer: str) -> str:
+        """What has one order: the facts of a writer, of a partition, or all."""
+        if self.reader == "vector":
+            return writer
+        places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
+        return next((place.name for place in places if place.holds(writer)), "")
 
 
 def _more_often(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
@@ -160,7 +181,9 @@ def _more_often(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
     return {id for (id, _), count in counted.items() if count > times}
 
 
-READERS: tuple[Mode, ...] = ("vector", "linear")
+LIBRARY_READERS: tuple[Mode, ...] = ("vector", "linear")
+READERS = (*LIBRARY_READERS, *sql_readers.READERS)
+SQL_PROCESSES = ("sql-1", "sql-2")
 APPLICATION = "tidemark simulate --verify"
 
 
@@ -207,7 +230,7 @@ class StreamsVerification(Verification):
         """Marks of rows that were found to be right, and deleted; or are to be."""
         self._deleted: dict[str, list[Hashable]] = {}
         """Those of them that the services' database may still hold."""
-        self._forgotten: dict[tuple[Mode, str], StreamsCount] = {}
+        self._forgotten: dict[tuple[str, str], StreamsCount] = {}
         self._back: dict[str, int] = {}
         """By stream, the ID behind which the facts of a database that went back are sent again."""
         self._times: Counter[str] = Counter()
@@ -233,6 +256,8 @@ class StreamsVerification(Verification):
         dsn = tables.own_database(server)
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
             self.restored_in_place(connection, tables.reached(connection))
+            for marks in self._compared.values():
+                _delete(connection, _EFFECTS, [*marks])
 
     def restored_in_place(self, connection: psycopg.Connection, reached: Mapping[str, tuple[int, int]]) -> None:
         """On `connection` the tables are what they are going to be; nobody else sees them yet.
@@ -288,30 +313,43 @@ class StreamsVerification(Verification):
                 if not _begun(connection):
                     return [StreamsCount(reader, 0, 0) for reader in READERS]
                 self._load(connection)
-                snapshot = {key: _reader_position(connection, *key) for key in self._forgotten}
-                delivered = {key: _delivered(connection, *key) for key in self._forgotten}
-            # Later than the effects: whatever a reader has passed by then was committed before.
+                stands: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
+                delivered: dict[tuple[str, str], list[DeliveredRow]] = {}
+                for key in self._keys(LIBRARY_READERS):
+                    stands[key] = _reader_position(connection, *key)
+                    delivered[key] = _delivered(connection, *key)
             with self._facts.use() as connection:
                 for stream, marks in [*self._deleted.items()]:
-                    _delete(connection, _facts_of(stream), marks)
+                    with connection.transaction():
+                        _delete(connection, _facts_of(stream), marks)
+                        _delete(connection, _EFFECTS, marks)
                     del self._deleted[stream]
+                with connection.transaction():
+                    connection.execute("set transaction isolation level repeatable read")
+                    for key in self._keys(sql_readers.READERS):
+                        stands[key] = _places_position(connection, *key)
+                        delivered[key] = _delivered(connection, *key)
+                # Later than the effects: whatever a reader has passed by then was committed before.
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
                 comparisons = [
                     Comparison(
-                        *(reader, rows, delivered[reader, stream], snapshot[reader, stream]),
+                        *(reader, rows, delivered[reader, stream], stands[reader, stream]),
                         *(self._back.get(stream), final, self._times[stream]),
                     )
                     for reader in READERS
                 ]
-                self._note_lost(stream, comparisons)
+                self._note_lost(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
                 results = [comparison.count() for comparison in comparisons]
                 for comparison, count in zip(comparisons, results, strict=True):
                     counts[comparison.reader] += count + self._forgotten[comparison.reader, stream]
                 if all(count.is_right for count in results):
                     self._forget(stream, comparisons)
         return [*counts.values()]
+
+    def _keys(self, readers: Iterable[str]) -> list[tuple[str, str]]:
+        return [(reader, stream.name) for reader in readers for stream in self._streams]
 
     def _note_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
         head = self._heads.get(stream)
@@ -322,7 +360,7 @@ class StreamsVerification(Verification):
                 self.late.add(stream)
 
     def _forget(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        reached = min(comparison.stand.linear for comparison in comparisons if comparison.reader == "linear")
+        reached = min(comparison.stand.linear for comparison in comparisons if comparison.reader != "vector")
         done = [comparison.up_to(reached) for comparison in comparisons]
         counts = {
             comparison.reader: self._forgotten[comparison.reader, stream] + comparison.count() for comparison in done
@@ -348,7 +386,7 @@ class StreamsVerification(Verification):
         if not self._forgotten:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}
-            for key in [(reader, stream.name) for reader in READERS for stream in self._streams]:
+            for key in self._keys(READERS):
                 self._forgotten[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
 
 
@@ -369,7 +407,7 @@ def _begun(connection: Connection) -> bool:
     return row is not None and bool(row[0])
 
 
-def _reader_position(connection: Connection, reader: Mode, stream: str) -> ReaderPosition:
+def _reader_position(connection: Connection, reader: str, stream: str) -> ReaderPosition:
     row: tuple[int, Mapping[str, Any]] | None = connection.execute(
         "select linear, positions from tidemark_reader.places where reader = %s and stream = %s", [reader, stream]
     ).fetchone()
@@ -380,7 +418,13 @@ def _reader_position(connection: Connection, reader: Mode, stream: str) -> Reade
     )
 
 
-def _delivered(connection: Connection, reader: Mode, stream: str) -> list[DeliveredRow]:
+def _places_position(connection: Connection, reader: str, stream: str) -> PlacesPosition:
+    rows = connection.execute("select reader, linear from tidemark_reader.places where stream = %s", [stream])
+    linear = {name: abs(id) for name, id in rows.fetchall()}
+    return PlacesPosition({place: linear.get(place.name, 0) for place in sql_readers.places_of(reader)})
+
+
+def _delivered(connection: Connection, reader: str, stream: str) -> list[DeliveredRow]:
     rows = connection.execute(
         "select abs(stream_id), writer, mark, late is not null from demo.effects"
         " where reader = %s and stream = %s order by number",
@@ -395,10 +439,10 @@ def _committed(connection: Connection, stream: str) -> list[FactRow]:
 
 
 class StreamsWorkload(Workload):
-    """Services that write rows with `tidemark.append`, and readers of the reader's library."""
+    """Services that write rows with `tidemark.append`, readers of the reader's library, and readers in SQL."""
 
     database = "demo"
-    readers = READERS
+    readers = (*LIBRARY_READERS, *SQL_PROCESSES)
 
     @property
     def streams(self) -> Sequence[SimulatedStream]:
@@ -406,7 +450,8 @@ class StreamsWorkload(Workload):
 
     def make_tables(self, facts: str, effects: str) -> None:
         tables.make_facts(facts, self.streams)
-        tables.make_effects(effects)
+        for dsn in (facts, effects):
+            tables.make_effects(dsn)
 
     def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         writer_plan, seed = self.plan.writer_plan, f"{self.plan.seed} {name} {incarnation}"
@@ -414,6 +459,8 @@ class StreamsWorkload(Workload):
         return ProcessRole(databases.facts, databases.effects, service=role)
 
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
+        if name in SQL_PROCESSES:
+            return ProcessRole(databases.readers, databases.effects, sql_reader=SqlReaderRole(self.streams))
         role = ReaderRole("linear" if name == "linear" else "vector", self.plan.writer_plan.stream_names())
         return ProcessRole(databases.readers, databases.effects, reader=role)
 

@@ -18,6 +18,7 @@ import msgspec
 from tidemark.app.simulation.room_services import RoomClientRole, RoomServiceRole
 from tidemark.app.simulation.script import ALL, Fault, SimulatedStream, Successor, WriterPlan
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
+from tidemark.app.simulation.sql_readers import SqlReaderRole
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import TidemarkError
 
@@ -33,6 +34,7 @@ class ProcessRole:
     effects: str
     service: ServiceRole | None = None
     reader: ReaderRole | None = None
+    sql_reader: SqlReaderRole | None = None
     room_service: RoomServiceRole | None = None
     room_client: RoomClientRole | None = None
 

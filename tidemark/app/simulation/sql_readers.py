@@ -1,0 +1,203 @@
+"""Readers in SQL of the streams workload: they call `tidemark_reader.take`, as programs in any language do.
+
+Facts, places and effects are in the services' database, so they go back together. One reader reads alone, the other one
+in partitions by writer. Each process is a copy of both readers, and tries one place after the other.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import md5
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import TupleRow
+
+from tidemark.app.simulation.script import SimulatedStream
+from tidemark.app.simulation.services import connection_errors, run_threads
+from tidemark.common.log import get_logger
+
+log = get_logger(__name__)
+
+READERS: Mapping[str, int | None] = {"sql": None, "parts": 3}
+"""The number of partitions of each reader."""
+MOST = 200
+IDLE_SECONDS = 0.5
+TROUBLE_SECONDS = 1.0
+
+_TAKE = """
+select low, high, late from tidemark_reader.take(
+    %(stream)s, %(reader)s, most => %(most)s, wait => false, partition => %(partition)s, partitions => %(partitions)s)
+"""
+_APPLY = """
+insert into demo.effects (reader, stream, stream_id, writer, mark, late)
+select %(reader)s, %(stream)s, stream_id, writer, mark, case when stream_id = any(%(late)s) then 0 end from {table}
+where (abs(stream_id) > abs(%(low)s) and abs(stream_id) <= abs(%(high)s) or stream_id = any(%(late)s))
+    and (%(partitions)s::integer is null
+        or tidemark_reader.partition_of(writer, %(partitions)s) = %(partition)s::integer)
+order by abs(stream_id), part
+"""
+
+Connection = psycopg.Connection[TupleRow]
+
+
+class ForAnOperator(Exception):
+    """The place waits for a remedy that the log names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SqlReaderRole:
+    """One copy of all readers in SQL."""
+
+    streams: Sequence[SimulatedStream]
+
+
+@dataclass(frozen=True, slots=True)
+class SqlPlace:
+    """A reader, or one partition of it."""
+
+    reader: str
+    partition: int | None = None
+
+    @property
+    def partitions(self) -> int | None:
+        return READERS[self.reader]
+
+    @property
+    def name(self) -> str:
+        """The name in `tidemark_reader.places`."""
+        return self.reader if self.partition is None else f"{self.reader}[{self.partition}/{self.partitions}]"
+
+    def holds(self, writer: str) -> bool:
+        """Whether the facts of a writer are in this partition."""
+        return self.partitions is None or partition_of(writer, self.partitions) == self.partition
+
+
+def partition_of(key: str, partitions: int) -> int:
+    """As `tidemark_reader.partition_of`, which the verification does not trust."""
+    return int(md5(key.encode(), usedforsecurity=False).hexdigest()[:8], 16) % partitions
+
+
+def named_place(name: str) -> SqlPlace | None:
+    """The place with this name in `tidemark_reader.places`."""
+    return next((place for reader in READERS for place in places_of(reader) if place.name == name), None)
+
+
+def places_of(reader: str) -> list[SqlPlace]:
+    partitions = READERS[reader]
+    return [SqlPlace(reader)] if partitions is None else [SqlPlace(reader, number) for number in range(partitions)]
+
+
+def read_in_sql(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
+    """Read until `stopping` is set. Raises what the database refuses."""
+    run_threads([partial(_read, role, dsn, stopping)], stopping)
+
+
+def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
+    # A table whose row level security is switched on is then an error, and not an empty answer.
+    with (
+        connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InternalError),
+        psycopg.connect(dsn, autocommit=True, connect_timeout=5, options="-c row_security=off") as connection,
+    ):
+        for stream in role.streams:
+            connection.execute(sql.SQL("listen {}").format(sql.Identifier(f"tidemark_{stream.name}")))
+        places = [(stream.name, place) for stream in role.streams for reader in READERS for place in places_of(reader)]
+        waits_until = dict.fromkeys(places, 0.0)
+        while not stopping.is_set():
+            has_read = False
+            for stream_place in places:
+                if waits_until[stream_place] > time.monotonic():
+                    continue
+                try:
+                    has_read |= _take(connection, *stream_place)
+                except ForAnOperator:
+                    waits_until[stream_place] = time.monotonic() + TROUBLE_SECONDS
+            if not has_read:
+                for _ in connection.notifies(timeout=IDLE_SECONDS, stop_after=1):
+                    pass
+
+
+def _take(connection: Connection, stream: str, place: SqlPlace) -> bool:
+    """Read the next range of a place with its effects. False: nothing is new, or another copy has the place. Raises
+    `ForAnOperator`."""
+    values = {
+        "stream": stream,
+        "reader": place.reader,
+        "most": MOST,
+        "partition": place.partition,
+        "partitions": place.partitions,
+    }
+    try:
+        with connection.transaction():
+            taken = connection.execute(_TAKE, values).fetchone()
+            if taken is None:
+                return False
+            values |= dict(zip(("low", "high", "late"), taken, strict=True))
+            connection.execute(sql.SQL(_APPLY).format(table=sql.Identifier("demo", stream)), values)
+            return True
+    except (
+        psycopg.errors.ObjectNotInPrerequisiteState,  # an operator does what the hint says
+        psycopg.errors.InsufficientPrivilege,  # the rows of a table are hidden
+        psycopg.errors.UndefinedObject,  # the relay has not begun
+    ) as problem:
+        text = f"{problem.diag.message_primary}. {problem.diag.message_hint or ''}"
+        log.warning("A reader in SQL waits", reader=place.name, stream=stream, problem=text)
+        raise ForAnOperator(text) from problem
+
+
+def move_back(connection: Connection, stream: str, place: SqlPlace, back_to: int) -> bool:
+    """What an operator does if a stream went back: take back the effects beyond an ID, and move the place there. False:
+    the place is not beyond."""
+    with connection.transaction():
+        if abs(_locked(connection, stream, place)[0]) <= abs(back_to):
+            return False
+        for stream_id, writer in connection.execute(
+            "select distinct stream_id, writer from demo.effects"
+            " where reader = %s and stream = %s and abs(stream_id) > abs(%s)",
+            [place.reader, stream, back_to],
+        ).fetchall():
+            if place.holds(writer):
+                connection.execute(
+                    "delete from demo.effects where reader = %s and stream = %s and stream_id = %s and writer = %s",
+                    [place.reader, stream, stream_id, writer],
+                )
+        connection.execute("select tidemark_reader.seek(%s, %s, %s)", [stream, place.name, f"m{back_to}"])
+        return True
+
+
+def handle_late(connection: Connection, stream: str, place: SqlPlace, writer: str, prev: int, id: int) -> bool:
+    """What an operator does if facts of a writer came late among those of others. False: that is done already."""
+    with connection.transaction():
+        linear, late, late_part = _locked(connection, stream, place)
+        following = connection.execute(
+            "select number, writer, prev, id from tidemark_reader.late_completions where stream = %s and number > %s"
+            " order by number limit 1",
+            [stream, late],
+        ).fetchone()
+        if following is None or following[1:] != (writer, prev, id):
+            return False
+        number = following[0]
+        low = late_part[1] if late_part and late_part[0] == number else prev
+        if place.holds(writer):
+            connection.execute(
+                sql.SQL(
+                    "insert into demo.effects (reader, stream, stream_id, writer, mark, late)"
+                    " select %s, %s, stream_id, writer, mark, %s from {} where writer = %s"
+                    " and abs(stream_id) > abs(%s) and abs(stream_id) <= least(abs(%s), abs(%s))"
+                    " order by abs(stream_id), part"
+                ).format(sql.Identifier("demo", stream)),
+                [place.reader, stream, number, writer, low, id, linear],
+            )
+        connection.execute("select tidemark_reader.pass_late(%s, %s)", [stream, place.name])
+        return True
+
+
+def _locked(connection: Connection, stream: str, place: SqlPlace) -> tuple[int, int, list[int] | None]:
+    rows = connection.execute(
+        "select linear, late, late_part from tidemark_reader.places where stream = %s and reader = %s for update",
+        [stream, place.name],
+    ).fetchall()
+    ((linear, late, late_part),) = rows or [(0, 0, None)]
+    return linear, late, late_part
