@@ -27,6 +27,7 @@ from tidemark.common.errors import PrerequisitePending as PrerequisitePending
 from tidemark.common.errors import QueryFailed as QueryFailed
 from tidemark.common.errors import ReaderInUse as ReaderInUse
 from tidemark.common.errors import ReaderModeChanged as ReaderModeChanged
+from tidemark.common.errors import ReaderPartitionsChanged as ReaderPartitionsChanged
 from tidemark.common.errors import RecordsBeyondEnd as RecordsBeyondEnd
 from tidemark.common.errors import RecordsGone as RecordsGone
 from tidemark.common.errors import RecordsRefused as RecordsRefused

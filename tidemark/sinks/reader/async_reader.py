@@ -20,6 +20,7 @@ from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.effects import BatchRolledBack, OwnTransaction, async_own_transactions
 from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader.partitions import PartitionedReadProgram, partitioning
 from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -49,8 +50,9 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     Cancellation: a cancelled `anext`, for example by a time-out, loses nothing: its work goes on, and the next `anext`
     gets the batch. `aclose` ends that work.
 
-    Raises `Refused`, `ReaderInUse` (another task reads from the same object), `ReaderModeChanged`, `LateUnknown`,
-    `LateNeedsWriter`, and whatever psycopg raises of a statement that the database does not understand.
+    Raises `Refused`, `ReaderInUse` (another task reads from the same object), `ReaderModeChanged`,
+    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, and whatever psycopg raises of a statement that the
+    database does not understand.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         since: Token | str | int = ZERO,
         rows: int = 1000,
         primary: str | None = None,
+        partitions: int | None = None,
+        key: str | None = None,
         stopping: asyncio.Event | None = None,
         observe: Callable[[ReadProgress], object] | None = None,
     ) -> None:
@@ -85,6 +89,9 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 there, and logs that.
             rows: how many rows a batch has at most, unless one fact has more.
             primary: the address of the primary, if `source` is a replica.
+            partitions: the copies share the stream: each reads some of so many partitions. Linear mode only.
+            key: the column of the table that says in which partition a row is. Rows with one value of the column are
+                read in order.
             stopping: once set, the loop ends between two batches.
             observe: for metrics: is called with the progress after each commit, and whenever everything is read. It
                 must not block. What it raises is logged.
@@ -96,6 +103,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         self._config = ReadConfig(
             stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
         )
+        self._partitioning = partitioning(partitions, key, self._config)
         self._trusted: set[Role] = set()
         self._step = AsyncStep(name, stream)
         self._begin()
@@ -104,7 +112,11 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         if getattr(self, "_process", None) != os.getpid():
             self._step = AsyncStep(self._config.reader, self._config.stream)
         self._process = os.getpid()
-        self._reading = ReadProgram(self._config)
+        self._reading = (
+            ReadProgram(self._config)
+            if self._partitioning is None
+            else PartitionedReadProgram(self._config, self._partitioning)
+        )
         self._driver: Driver[Portion] = Driver(self._reading.steps())
         self._sessions: dict[Role, AsyncConnection] = {}
         self._transaction: AbstractAsyncContextManager[Any] | None = None
@@ -168,6 +180,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
             portion.late,
             portion.withdrawn,
             portion.is_retry,
+            self._reading.partition,
             self._config.table.id,
             self._reading.ledger,
             self._opened,

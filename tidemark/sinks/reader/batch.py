@@ -36,7 +36,10 @@ class ReadBatch(Generic[C]):
 
     `withdrawn` has pairs of IDs, each the first and the last of a range, the lower one first. It is empty unless the
     source was restored. The facts that these IDs had before are gone: undo what they did, and then process `rows`,
-    which has the facts that these IDs have now. Some of the IDs may never have had a fact.
+    which has the facts that these IDs have now. Some of the IDs may never have had a fact. A reader with partitions
+    gets them once for each `partition`, and undoes what that partition did.
+
+    `partition` is the number of the partition that the rows are of; None if the reader has none.
     """
 
     rows: list[Row]
@@ -44,6 +47,7 @@ class ReadBatch(Generic[C]):
     late: Late | None
     withdrawn: Sequence[tuple[int, int]]
     is_retry: bool
+    partition: int | None
     _id: str
     _ledger: CheckpointStore
     _opened: OwnTransaction

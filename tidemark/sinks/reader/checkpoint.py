@@ -8,7 +8,7 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.common.errors import ReaderModeChanged, Refused, TransactionEnded
+from tidemark.common.errors import ReaderModeChanged, ReaderPartitionsChanged, Refused, TransactionEnded
 from tidemark.common.postgres_session import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
@@ -62,15 +62,19 @@ class CheckpointStore:
 
     def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
         """The stored checkpoint. Makes the schema, and the row of the reader, if they do not exist. Raises
-        `ReaderModeChanged`."""
-        schema = yield from self._rows(
-            "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.parked')"
-            " and attname = 'retry_at') as there"
-        )
-        if not schema[0]["there"]:
-            # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
-            yield from self._rows(SCHEMA_TEXT)
+        `ReaderModeChanged` and `ReaderPartitionsChanged`."""
+        yield from self.prepare()
         yield from self._check_visible()
+        others = yield from self._rows(
+            "select reader from tidemark_reader.places where stream = {stream} and version > 0 and reader <> {reader}"
+            " and regexp_replace(reader, {suffix}, '') = regexp_replace({reader}, {suffix}, '')"
+            " and coalesce(substring(reader from {count}), '') <> coalesce(substring({reader} from {count}), '')"
+            " limit 1",
+            suffix=r"\[\d+/\d+\]$",
+            count=r"/(\d+)\]$",
+        )
+        if others:
+            raise ReaderPartitionsChanged(self.reader, self._stream, others[0]["reader"])
         places = yield from self._rows(
             "select version, mode, linear, positions, late, late_part, must_read, is_settled"
             " from tidemark_reader.places where reader = {reader} and stream = {stream}"
@@ -96,6 +100,13 @@ class CheckpointStore:
             tuple(Range(writer, prev, id) for writer, prev, id in row["must_read"]),
             {fact["id"]: DeliveredFact(**fact) for fact in delivered},
         )
+
+    def prepare(self) -> Generator[Request, Answer, None]:
+        """Make the schema if it does not exist."""
+        schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as there")
+        if not schema[0]["there"]:
+            # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
+            yield from self._rows(SCHEMA_TEXT)
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
         """Lock the row of the reader until the transaction ends. Never waits.

@@ -224,9 +224,9 @@ $$;
 
 create or replace function tidemark_reader.partition_of(key text, partitions integer) returns integer
 language sql immutable parallel safe
-return (('x' || left(md5(key), 8))::bit(32)::bigint % partitions)::integer;
+return (('x' || left(md5(coalesce(key, '')), 8))::bit(32)::bigint % partitions)::integer;
 comment on function tidemark_reader.partition_of is
-    'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions';
+    'The partition of a key, from 0: the first 32 bits of the MD5 of its UTF-8, modulo the number of partitions. A key that is NULL is as the empty one';
 
 -- The place of a reader, locked until the transaction ends. NULL: another copy of the reader holds it, and _wait is false.
 create or replace function tidemark_reader.lock_place(

@@ -31,6 +31,7 @@ from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
+    Busy,
     CloseSessions,
     CommitTransaction,
     Driver,
@@ -290,6 +291,9 @@ class ReadProgram:
     `promised` is what the reader has read and committed. `usable` is what is complete as far as it knows.
     """
 
+    partition: int | None = None
+    """Of a batch in hand, if the reader has partitions: `PartitionedReadProgram` knows."""
+
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
         self.ledger = CheckpointStore(config.reader, config.stream, config.mode)
@@ -311,7 +315,7 @@ class ReadProgram:
             except _PlaceMoved as moved:
                 yield CommitTransaction()  # nothing was written: this releases the lock
                 if moved.busy:
-                    yield Pause(BUSY)
+                    yield Busy(BUSY)
             except BatchTimedOut as problem:
                 self._log_timed_out(problem)
                 yield CloseSessions()
@@ -490,6 +494,9 @@ class ReadProgram:
         present = [row[column] for row in with_rows]
         done = present[-1] if len(present) == OTHERS else span.id
         own_ids = {row[column] for row in own}
+        if self._config.table.where is not None:  # rows of the writer that the filter leaves out
+            own_rows = yield from rows(RunSql("source", self._config.table.ids(span, OTHERS)))
+            own_ids |= {row[column] for row in own_rows}
         return done, gaps(span.prev, done, [id for id in present if id not in own_ids])
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:

@@ -130,6 +130,11 @@ class Pause(Request):
 
 
 @dataclass(frozen=True, slots=True)
+class Busy(Pause):
+    """A pause because another copy of the reader has the place."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunSql(Request):
     """Run a statement on the session of a role. Answered by its rows, [] if it returns none.
 

@@ -47,3 +47,12 @@ comment on column tidemark_reader.parked.retry_at is
     'When an operator asked for the fact to be handed over again; null: nobody did';
 comment on table tidemark_reader.parked is
     'Facts that a reader passed without their effects, because its handler failed on them and parks them: for a person';
+
+create table if not exists tidemark_reader.copies (
+    reader      text        not null,
+    stream      text        not null,
+    copy        text        not null,
+    seen_at     timestamptz not null default clock_timestamp(),
+    primary key (reader, stream, copy)
+);
+comment on table tidemark_reader.copies is 'The copies of readers in partitions that run: each has a share of the partitions';

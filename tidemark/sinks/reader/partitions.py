@@ -1,0 +1,216 @@
+"""A reader in partitions: a place for each, and the copies that run share them. No sockets.
+
+The rows of a key are in one partition, `tidemark_reader.partition_of` says in which, and each partition is read in
+order. Each copy notes in `tidemark_reader.copies` that it runs, and takes its share of the partitions by its rank among
+the copies. Copies that disagree do no harm: a batch locks its place, and a place that another copy moved is loaded
+again (`read_loop`).
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+from psycopg import sql
+
+from tidemark.common.backoff import WaitLog
+from tidemark.common.errors import BadSetting, Unavailable
+from tidemark.common.log import get_logger
+from tidemark.sinks.reader.checkpoint import CheckpointStore
+from tidemark.sinks.reader.read_loop import BUSY, Portion, ReadConfig, ReadProgram, Steps
+from tidemark.sinks.reader.requests import Answer, AwaitEntry, Busy, CloseSessions, Pause, Request, RunSql, rows
+from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import ZERO, Token
+
+log = get_logger(__name__)
+
+ALIVE_EVERY = 1.0  # seconds between two notes that a copy runs
+DEAD_AFTER = 5.0  # seconds after the last note
+MOST = 1000
+
+_NOTE = """
+with mine as (
+    insert into tidemark_reader.copies (reader, stream, copy) values ({reader}, {stream}, {copy})
+    on conflict (reader, stream, copy) do update set seen_at = clock_timestamp()
+), gone as (
+    delete from tidemark_reader.copies where reader = {reader} and stream = {stream} and copy <> {copy}
+        and seen_at < clock_timestamp() - make_interval(secs => {dead_after})
+)
+select array(
+    select copy from tidemark_reader.copies where reader = {reader} and stream = {stream}
+        and seen_at >= clock_timestamp() - make_interval(secs => {dead_after})
+    union select {copy} order by 1
+) as copies, (
+    select jsonb_object_agg(reader, linear) from tidemark_reader.places
+    where stream = {stream} and reader = any({names}) and version > 0
+) as places
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioning:
+    """The number of partitions, and the column whose value says in which one a row is."""
+
+    partitions: int
+    key: str
+
+    def table(self, table: Table, partition: int) -> Table:
+        """The rows of one partition."""
+        text = sql.SQL("(('x' || left(md5(coalesce({}::text, '')), 8))::bit(32)::bigint % {}) = {}").format(
+            sql.Identifier(self.key), self.partitions, partition
+        )
+        condition: Any = text.as_string()
+        return replace(table, where=condition if table.where is None else f"({table.where}) and {condition}")
+
+    def name(self, reader: str, partition: int) -> str:
+        """As `tidemark_reader.place_name`."""
+        return f"{reader}[{partition}/{self.partitions}]"
+
+
+def partitioning(partitions: int | None, key: str | None, config: ReadConfig) -> Partitioning | None:
+    """Raises `BadSetting`."""
+    if partitions is None and key is None:
+        return None
+    if partitions is None or key is None:
+        raise BadSetting("partitions", "say how many there are and by which column: partitions=8, key='customer'")
+    if not 1 <= partitions <= MOST:
+        raise BadSetting("partitions", f"a reader has 1 to {MOST} of them")
+    if config.mode != "linear":
+        raise BadSetting("partitions", "only a reader in linear mode has them")
+    return Partitioning(partitions, key)
+
+
+@dataclass
+class _Lane:
+    """One partition: its program, and the request with which the program waits."""
+
+    number: int
+    program: ReadProgram
+    steps: Steps = field(init=False)
+    waits_with: AwaitEntry | Busy | None = None
+
+    def __post_init__(self) -> None:
+        self.steps = self.program.steps()
+
+
+class PartitionedReadProgram:
+    """`ReadProgram` for a reader in partitions: the programs of this copy's partitions in turn. A program gives way
+    where it would wait; then it has no transaction open."""
+
+    def __init__(self, config: ReadConfig, partitioning: Partitioning) -> None:
+        self._config = config
+        self._partitioning = partitioning
+        self._copy = uuid4().hex
+        self._lanes = [
+            _Lane(
+                number,
+                ReadProgram(
+                    replace(
+                        config,
+                        reader=partitioning.name(config.reader, number),
+                        table=partitioning.table(config.table, number),
+                    )
+                ),
+            )
+            for number in range(partitioning.partitions)
+        ]
+        self._current = self._lanes[0]
+        self._own: Sequence[_Lane] = ()
+        self._noted_at = -ALIVE_EVERY
+        self._patience = WaitLog()
+        self.promised = ZERO
+
+    @property
+    def ledger(self) -> CheckpointStore:
+        """Of the batch in hand."""
+        return self._current.program.ledger
+
+    @property
+    def partition(self) -> int:
+        """Of the batch in hand."""
+        return self._current.number
+
+    @property
+    def usable(self) -> Token:
+        """What is complete, as far as the copy knows."""
+        return max((lane.program.usable for lane in self._lanes), key=lambda token: abs(token.linear))
+
+    def steps(self) -> Steps:
+        while True:
+            if time.monotonic() - self._noted_at >= ALIVE_EVERY:
+                yield from self._share()
+            has_moved = False
+            for lane in self._own:
+                has_moved |= yield from self._run(lane)
+            if not has_moved:
+                yield from self._wait()
+
+    def _run(self, lane: _Lane) -> Generator[Request | Portion, Answer, bool]:
+        """Until the lane would wait. True: it has handed over rows or moved its place."""
+        step: Request | Portion = next(lane.steps) if lane.waits_with is None else lane.steps.send(None)
+        before, self._current = lane.program.promised, lane
+        has_moved = False
+        while not isinstance(step, AwaitEntry | Busy):
+            has_moved |= isinstance(step, Portion)
+            try:
+                answer = yield step
+            except Unavailable as problem:
+                step = lane.steps.throw(problem)
+            else:
+                step = lane.steps.send(answer)
+        lane.waits_with = step
+        return has_moved or lane.program.promised != before
+
+    def _wait(self) -> Generator[Request | Portion, Answer, None]:
+        """For an entry beyond what the first lane has read: the others have read later."""
+        waits = [lane.waits_with for lane in self._own]
+        entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
+        if entry is None:
+            yield Pause(BUSY if waits else ALIVE_EVERY)
+            return
+        seconds = BUSY if any(isinstance(request, Busy) for request in waits) else entry.seconds
+        try:
+            yield replace(entry, seconds=min(seconds, ALIVE_EVERY))
+        except Unavailable as problem:
+            yield Pause(self._patience.pause_after(problem))
+        else:
+            self._patience.succeeded()
+
+    def _share(self) -> Generator[Request | Portion, Answer, None]:
+        """Note that this copy runs, and take its share."""
+        try:
+            yield from self.ledger.prepare()
+            (note,) = yield from rows(
+                RunSql(
+                    "place",
+                    sql.SQL(_NOTE).format(
+                        reader=self._config.reader,
+                        stream=self._config.stream,
+                        copy=self._copy,
+                        names=[lane.program.ledger.reader for lane in self._lanes],
+                        dead_after=DEAD_AFTER,
+                    ),
+                )
+            )
+        except Unavailable as problem:
+            yield CloseSessions()
+            yield Pause(self._patience.pause_after(problem))
+            return
+        self._patience.succeeded()
+        self._noted_at = time.monotonic()
+        places: dict[str, int] = note["places"] or {}
+        if len(places) == len(self._lanes):
+            self.promised = Token.of(min(places.values(), key=abs), {})
+        copies: list[str] = note["copies"]
+        rank = copies.index(self._copy)
+        own = [lane for lane in self._lanes if lane.number % len(copies) == rank]
+        if [*map(id, own)] != [*map(id, self._own)]:
+            self._own = own
+            log.info(
+                "Partitions of this copy",
+                reader=self._config.reader,
+                stream=self._config.stream,
+                copies=len(copies),
+                partitions=[lane.number for lane in own],
+            )
