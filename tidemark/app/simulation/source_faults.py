@@ -374,10 +374,10 @@ class SourceFaults:
         log.info("An operator ran a remedy", statement=statement)
 
     def _move_place(self, stream: str, name: str) -> None:
-        remedy, place = self._places[stream, name], sql_readers.named_place(name)
-        if place is not None:
+        remedy, sql_place = self._places[stream, name], sql_readers.named_place(name)
+        if sql_place is not None:
             with self._verification.paused(), self._connected() as connection:
-                if remedy(connection, stream, place):
+                if remedy(connection, stream, sql_place):
                     log.info("An operator moved a reader", reader=name, stream=stream)
         del self._places[stream, name]
 

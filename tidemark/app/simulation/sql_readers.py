@@ -82,7 +82,7 @@ def partition_of(key: str, partitions: int) -> int:
 
 def named_place(name: str) -> SqlPlace | None:
     """The place with this name in `tidemark_reader.places`."""
-    return next((place for reader in READERS for place in places_of(reader) if place.name == name), None)
+    return next((sql_place for reader in READERS for sql_place in places_of(reader) if sql_place.name == name), None)
 
 
 def places_of(reader: str) -> list[SqlPlace]:
@@ -103,11 +103,13 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
     ):
         for stream in role.streams:
             connection.execute(sql.SQL("listen {}").format(sql.Identifier(f"tidemark_{stream.name}")))
-        places = [(stream.name, place) for stream in role.streams for reader in READERS for place in places_of(reader)]
-        waits_until = dict.fromkeys(places, 0.0)
+        sql_places = [
+            (stream.name, sql_place) for stream in role.streams for reader in READERS for sql_place in places_of(reader)
+        ]
+        waits_until = dict.fromkeys(sql_places, 0.0)
         while not stopping.is_set():
             has_read = False
-            for stream_place in places:
+            for stream_place in sql_places:
                 if waits_until[stream_place] > time.monotonic():
                     continue
                 try:
@@ -119,15 +121,15 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
                     pass
 
 
-def _take(connection: Connection, stream: str, place: SqlPlace) -> bool:
+def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
     """Read the next range of a place with its effects. False: nothing is new, or another copy has the place. Raises
     `ForAnOperator`."""
     values = {
         "stream": stream,
-        "reader": place.reader,
+        "reader": sql_place.reader,
         "most": MOST,
-        "partition": place.partition,
-        "partitions": place.partitions,
+        "partition": sql_place.partition,
+        "partitions": sql_place.partitions,
     }
     try:
         with connection.transaction():
@@ -143,34 +145,34 @@ def _take(connection: Connection, stream: str, place: SqlPlace) -> bool:
         psycopg.errors.UndefinedObject,  # the relay has not begun
     ) as problem:
         text = f"{problem.diag.message_primary}. {problem.diag.message_hint or ''}"
-        log.warning("A reader in SQL waits", reader=place.name, stream=stream, problem=text)
+        log.warning("A reader in SQL waits", reader=sql_place.name, stream=stream, problem=text)
         raise ForAnOperator(text) from problem
 
 
-def move_back(connection: Connection, stream: str, place: SqlPlace, back_to: int) -> bool:
+def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to: int) -> bool:
     """What an operator does if a stream went back: take back the effects beyond an ID, and move the place there. False:
     the place is not beyond."""
     with connection.transaction():
-        if abs(_locked(connection, stream, place)[0]) <= abs(back_to):
+        if abs(_locked(connection, stream, sql_place)[0]) <= abs(back_to):
             return False
         for stream_id, writer in connection.execute(
             "select distinct stream_id, writer from demo.effects"
             " where reader = %s and stream = %s and abs(stream_id) > abs(%s)",
-            [place.reader, stream, back_to],
+            [sql_place.reader, stream, back_to],
         ).fetchall():
-            if place.holds(writer):
+            if sql_place.holds(writer):
                 connection.execute(
                     "delete from demo.effects where reader = %s and stream = %s and stream_id = %s and writer = %s",
-                    [place.reader, stream, stream_id, writer],
+                    [sql_place.reader, stream, stream_id, writer],
                 )
-        connection.execute("select tidemark_reader.seek(%s, %s, %s)", [stream, place.name, f"m{back_to}"])
+        connection.execute("select tidemark_reader.seek(%s, %s, %s)", [stream, sql_place.name, f"m{back_to}"])
         return True
 
 
-def handle_late(connection: Connection, stream: str, place: SqlPlace, writer: str, prev: int, id: int) -> bool:
+def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
     """What an operator does if facts of a writer came late among those of others. False: that is done already."""
     with connection.transaction():
-        linear, late, late_part = _locked(connection, stream, place)
+        linear, late, late_part = _locked(connection, stream, sql_place)
         following = connection.execute(
             "select number, writer, prev, id from tidemark_reader.late_completions where stream = %s and number > %s"
             " order by number limit 1",
@@ -180,7 +182,7 @@ def handle_late(connection: Connection, stream: str, place: SqlPlace, writer: st
             return False
         number = following[0]
         low = late_part[1] if late_part and late_part[0] == number else prev
-        if place.holds(writer):
+        if sql_place.holds(writer):
             connection.execute(
                 sql.SQL(
                     "insert into demo.effects (reader, stream, stream_id, writer, mark, late)"
@@ -188,16 +190,16 @@ def handle_late(connection: Connection, stream: str, place: SqlPlace, writer: st
                     " and abs(stream_id) > abs(%s) and abs(stream_id) <= least(abs(%s), abs(%s))"
                     " order by abs(stream_id), part"
                 ).format(sql.Identifier("demo", stream)),
-                [place.reader, stream, number, writer, low, id, linear],
+                [sql_place.reader, stream, number, writer, low, id, linear],
             )
-        connection.execute("select tidemark_reader.pass_late(%s, %s)", [stream, place.name])
+        connection.execute("select tidemark_reader.pass_late(%s, %s)", [stream, sql_place.name])
         return True
 
 
-def _locked(connection: Connection, stream: str, place: SqlPlace) -> tuple[int, int, list[int] | None]:
+def _locked(connection: Connection, stream: str, sql_place: SqlPlace) -> tuple[int, int, list[int] | None]:
     rows = connection.execute(
         "select linear, late, late_part from tidemark_reader.places where stream = %s and reader = %s for update",
-        [stream, place.name],
+        [stream, sql_place.name],
     ).fetchall()
     ((linear, late, late_part),) = rows or [(0, 0, None)]
     return linear, late, late_part

@@ -59,14 +59,14 @@ class ReaderPosition(NamedTuple):
 class PlacesPosition(NamedTuple):
     """The positions of the places of a reader in SQL."""
 
-    places: Mapping[SqlPlace, int]
+    sql_places: Mapping[SqlPlace, int]
 
     @property
     def linear(self) -> int:
-        return min(self.places.values())
+        return min(self.sql_places.values())
 
     def passed(self, row: FactRow) -> bool:
-        return all(row.id <= position for place, position in self.places.items() if place.holds(row.writer))
+        return all(row.id <= position for sql_place, position in self.sql_places.items() if sql_place.holds(row.writer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class Comparison:
         """What has one order: the facts of a writer, of a partition, or all."""
         if self.reader == "vector":
             return writer
-        places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
-        return next((place.name for place in places if place.holds(writer)), "")
+        sql_places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
+        return next((sql_place.name for sql_place in sql_places if sql_place.holds(writer)), "")
 
 
 def _more_often(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
@@ -421,7 +421,7 @@ def _reader_position(connection: Connection, reader: str, stream: str) -> Reader
 def _places_position(connection: Connection, reader: str, stream: str) -> PlacesPosition:
     rows = connection.execute("select reader, linear from tidemark_reader.places where stream = %s", [stream])
     linear = {name: abs(id) for name, id in rows.fetchall()}
-    return PlacesPosition({place: linear.get(place.name, 0) for place in sql_readers.places_of(reader)})
+    return PlacesPosition({sql_place: linear.get(sql_place.name, 0) for sql_place in sql_readers.places_of(reader)})
 
 
 def _delivered(connection: Connection, reader: str, stream: str) -> list[DeliveredRow]:

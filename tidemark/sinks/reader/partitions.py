@@ -19,7 +19,7 @@ from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore
 from tidemark.sinks.reader.read_loop import BUSY, Portion, ReadConfig, ReadProgram, Steps
-from tidemark.sinks.reader.requests import Answer, AwaitEntry, Busy, CloseSessions, Pause, Request, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, AwaitEntry, CloseSessions, Pause, PlaceBusy, Request, RunSql, rows
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
 
@@ -88,7 +88,7 @@ class _Lane:
     number: int
     program: ReadProgram
     steps: Steps = field(init=False)
-    waits_with: AwaitEntry | Busy | None = None
+    waits_with: AwaitEntry | PlaceBusy | None = None
 
     def __post_init__(self) -> None:
         self.steps = self.program.steps()
@@ -151,7 +151,7 @@ class PartitionedReadProgram:
         step: Request | Portion = next(lane.steps) if lane.waits_with is None else lane.steps.send(None)
         before, self._current = lane.program.promised, lane
         has_moved = False
-        while not isinstance(step, AwaitEntry | Busy):
+        while not isinstance(step, AwaitEntry | PlaceBusy):
             has_moved |= isinstance(step, Portion)
             try:
                 answer = yield step
@@ -169,7 +169,7 @@ class PartitionedReadProgram:
         if entry is None:
             yield Pause(BUSY if waits else ALIVE_EVERY)
             return
-        seconds = BUSY if any(isinstance(request, Busy) for request in waits) else entry.seconds
+        seconds = BUSY if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
         try:
             yield replace(entry, seconds=min(seconds, ALIVE_EVERY))
         except Unavailable as problem:
@@ -199,9 +199,9 @@ class PartitionedReadProgram:
             return
         self._patience.succeeded()
         self._noted_at = time.monotonic()
-        places: dict[str, int] = note["places"] or {}
-        if len(places) == len(self._lanes):
-            self.promised = Token.of(min(places.values(), key=abs), {})
+        stored: dict[str, int] = note["places"] or {}
+        if len(stored) == len(self._lanes):
+            self.promised = Token.of(min(stored.values(), key=abs), {})
         copies: list[str] = note["copies"]
         rank = copies.index(self._copy)
         own = [lane for lane in self._lanes if lane.number % len(copies) == rank]

@@ -31,11 +31,11 @@ from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
-    Busy,
     CloseSessions,
     CommitTransaction,
     Driver,
     Pause,
+    PlaceBusy,
     Request,
     Row,
     RunSql,
@@ -315,7 +315,7 @@ class ReadProgram:
             except _PlaceMoved as moved:
                 yield CommitTransaction()  # nothing was written: this releases the lock
                 if moved.busy:
-                    yield Busy(BUSY)
+                    yield PlaceBusy(BUSY)
             except BatchTimedOut as problem:
                 self._log_timed_out(problem)
                 yield CloseSessions()

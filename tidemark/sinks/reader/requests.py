@@ -130,7 +130,7 @@ class Pause(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Busy(Pause):
+class PlaceBusy(Pause):
     """A pause because another copy of the reader has the place."""
 
 
