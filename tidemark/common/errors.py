@@ -352,13 +352,13 @@ class ReaderModeChanged(Stop):
     now: str
 
 
-@message("""reader {reader} has another number of partitions than {place}, which has a place in stream {stream}: use the
+@message("""reader {reader} has another number of partitions than {other}, which has a place in stream {stream}: use the
     former number or another name; or bring all partitions to one place, stop the readers, and run the function
     tidemark_reader.repartition, which `tidemark follow migrate` installs""")
 class ReaderPartitionsChanged(Stop):
     reader: str
     stream: str
-    place: str
+    other: str
 
 
 @message("""stream {stream}: Redis does not list the late completions after number {after}, up to {number}, any more:

@@ -394,17 +394,17 @@ class FollowProgram:
         assert keys.linear is not None
         match self._since:
             case None:
-                place = Place(keys.linear, keys.positions, keys.late, is_settled=True)
+                begin = Place(keys.linear, keys.positions, keys.late, is_settled=True)
             case Token() as token:
-                place = Place.after(token, keys.late)
-            case Place() as place:
+                begin = Place.after(token, keys.late)
+            case Place() as begin:
                 pass
         if not self._reads_table:
-            place = replace(place, is_settled=True)
+            begin = replace(begin, is_settled=True)
         if self._mode == "linear":
-            place = Place(place.linear, {}, place.late, is_settled=True)
-            self._linear_evidence = LinearEvidence(place.linear)
-        self._merge = EventMerge(place)
+            begin = Place(begin.linear, {}, begin.late, is_settled=True)
+            self._linear_evidence = LinearEvidence(begin.linear)
+        self._merge = EventMerge(begin)
 
     def _writer_events(self, events: Iterable[Event]) -> Iterator[Event]:
         """In linear mode the events of writers are only noted."""

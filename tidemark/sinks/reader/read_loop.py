@@ -418,9 +418,9 @@ class ReadProgram:
             if new:
                 yield self._portion(new, None)
             uncertain = work.uncertain((row[self._config.table.id], self._writer(row)) for row in new)
-            place = work.place(remaining)
-            past = () if remaining else self._past(work.epochs, place)
-            yield from self._save(replace(self._checkpoint, place=place), uncertain, past)
+            reached = work.place(remaining)
+            past = () if remaining else self._past(work.epochs, reached)
+            yield from self._save(replace(self._checkpoint, place=reached), uncertain, past)
             progress.page(len(new), before - _left(remaining), _left(remaining))
             if not remaining:
                 progress.end()
@@ -455,9 +455,9 @@ class ReadProgram:
             delivered = (DeliveredFact(id, late.writer, late.epoch) for id in remembered)
             yield from self._save(replace(self._checkpoint, late_part=(late.number, done)), delivered)
         yield from self._lock()
-        place = replace(self._checkpoint.place, late=late.number)
+        reached = replace(self._checkpoint.place, late=late.number)
         must_read = (*self._checkpoint.must_read, *passed_by_burst(before, late, goal))
-        yield from self._save(replace(self._checkpoint, place=place, must_read=must_read, late_part=None))
+        yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_be_of_null(self, late: Late) -> Generator[Request, Answer, bool]:
         """Whether rows whose writer is NULL are the facts that came late. Raises `LateNeedsWriter` if some are not."""
