@@ -39,15 +39,15 @@ def test_a_reader_in_psql_reads_each_fact_once(reads: Reads) -> None:
     reads([postgres_program("psql"), "-q", "-v", "ON_ERROR_STOP=1", "-f", HERE / "psql" / "billing.sql"])
 
 
-def test_a_reader_in_go_reads_each_fact_once(reads: Reads, go: Path) -> None:
+def test_a_reader_in_go_reads_each_fact_once(go: Path, reads: Reads) -> None:
     reads([go / "billing"])
 
 
-def test_a_reader_in_java_reads_each_fact_once(reads: Reads, java: str, javac: str) -> None:
+def test_a_reader_in_java_reads_each_fact_once(java: str, javac: str, reads: Reads) -> None:
     reads([java, "-cp", javac, "Billing"])
 
 
-def test_a_reader_in_node_reads_each_fact_once(reads: Reads, npm: Path) -> None:
+def test_a_reader_in_node_reads_each_fact_once(npm: Path, reads: Reads) -> None:
     reads(["node", npm / "billing.mjs"])
 
 
