@@ -1,8 +1,6 @@
-"""One process of a play: `python -m tidemark.app.simulation`, which is told its role by the first line of its input.
-
-It ends at SIGTERM, and when its standard input ends: then its parent is dead. Ctrl-C of a terminal is for the parent
-alone.
-"""
+"""One process of a simulation: `python -m tidemark.app.simulation`. The first line of its standard input gives its
+role. The process ends at SIGTERM, and when its standard input ends, because then its parent is dead. It ignores
+Ctrl-C of a terminal, which is for the parent."""
 
 import os
 import signal

@@ -16,7 +16,7 @@ from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.workload import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases, Workload
 from tidemark.common.log import get_logger
 
-if TYPE_CHECKING:  # it needs what comes with the local stack
+if TYPE_CHECKING:  # needs the extra of the local stack
     from tidemark.app.simulation.servers import Servers
 
 log = get_logger(__name__)
@@ -121,7 +121,7 @@ class FaultInjector:
         self.done[fault] += 1
 
     def tick(self) -> None:
-        """Do what is due, and start processes again that ended by themselves."""
+        """Inject the faults that are due, and restart processes that ended by themselves."""
         if self._failover:
             self._failover.tick()
         if self._source_faults:

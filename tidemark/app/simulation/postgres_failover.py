@@ -10,7 +10,7 @@ from tidemark.app.simulation.script import Fault, PlannedFault
 from tidemark.app.simulation.workload import SimulatedProcess
 from tidemark.common.log import get_logger
 
-if TYPE_CHECKING:  # it needs what comes with the local stack
+if TYPE_CHECKING:  # needs the extra of the local stack
     from tidemark.app.simulation.servers import Replacement, Servers
 
 log = get_logger(__name__)

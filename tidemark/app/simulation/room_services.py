@@ -2,8 +2,8 @@
 
 The services write events of their own and of other servers, forks, outliers, invites, and history.
 
-What other servers have is in `play.remote`: events that ours learns of later, when backfill comes to them, and for each
-the state before it. The verification compares everything with that table and the tables of the rooms.
+The table `play.remote` has the events of other servers, each with the state before it. The own server learns of them
+later, by backfill. The verification compares everything with that table and the tables of the rooms.
 """
 
 import threading
@@ -55,11 +55,11 @@ ROOM_MEMBERS = ("@ada", "@bob")
 GUEST = "@eve"
 """She is invited, and never joins."""
 SPEAKERS = 20
-"""Others, @m0 and so forth, who come and go, or are banned."""
+"""Other members, `@m0` and so on. They join, leave and are banned."""
 COMER = "@m0"
 """The one who does so most often."""
 LIVE_THREADS = 2
-BACKFILL_SECONDS = 0.3  # between two looks
+BACKFILL_SECONDS = 0.3  # between two queries
 COMPACTIONS = 0.05
 _BAD = [*[HeldAs.REGULAR] * 7, HeldAs.SOFT_FAILED, HeldAs.REJECTED]
 
@@ -99,7 +99,7 @@ def simulated_streams(streams: RoomStreams) -> list[SimulatedStream]:
 
 
 def serve_rooms(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Live events, and the history that they lack, until `stopping` is set. Raises what the database refuses."""
+    """Write live events and backfill missing history until `stopping` is set. Raises the errors of the database."""
     threads = [_LiveThread(role, number, dsn, stopping) for number in range(LIVE_THREADS)]
     run_threads(
         [*(thread.work for thread in threads), _BackfillThread(role, LIVE_THREADS, dsn, stopping).work], stopping
@@ -116,7 +116,7 @@ class _RoomThread:
         self._stopping = stopping
 
     def _work(self, pause: float, act: Callable[[Connection, str], None]) -> None:
-        """Act in rooms, each time in a transaction of which some are undone."""
+        """Write one event in a transaction. Some transactions are rolled back."""
         with (
             connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
@@ -175,7 +175,7 @@ class _LiveThread(_RoomThread):
             self._store.persist(connection, event)
 
     def _any(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
-        """A message, a topic, or somebody who comes or goes."""
+        """Write a message, a topic, or a membership change."""
         chance, sender = self._random.random(), f"@m{self._random.randrange(SPEAKERS)}"
         names = tuple(prevs)
         if chance < 0.7:
@@ -187,7 +187,8 @@ class _LiveThread(_RoomThread):
         return RoomEvent(_new(), room, MEMBER, sender, names, depth, member, content)
 
     def _upon(self, connection: Connection, room: str) -> RoomEvent:
-        """One that follows some of the newest events, whatever followed them already."""
+        """Write an event after some of the newest events, even if other events follow them already. This forks the
+        room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
@@ -197,7 +198,7 @@ class _LiveThread(_RoomThread):
         return self._any(room, [event for event, _ in chosen], 1 + max(depth for _, depth in chosen))
 
     def _hear(self, connection: Connection, room: str, reserved: int | None) -> None:
-        """Of some events of another server the last one alone, live or as an invite; backfill is to find the others."""
+        """Write only the last of some events of another server, live or as an invite. Backfill must find the others."""
         event = self._upon(connection, room)
         groups = [group for _, group in tables.events_of(connection, event.prevs).values() if group is not None]
         state: State = resolved([tables.state_of(connection, group) for group in groups])
@@ -222,7 +223,7 @@ class _LiveThread(_RoomThread):
         self._store.persist(connection, event, given=before, reserved=reserved)
 
     def _place_outlier(self, connection: Connection, room: str, reserved: int | None) -> None:
-        """One of those that are held becomes what it is."""
+        """Store an outlier again as a full event."""
         rows = connection.execute(
             "select event from rooms.events where room = %s and held_as in ('outlier', 'out-of-band')", [room]
         ).fetchall()
@@ -249,7 +250,7 @@ class _BackfillThread(_RoomThread):
 
 
 def fetched(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """What another server says of these events, each with the state before it."""
+    """Read events from the other server, each with the state before it."""
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
 
@@ -283,7 +284,7 @@ comment on column play.answers.incarnation is 'Of the services'' database, which
 
 
 class ClientKind(StrEnum):
-    """What clients do."""
+    """The requests of clients."""
 
     LINE = "line"
     VECTOR = "vector"
@@ -294,8 +295,8 @@ class ClientKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoomClientRole:
-    """The part of one process; `writer` is the name under which it writes, if it does. Without `kept` it leaves no more
-    than the places of those who sync, so that it may go on for ever."""
+    """The clients of one process. `writer`: the name under which it writes, if it writes. Without `kept`, the process
+    stores only the places of syncing clients, so that it may run without end."""
 
     kinds: Sequence[ClientKind]
     streams: RoomStreams
@@ -305,7 +306,7 @@ class RoomClientRole:
 
 
 def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
-    """Ask until `stopping` is set. Raises what the library or psycopg does, unless it mends by itself."""
+    """Send requests until `stopping` is set. Raises errors of the library and of psycopg that are not temporary."""
     with Positions(servers.redis, servers.tidemark) as positions:
         clients = [_ClientThread(kind, role, servers, positions, stopping) for kind in role.kinds]
         run_threads([work for client in clients for work in client.work()], stopping)
@@ -330,7 +331,7 @@ class _ClientThread:
         self._random = Random(f"{role.seed} {kind}")
 
     def work(self) -> Sequence[Callable[[], None]]:
-        """What is done at once."""
+        """The requests of one round."""
         match self._kind:
             case ClientKind.HISTORY:
                 return [self.history]
@@ -342,7 +343,7 @@ class _ClientThread:
                 return [partial(self.sync, member) for member in SYNCING]
 
     def sync(self, member: str) -> None:
-        """From answer to answer, the first of which begins with the first event."""
+        """Sync repeatedly, each time from the last answer. The first sync begins with the first event."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             since = answers.place(member)
@@ -409,7 +410,8 @@ class _ClientThread:
         return cache, key, version
 
     def own(self) -> None:
-        """Write an event, and wait for nothing but it: whoever else is slow, the next sync has it."""
+        """Write an event and wait only for its ID. The next sync must contain the event, also if other writers are
+        slow."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
@@ -436,7 +438,7 @@ class _ClientThread:
                 answers.add("own", room, None, now, answer)
 
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
-        """To the services' database, and where its answers are kept."""
+        """Connections to the services' database and to the database that stores the answers."""
         stack.enter_context(connection_errors(psycopg.OperationalError, psycopg.InterfaceError))
         facts = stack.enter_context(SessionConnection.open(self._servers.facts))
         effects = stack.enter_context(SessionConnection.open(self._servers.effects))
@@ -456,7 +458,8 @@ class _ClientThread:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """What one client was answered by one incarnation of the services' database, in the readers' database."""
+    """The answers that one client got from one incarnation of the services' database. They are stored in the readers'
+    database."""
 
     effects: Connection
     client: ClientKind
@@ -464,7 +467,8 @@ class _Answers:
     incarnation: int
 
     def place(self, member: str) -> Upto:
-        """Where the member's client goes on; at the beginning, where the last answers were of another incarnation."""
+        """The place from which the member's client continues; the beginning if its last answers are of another
+        incarnation."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",

@@ -1,7 +1,5 @@
-"""What extremities, depths and states are, by their definitions alone: the slow truth that stores are held against.
-
-Pure. It knows all events, also those that a store does not hold, and nothing of the order in which they came.
-"""
+"""Extremities, depths and states, computed slowly from their definitions. Stores are compared with this. Pure. It
+knows all events, also those that a store lacks, and does not know their order of arrival."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,9 +9,9 @@ from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, KeyHolde
 
 
 class Truth:
-    """One room. `everything` says of its events what they are, rejected or not; `held` as what they are held, and
-    `turns` when they were placed, which counts among events of the deepest depth. An event that names one which is no
-    less deep has said a false depth, and that name counts for nothing.
+    """One room. `everything` has each event's true kind, rejected or not; `held` the kind as which the store has it;
+    `turns` the order in which events were placed, which decides among events of the deepest depth. If an event names a
+    previous event that is at least as deep, its depth is false, and that reference is ignored.
     """
 
     def __init__(
@@ -25,14 +23,14 @@ class Truth:
         self._states: dict[str, dict[StateKey, KeyHolder]] = {}
 
     def part(self, held: Collection[str]) -> "Truth":
-        """The same room, were only these of its events held."""
+        """The same room if the store had only these events."""
         part = Truth((), {id: kept for id, kept in self._held.items() if id in held}, self._turns)
         part.everything, part._states = self.everything, self._states
         return part
 
     @cached_property
     def placed(self) -> set[str]:
-        """Held, and no outliers."""
+        """The stored events that are not outliers."""
         return {id for id, kept in self._held.items() if not kept.outlier}
 
     @property
@@ -61,7 +59,7 @@ class Truth:
         return {prev for id in self.placed for prev in self.everything[id].prevs} - self.placed
 
     def state_at(self, id: str) -> dict[StateKey, KeyHolder]:
-        """Of each key the deepest event among this one and all before it, rejected ones aside."""
+        """By state key, the deepest event among this one and all before it. Rejected events do not count."""
         open_ones = [id]
         while open_ones:
             event = self.everything[open_ones[-1]]
@@ -83,7 +81,7 @@ class Truth:
         return state
 
     def _known(self, event: RoomEvent) -> list[str]:
-        """Those prev events that anybody knows, and whose depth fits."""
+        """The previous events that a server knows and whose depth fits."""
         known = [prev for prev in event.prevs if prev in self.everything]
         return [prev for prev in known if self.everything[prev].depth < event.depth or event.depth == DEEPEST_EVENT]
 
@@ -95,8 +93,8 @@ class Truth:
         return state
 
     def stays(self, placed: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
-        """By events and their turns, in which they were placed: who was joined, the turns of the first event and of the
-        last one, and the event of the membership that ended it; None while it lasts."""
+        """The memberships: member, the turns of the first and the last event, and the event that ended the membership
+        (None while it lasts)."""
         stays: list[tuple[str, int, int | None, str | None]] = []
         since: dict[str, int] = {}
         listed = [*placed]

@@ -67,19 +67,20 @@ class StoredRooms:
     stays: Mapping[tuple[str, str], Sequence[Stay]]
     """Of member and room."""
     stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
-    """Of cache and room: invalidations with the version that they tell of, rising."""
+    """By cache and room: invalidations, each with its version, ascending."""
     rooms_of: Mapping[str | None, Sequence[TimelineRow]]
-    """Of a member, or (None) of all: invalidations of their rooms. A value's version is how many it has seen."""
+    """By member (None: all members): invalidations of their rooms. The version of a value is the number of
+    invalidations that it includes."""
 
     def least(self, cache: str, key: str, upto: Upto) -> int:
-        """The version that a cached value must have come to."""
+        """The version that a cached value must have reached."""
         if cache == tables.ROOMS_OF:
             return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
         reported = reversed(self.stale_from.get((cache, key), ()))
         return next((version for row, version in reported if upto.passed(row)), 0)
 
     def wanted(self, member: str) -> set[int]:
-        """What is to come for a member, the ends of its stays aside."""
+        """The events that a member must receive, without the ends of its memberships."""
         return {
             id
             for id, row in self.timeline.items()
@@ -145,7 +146,7 @@ def compare_answer(client: str, about: str, upto: Upto, answer: Mapping[str, Any
 
 
 def _paged(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
-    """All live events up to the position, and all history of the time; some history may have come meanwhile."""
+    """All live events up to the position, and all history of that time. Some history may have arrived meanwhile."""
     got = [id for _, id in answer["events"]]
     of_room = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     wanted = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
@@ -158,7 +159,7 @@ def _paged(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms
 
 
 def _compared(wanted: set[int], got: Sequence[int]) -> tuple[int, int]:
-    """How many are missed, and how many came twice or were not to come."""
+    """The number of missed events, and of events that came twice or wrongly."""
     counted = Counter(got)
     return len(wanted - counted.keys()), sum(count - (id in wanted) for id, count in counted.items())
 
@@ -169,7 +170,7 @@ BEHIND = 1000
 
 
 class RoomsDiffer(TidemarkError):
-    """A client was answered wrongly, or the tables are not what the definitions say."""
+    """A client got a wrong answer, or the tables differ from the definitions."""
 
     def __init__(self, counts: Sequence[ReadCount], awaited: Collection[tuple[str, str]] = ()) -> None:
         wrong = [str(room_count) for room_count in counts if not room_count.is_complete]
@@ -182,8 +183,8 @@ class RoomsDiffer(TidemarkError):
 
 
 class RoomsVerification(Verification):
-    """Answers are compared with the tables of the incarnation that gave them, as long as that is there: what it had
-    answered when it was last looked at is counted on.
+    """Answers are compared with the tables of the incarnation that gave them, while it exists. Counts of earlier
+    comparisons stay.
     """
 
     columns = ("STALE", "DIFFERENT")
@@ -202,7 +203,7 @@ class RoomsVerification(Verification):
         self._judged: set[int] = set()
         """Numbers of answers; the newest ones may be committed in another order than that of their numbers."""
         self._found: dict[int, dict[str, RoomCount]] = defaultdict(dict)
-        """By incarnation, the last of which is there."""
+        """By incarnation. Only the last one still exists."""
         self._synced: dict[int, Sequence[RoomCount]] = {}
         self._answered: set[tuple[str, str]] = set()
 
@@ -212,28 +213,28 @@ class RoomsVerification(Verification):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is compared meanwhile; before it once more, if possible."""
+        """Compare once more, if possible, and then pause comparisons while the block runs."""
         with self._lock:
             with suppress(Unavailable):
                 self._compare()
             yield
 
     def services_go_back(self, server: str, how: Successor) -> None:
-        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet. Where it may lack
-        what clients were reported, it is opened as another incarnation."""
+        """`server` is the DSN of the next server of the services, which no other process uses yet. If it may lack
+        events that clients have received, it counts as another incarnation."""
         if how is Successor.IN_STEP:
             return
         with _reached(server, self._names[0]) as connection:
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
 
     def readers_go_back(self, server: str) -> None:
-        """The same for the readers': numbers of answers are given out again behind those that it holds."""
+        """The same for the readers' database. Its answers get numbers above those that it has."""
         with _reached(server, self._names[1]) as connection:
             ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
         self._judged = {number for number in self._judged if number <= newest}
 
     def has_begun(self) -> bool:
-        """Whether every kind of client has answers; if answers are not kept, those that sync."""
+        """Whether each kind of client has answers. If answers are not stored, only syncing clients count."""
         wanted = {*ClientKind} if self._is_kept else {*CLIENTS["rooms-sync"]}
         with suppress(Unavailable), self._effects.use() as connection:
             rows = connection.execute("select distinct client from play.answers").fetchall()
@@ -252,7 +253,7 @@ class RoomsVerification(Verification):
         return RoomsDiffer(counts, self.awaited)
 
     def counts(self) -> list[RoomCount]:
-        """How each client does, since the readers' database was made; nothing if answers are not kept."""
+        """The counts of each client since the readers' database was created; nothing if answers are not stored."""
         if not self._is_kept:
             return []
         with self._lock:
@@ -267,7 +268,7 @@ class RoomsVerification(Verification):
 
     @property
     def awaited(self) -> set[tuple[str, str]]:
-        """The syncing clients, with their members, to whom the incarnation that is there has given no answer yet."""
+        """The syncing clients, each with its member, that have no answer of the present incarnation yet."""
         return {
             (kind.value, member) for kind in (ClientKind.LINE, ClientKind.VECTOR) for member in SYNCING
         } - self._answered
@@ -287,7 +288,7 @@ class RoomsVerification(Verification):
                 " where kind <> 'sync' and incarnation = %s and number > %s order by number",
                 [now, max(self._judged, default=0) - BEHIND],
             ).fetchall()
-        with self._facts.use() as connection:  # later than the answers: it holds whatever they were made of
+        with self._facts.use() as connection:  # read after the answers, so that it contains all of their events
             stored = _tables(connection)
             self._synced[now] = [*compare_synced(answers, stored)]
             self._answered = {(client, member) for client, member, *_ in answers}
@@ -352,7 +353,8 @@ def _tables(connection: Connection) -> StoredRooms:
 
 
 def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRooms) -> RoomCount:
-    """The state of a first sync: what the live events up to its position make, with no history or with all of it."""
+    """The state that a first sync returns: from the live events up to its position, without history or with all
+    history."""
     placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
     history = {row.event for id, row in placed.items() if id < 0}
@@ -364,7 +366,7 @@ def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRoo
 
 
 def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
-    """Every event of a room that any server has, as what it is; and as what ours holds it."""
+    """Every event of a room on any server with its true kind, and the kind as which the own server has it."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
     stored = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
@@ -401,7 +403,7 @@ def _is_right(connection: Connection, room: str) -> bool:
 
 
 def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
-    """Of each member: the turns of the first event and of the last one, and the event that it is reported ended it."""
+    """By member: the turns of the first and the last event, and the event that ended the membership."""
     rows = connection.execute(
         "select stays.member, began, ended, told.event from rooms.stays left join rooms.timeline as told"
         " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
@@ -462,7 +464,7 @@ class RoomsWorkload(Workload):
 
 
 def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
-    """Up to which ID Tidemark, whose Postgres is at `dsn`, knows each stream."""
+    """By stream, the highest ID that Tidemark knows. `dsn`: Tidemark's Postgres."""
     with closing(session_of(dsn, simulation_tables.APPLICATION)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

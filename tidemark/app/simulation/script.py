@@ -26,17 +26,17 @@ class Fault(StrEnum):
     HANG = "hang"
     """Some transactions stay open for seconds."""
     CRASH = "crash"
-    """A service's process is killed, and comes back."""
+    """A service's process is killed and restarted."""
     PAUSE = "pause"
-    """A service's process is stopped for a while, with whatever it has open, and goes on."""
+    """A service's process is paused for a while, with its transactions open, and continues."""
     LATE = "late"
     """A service with another writer's name joins in the middle."""
     LEAVE = "leave"
     """A service goes, and its writer with it."""
     RELAY = "relay"
-    """The relay's process is killed, and comes back."""
+    """The relay's process is killed and restarted."""
     READER = "reader"
-    """A reader's process is killed, and comes back."""
+    """A reader's process is killed and restarted."""
     PIPELINE = "pipeline"
     """The pipeline of the local stack is killed; `tidemark up` starts it again."""
     REDIS = "redis"
@@ -52,7 +52,7 @@ class Fault(StrEnum):
     RESTORE_IN_PLACE = "restore-in-place"
     """The tables and sequences of the services' database are put back under open connections."""
     ROW_SECURITY = "row-security"
-    """Row level security is switched on for a table that the relay or the readers look at, and off again."""
+    """Row level security is enabled for a table that the relay or the readers query, and disabled again."""
     SEQUENCE_BACK = "sequence-back"
     """A stream's sequence is set below its head."""
     SEQUENCE_JUMP = "sequence-jump"
@@ -66,10 +66,10 @@ class Fault(StrEnum):
 
 
 class Successor(StrEnum):
-    """What takes the place of a Postgres server."""
+    """The server that replaces a Postgres server."""
 
     IMAGE = "image"
-    """A backup, which looks the same as the server before."""
+    """A backup with the same system identifier."""
     IN_STEP = "synchronous standby"
     LAGGING = "lagging standby"
 
@@ -88,7 +88,7 @@ OF_SOURCES = frozenset(
 )
 """Faults of the tables, sequences and topics that facts come from: `source_faults`."""
 OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE}) | OF_SOURCES
-"""What takes a server of the services' own."""
+"""Faults that need a Postgres server of the services' own."""
 OF_SERVERS = OF_DATABASES | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
 OF_PROCESSES = ALL - OF_SERVERS
 """Faults of the processes that the simulation starts itself."""
@@ -111,7 +111,7 @@ def faults(named: str | None) -> Set[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStream:
-    """A stream, whose facts are in the table of its name."""
+    """A stream. Its facts are in the table of the same name."""
 
     name: str
     direction: DirectionName = "forward"
@@ -119,11 +119,9 @@ class SimulatedStream:
 
 @dataclass(frozen=True, slots=True)
 class WriterPlan:
-    """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
-
-    `prefix` begins each stream's and writer's name, so it must be fit for names in SQL; writers are `called` that, with
-    a number. Raises `BadSetting`.
-    """
+    """`writers`: the number of writers at the beginning; each writes every stream. `rate`: transactions per second
+    of all writers. `prefix`: the beginning of each stream's and writer's name, which must be a valid name in SQL.
+    `called`: the rest of a writer's name, before its number. Raises `BadSetting`."""
 
     streams: int = 5
     writers: int = 3
@@ -159,7 +157,8 @@ class PlannedFault:
     duration: float
 
 
-# Mean seconds between two, and how long one lasts. What is not here happens inside transactions: `service`.
+# Mean seconds between two faults of a kind, and how long one lasts. Kinds that are not here happen inside transactions:
+# `services`.
 _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CRASH: (20.0, (0.2, 4.0)),
     Fault.PAUSE: (45.0, (3.0, 8.0)),
@@ -184,12 +183,13 @@ _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
 
 
 _SLOWER_AFTER, _SLOWEST = 600.0, 3.0
-"""Beyond so many seconds there is more time between two faults, up to so many times: a machine that starts processes
-all the time reads few facts."""
+"""After this many seconds the time between faults grows, up to this factor: a machine that starts processes all the
+time reads few facts."""
 
 
 def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:
-    """Acts in order of time, without end. Each kind comes for the first time within half of `seconds` (may be inf)."""
+    """The faults in order of time, without end. Each kind occurs for the first time within half of `seconds`, which may
+    be infinite."""
     random = Random(f"script {seed}")
     slower = min(max(1.0, seconds / _SLOWER_AFTER), _SLOWEST) if math.isfinite(seconds) else 1.0
     due: list[tuple[float, Fault]] = []

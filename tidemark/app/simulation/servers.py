@@ -74,10 +74,8 @@ class ServicesPostgres:
 
 @dataclass
 class Replacement:
-    """A server and what is going to take its place: `prepare`, and a while later `switch`; or `give_up`.
-
-    Each takes seconds and raises what `Replica` does.
-    """
+    """A server and its replacement: call `prepare`, and later `switch` or `give_up`. Each takes seconds and raises
+    the errors of `Replica`."""
 
     whose: PostgresOwner
     origin: PostgresServer
@@ -102,7 +100,7 @@ class Replacement:
         """The clients of the origin find the replica at its address."""
         if self.how is Successor.IMAGE:
             self._replica.start()
-        with self.verification.paused():  # it would wait for a server that stands still
+        with self.verification.paused():  # it would wait for a paused server
             if self.how is Successor.IN_STEP:  # the origin may have been started again since
                 self._replica.stream(synchronous=True)
             if self.how is Successor.IMAGE:
@@ -155,7 +153,8 @@ class Servers:
         return self._running is not None
 
     def work(self, work: Callable[[], None], then: Callable[[Exception | None], None]) -> None:
-        """Do it aside; `tick` calls `then`, with what it raised. Nothing else may be at work."""
+        """Run a function on another thread. `tick` then calls `then` with the exception, or None. Only one function may
+        run at a time."""
         assert not self.busy
         self._running, self._then = self._worker.submit(work), then
 
@@ -168,5 +167,5 @@ class Servers:
             self._then(error if isinstance(error, Exception) else None)
 
     def close(self) -> None:
-        """Wait for what is at work."""
+        """Wait until the function on the other thread has ended."""
         self._worker.shutdown()

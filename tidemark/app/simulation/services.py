@@ -58,7 +58,7 @@ class ServiceConnection(Protocol):
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
-"""Of a DSN and a writer a new connection. Raises `BrokenOff`."""
+"""Opens a new connection for a DSN and a writer. Raises `BrokenOff`."""
 
 
 def installed() -> list[Driver]:
@@ -70,7 +70,7 @@ _INSERT = 'insert into demo."{}" (stream_id, part, writer, written_at) values (%
 
 
 class _WriterConnection:
-    """By `tidemark.Writer`, which knows both kinds of connection."""
+    """Append with `tidemark.Writer`, which accepts both kinds of connection."""
 
     def __init__(
         self, connection: Any, name: str, execute: Callable[[str, Any], object], begin: Callable[[], Any]
@@ -151,7 +151,7 @@ def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
 
 
 class _AsyncpgConnection:
-    """By the SQL functions, without `tidemark.Writer`."""
+    """Append with the SQL functions, without `tidemark.Writer`."""
 
     def __init__(self, connection: Any, runner: asyncio.Runner, name: str) -> None:
         self._connection = connection
@@ -216,7 +216,7 @@ class ServiceRole:
 
 
 def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
-    """Write until `stopping` is set. Raises what the database refuses."""
+    """Write until `stopping` is set. Raises the errors of the database."""
     drivers = installed()
     threads = [
         _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)]) for number in range(CONNECTIONS)
@@ -225,10 +225,8 @@ def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
 
 
 def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
-    """Each on a thread of its own until `stopping` is set, which it is when one of them ends. Raises what they raise.
-
-    A thread outlives its database: its function raises `ConnectionLost`, and is called again with another connection.
-    """
+    """Run each function on its own thread until `stopping` is set, or until one function ends. Raises its exception.
+    If a function raises `ConnectionLost`, its thread calls it again with a new connection."""
 
     def outliving(thread: Callable[[], None]) -> None:
         while not stopping.is_set():
@@ -270,7 +268,7 @@ class _ServiceThread:
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
-        """One transaction; or two savepoints in one, of which the first is undone."""
+        """One transaction, or one transaction with two savepoints, the first of which is rolled back."""
         chance = self._random.random()
         undone = Fault.ROLLBACK in self._role.faults and chance < ROLLBACKS
         savepoints = undone and chance < ROLLBACKS / 4
@@ -304,7 +302,7 @@ class _ServiceThread:
 
 @dataclass(frozen=True, slots=True)
 class ReaderRole:
-    """What one process is: the reader called after its mode, of these streams."""
+    """The reader of one process. Its name is its mode."""
 
     mode: Mode
     streams: Sequence[str]
@@ -321,7 +319,7 @@ class ReaderServers:
 
 
 def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
-    """Read until `stopping` is set, each stream on a thread. Raises what the library or psycopg does."""
+    """Read until `stopping` is set, each stream on its own thread. Raises the errors of the library and of psycopg."""
     with (
         Positions(servers.redis, servers.tidemark) as positions,
         ThreadPoolExecutor(len(role.streams)) as pool,

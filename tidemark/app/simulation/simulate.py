@@ -35,7 +35,7 @@ from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.topics import Topics
 
-if TYPE_CHECKING:  # it needs what comes with the local stack
+if TYPE_CHECKING:  # needs the extra of the local stack
     from tidemark.app.simulation.servers import Servers, ServicesPostgres
 
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}

@@ -1,8 +1,8 @@
 """The workload of streams. Its verification compares the facts that were committed with the effects of each reader.
 
-It knows nothing of positions but where a reader says that it is. What was found to be right is deleted, so that a
-simulation may go on for ever. Facts and effects are in two databases, and each may go back: then what was deleted is
-deleted again, before anybody else sees it (`services_go_back`, `readers_go_back`).
+The only positions that it uses are those that readers report. Verified rows are deleted, so that a simulation may run
+without end. Facts and effects are in two databases, and each may be restored from a backup. Then the deleted rows are
+deleted again before another process sees them (`services_go_back`, `readers_go_back`).
 """
 
 from collections import Counter
@@ -71,13 +71,11 @@ class PlacesPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Facts of all streams.
+    """Counts of one reader, over all streams.
 
-    `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
-    same writer, for the vector). What a database that went back explains is none of them: `late` facts came with their
-    late completion, `again` are those of them that had been read before, and
-    `lost` were read, and are not there any more.
-    """
+    `doubled`: facts of which the reader got more rows than exist. `disordered`: rows below an earlier row (in vector
+    mode: of the same writer). Facts of a database that was restored count separately: `late` came with their late
+    completion, `again` are the late ones that had been read before, and `lost` were read and no longer exist."""
 
     late: int = 0
     again: int = 0
@@ -94,11 +92,9 @@ class StreamsCount(ReadCount):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stream and one reader. `handed` is in the order in which it was.
-
-    `back`: the ID beyond which a database that went back tells its facts again, None where it never did. What is beyond
-    may be late, so it is not `missed` until `final`; it went back `times` times, and is late each time.
-    """
+    """One stream and one reader. `handed` has the rows in the order of delivery. `back`: the ID beyond which a
+    restored database sends its facts again; None if it was never restored. Facts beyond `back` may be late, so they
+    are not `missed` until `final`. `times`: how often the database was restored."""
 
     reader: str
     facts: Sequence[FactRow]
@@ -127,7 +123,7 @@ class Comparison:
 
     @property
     def marks(self) -> set[Hashable]:
-        """Those of the rows that were handed over."""
+        """The rows that were handed over."""
         return {row.mark for row in self.delivered}
 
     @cached_property
@@ -197,7 +193,7 @@ class EffectsDiffer(TidemarkError):
 
 
 class LossUnreported(TidemarkError):
-    """A database went back, readers had read facts that are no more, and nothing tells of it."""
+    """A database was restored, facts that readers had read no longer exist, and nothing reports the loss."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
@@ -227,15 +223,15 @@ class StreamsVerification(Verification):
         self._streams = streams
         self._lock = Lock()
         self._compared: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
-        """Marks of rows that were found to be right, and deleted; or are to be."""
+        """Marks of verified rows, which are deleted or will be."""
         self._deleted: dict[str, list[Hashable]] = {}
-        """Those of them that the services' database may still hold."""
+        """The verified rows that the services' database may still have."""
         self._forgotten: dict[tuple[str, str], StreamsCount] = {}
         self._back: dict[str, int] = {}
-        """By stream, the ID behind which the facts of a database that went back are sent again."""
+        """By stream, the ID beyond which a restored database sends its facts again."""
         self._times: Counter[str] = Counter()
         self._heads: dict[str, int] = {}
-        """Behind which its IDs are given out again."""
+        """By stream, the ID beyond which a restored database gives out IDs again."""
         self.lost: set[str] = set()
         """Streams whose database may give IDs out again that readers have read."""
         self.late: set[str] = set()
@@ -247,12 +243,12 @@ class StreamsVerification(Verification):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is compared meanwhile; for the thread that calls the next two."""
+        """Pause comparisons while the block runs. Only the thread in the block may call the next two methods."""
         with self._lock:
             yield
 
     def services_go_back(self, server: str, how: Successor) -> None:
-        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
+        """`server` is the DSN of the next server of the services, which no other process uses yet."""
         dsn = tables.own_database(server)
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
             self.restored_in_place(connection, tables.reached(connection))
@@ -260,7 +256,7 @@ class StreamsVerification(Verification):
                 _delete(connection, _EFFECTS, [*marks])
 
     def restored_in_place(self, connection: psycopg.Connection, reached: Mapping[str, tuple[int, int]]) -> None:
-        """On `connection` the tables are what they are going to be; nobody else sees them yet.
+        """The tables of `connection` are already restored; no other process sees them yet.
 
         Args:
             connection: of the services' database.
@@ -294,29 +290,27 @@ class StreamsVerification(Verification):
         return EffectsDiffer(counts)
 
     def require_reported(self) -> None:
-        """Raise `LossUntold` for the first stream whose database gave out again what readers had read, and nobody was
-        informed."""
+        """Raise `LossUntold` for the first stream whose database gave out IDs again that readers had read, without a
+        report of it."""
         now = self._timelines()
         for stream in sorted(self.lost - self.late):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
                 raise LossUnreported(stream)
 
     def counts(self, *, final: bool = False) -> list[StreamsCount]:
-        """How each reader does, over all streams, since the database was made; nothing before the first has begun.
-
-        With `final` nothing is late any more. Forgets what all readers have read and the linear one has passed:
-        whoever is handed some of it again is handed what is not there, which counts as doubled.
-        """
+        """The counts of each reader over all streams since the database was created; nothing before the first reader
+        has begun. With `final`, no fact counts as late. Rows that all readers have read and the linear reader has
+        passed are forgotten; if a reader gets one of them again, it counts as doubled."""
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
                 if not _begun(connection):
                     return [StreamsCount(reader, 0, 0) for reader in READERS]
                 self._load(connection)
-                stands: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
+                reached_by: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
                 delivered: dict[tuple[str, str], list[DeliveredRow]] = {}
                 for key in self._keys(LIBRARY_READERS):
-                    stands[key] = _reader_position(connection, *key)
+                    reached_by[key] = _reader_position(connection, *key)
                     delivered[key] = _delivered(connection, *key)
             with self._facts.use() as connection:
                 for stream, marks in [*self._deleted.items()]:
@@ -327,15 +321,15 @@ class StreamsVerification(Verification):
                 with connection.transaction():
                     connection.execute("set transaction isolation level repeatable read")
                     for key in self._keys(sql_readers.READERS):
-                        stands[key] = _places_position(connection, *key)
+                        reached_by[key] = _places_position(connection, *key)
                         delivered[key] = _delivered(connection, *key)
-                # Later than the effects: whatever a reader has passed by then was committed before.
+                # Read after the effects: all facts that a reader has passed were committed before.
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
                 comparisons = [
                     Comparison(
-                        *(reader, rows, delivered[reader, stream], stands[reader, stream]),
+                        *(reader, rows, delivered[reader, stream], reached_by[reader, stream]),
                         *(self._back.get(stream), final, self._times[stream]),
                     )
                     for reader in READERS
@@ -382,7 +376,7 @@ class StreamsVerification(Verification):
         self._deleted[stream] = marks
 
     def _load(self, connection: Connection) -> None:
-        """What earlier simulations compared; from then on we know better than a database that went back."""
+        """Load the comparisons of earlier simulations, which a restored database does not have."""
         if not self._forgotten:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}

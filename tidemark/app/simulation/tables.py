@@ -58,7 +58,7 @@ def own_database(dsn: str, plan: str = "demo") -> str:
 
 
 def make_database(dsn: str, plan: str = "demo") -> str:
-    """Make it where it is missing; its DSN. Raises `Unavailable` and `Refused`."""
+    """Create the database if it is missing, and return its DSN. Raises `Unavailable` and `Refused`."""
     own = own_database(dsn, plan)
     name = str(conninfo_to_dict(own)["dbname"])
     with _using(dsn) as connection:
@@ -68,7 +68,7 @@ def make_database(dsn: str, plan: str = "demo") -> str:
 
 
 def prepare_writing(dsn: str) -> None:
-    """Make or update what the services' writers, the relay and readers in SQL need."""
+    """Create or update the schemas that the services' writers, the relay and readers in SQL need."""
     relay.migrate(dsn, (), "forward", say=lambda _: None)
 
 
@@ -103,7 +103,7 @@ def make_tables(dsn: str, script: str) -> None:
 
 
 def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
-    """Make streams whose tables somebody else makes."""
+    """Register streams whose tables already exist."""
     with _using(dsn) as connection, connection.transaction():
         for stream in streams:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])

@@ -25,10 +25,8 @@ from tidemark.common.errors import TidemarkError
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """What a process reads from its standard input, because others could see passwords in its arguments.
-
-    Without a role it is the relay of the services' database.
-    """
+    """The configuration that a process reads from its standard input, because its arguments are visible to other
+    users. Without a role, the process is the relay of the services' database."""
 
     facts: str
     effects: str
@@ -132,7 +130,8 @@ class SimulationPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReadCount:
-    """What is `written` for one reader, and not `read`, is yet to come; `missed` was passed without being read."""
+    """Counts of one reader: facts `written` and not `read` are still to come; `missed` facts were passed without being
+    read."""
 
     reader: str
     written: int = 0
@@ -158,7 +157,7 @@ class ReadCount:
 
 
 def table(counts: Sequence[ReadCount], *further: str) -> str:
-    """For people: a line for each; `further` columns are what else is counted."""
+    """A text table with a line for each reader; `further` are additional columns."""
     columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", *further)
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
     lines += [" ".join([f"{row.reader:8}", *(f"{figure:12}" for figure in row.figures)]) for row in counts]
@@ -207,11 +206,11 @@ class Verification(ABC):
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing is compared meanwhile; for the thread that calls the next two."""
+        """Pause comparisons while the block runs. Only the thread in the block may call the next two methods."""
 
     @abstractmethod
     def services_go_back(self, server: str, how: Successor, /) -> None:
-        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
+        """`server` is the DSN of the next server of the services, which no other process uses yet."""
 
     @abstractmethod
     def readers_go_back(self, server: str, /) -> None:
@@ -236,7 +235,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def database(self) -> str:
-        """What the names of its databases end with."""
+        """The suffix of the names of its databases."""
 
     @property
     @abstractmethod
