@@ -20,11 +20,11 @@ from tidemark.sources.relay.sequences import StrayRowQuery, StrayRows, StreamSna
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Steps = Generator[str, None, "list[Decision]"]
-"""The name of each step before it is taken: between any two of them others may do whatever they like."""
+"""The name of each step, before it is taken. Tests let other processes act between two steps."""
 
 PAGES_AT_ONCE = 500
-"""Streams that are read in one round: what they hold is sent before others are read, also by a relay that is killed
-every few seconds."""
+"""Streams that are read in one round. Their facts are sent before others are read, also by a relay that is killed every
+few seconds."""
 
 
 def is_due(evidence: StreamEvidence, head: int) -> bool:
@@ -131,7 +131,8 @@ class Decider:
         self._connection = connection
         self._strays = StrayRowQuery()
         self._paged = self._settled = 0
-        """Numbers of the streams whose pages were read, and whose floors were raised last: the next ones follow."""
+        """Numbers of the streams that were read last, and whose floors were raised last. The next round continues after
+        them."""
         self._streams = {stream_epoch.stream.number: _begun(stream_epoch) for stream_epoch in stream_epochs}
         self.is_outdated = False
         """Streams, writers, epochs or floors are others than these: start again."""
@@ -179,7 +180,7 @@ class Decider:
         }
 
     def round(self, most_bytes: int) -> Steps:
-        """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
+        """Query all streams once. Returns the new decisions, with about `most_bytes` of rows at most."""
         yield "heads"
         snapshots = {stream.number: snapshot for stream, snapshot in sequences.heads(self._connection).items()}
         self.is_outdated |= snapshots.keys() != self._streams.keys()
@@ -218,7 +219,7 @@ class Decider:
         return decided
 
     def _head(self, state: _Stream, snapshot: StreamSnapshot | None) -> int:
-        """Up to where IDs may be decided. Rows or a sequence that went back end this decider."""
+        """The highest ID that may be decided. If rows or the sequence went back, this decider is outdated."""
         known = state.evidence.head
         if snapshot is None:
             return known  # it was dropped

@@ -21,14 +21,14 @@ from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
 MOST_FACTS = 200
 MOST_BYTES = 256 * 1024
-"""Of a RUN: a fact that is larger has a record of its own."""
+"""Bytes of a RUN record. A larger fact has a record of its own."""
 _VOID_BYTES = 30
 _decoder = msgspec.json.Decoder(Raw)
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordEdge:
-    """`(id - 1, id]`; without rows for a void. `bytes` is what it takes in a record, about."""
+    """`(id - 1, id]`; without rows for a void. `bytes`: about its size in a record."""
 
     writer: str
     id: int
@@ -73,7 +73,8 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
 
 
 def _emptied(decided: Decision) -> Iterator[EmptyRange]:
-    """What has no row of what was published before the database went back. Facts may have been there: no ID is void.
+    """Ranges without a row among the IDs that were published before the database went back. They may have had facts, so
+    no ID is void.
 
     A single writer had one edge for each of these IDs, so it does not matter how they are cut now.
     """
@@ -98,7 +99,7 @@ def _chains(decided: Decision, most: int, most_bytes: int) -> Iterator[list[_Rec
 
 
 def _edges(decided: Decision) -> Iterator[_RecordEdge]:
-    """Of facts and voids, by their IDs."""
+    """The edges of facts and voids, by their IDs."""
     voids = ids_of(decided.voids)
     next_void = next(voids, None)
     for fact in decided.facts:
@@ -119,12 +120,14 @@ def _edges(decided: Decision) -> Iterator[_RecordEdge]:
 _VOIDS_AT_ONCE = 10_000
 _VOID_RECORD_BYTES = 200
 _AROUND_BYTES = 3000
-"""Of a record that several facts share: the names of stream and writer, and what surrounds the facts."""
+"""Bytes of a record of several facts, without the facts: the names of stream and writer, and the JSON around the
+facts."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """What was decided together, without its rows; `left` of its records are not acknowledged. `size` in bytes."""
+    """Decisions that were sent together, without their rows. `left`: how many of their records are not acknowledged.
+    `size`: bytes."""
 
     decided: Decision
     size: int
@@ -134,7 +137,7 @@ class InFlight:
         self.left -= 1
 
     def counted(self, values: Iterable[bytes]) -> Iterator[bytes]:
-        """The same values, each of which is to be acknowledged."""
+        """The same values, each with the acknowledgement that it waits for."""
         for value in values:
             self.left += 1
             yield value

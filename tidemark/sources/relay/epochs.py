@@ -63,7 +63,7 @@ class StreamEpoch:
         return self.own if writer in {"", BEAT} else writer
 
     def acts(self) -> list[Join | Retire]:
-        """Those that Kafka does not have: the database's own JOIN first."""
+        """The JOIN and RETIRE records that Kafka does not have, the database's own JOIN first."""
         return [*self.joins(), *self._retires()]
 
     def joins(self) -> list[Join]:
@@ -97,7 +97,8 @@ class StreamEpoch:
 
 
 UnknownWriters = Mapping[int, Mapping[str, int]]
-"""By number of the stream: writers that a relay has found and does not know, or whose epoch has ended at that ID."""
+"""By number of the stream: writers whose rows a relay has read and that it does not know, or whose epoch has ended at
+that ID."""
 
 
 def begin(
@@ -107,12 +108,10 @@ def begin(
     unknown_writers: UnknownWriters | None = None,
 ) -> list[StreamEpoch]:
     """All streams, with their writers in their epochs of this history; of a stream that was dropped only those that are
-    to be retired. Any number of relays may call it, in any order.
+    to be retired.
 
-    A stream that went back begins a new timeline where that shows.
-
-    Raises `BadSetting` where the streams are known to Tidemark by another name.
-    """
+    Any number of relays may call it, in any order. If a stream went back, a new timeline begins at the ID that shows
+    it. Raises `BadSetting` if Tidemark knows the streams by another name."""
     with connection.transaction():
         back = sequences.find_regressions(connection)
         _warn_readers(connection, back)
@@ -154,10 +153,8 @@ def begin(
 
 
 def _turn(connection: Connection, history: ServerHistory, writer: str, back: Sequence[Regression]) -> None:
-    """Begin new epochs where the history is another one or the stream went back, and the first of a stream.
-
-    A start of which Kafka may not have every JOIN is begun again with the same tokens.
-    """
+    """Begin new epochs if the history has changed or the stream went back, and the first epoch of a stream. If Kafka
+    may lack a JOIN of a start, the start is repeated with the same tokens."""
     connection.execute(
         """
         with broken as (

@@ -26,8 +26,8 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
 class LockHolder(NamedTuple):
-    """A transaction, and the number of the writer whose lock it holds: None where nobody has asked. Only a transaction
-    that retires the writer holds its lock exclusively."""
+    """A transaction, and the number of the writer whose lock it holds; None if the locks were not queried. Only a
+    transaction that retires the writer holds its lock exclusively."""
 
     transaction: int
     writer: int | None = None
@@ -37,7 +37,8 @@ class LockHolder(NamedTuple):
 RANGES_AT_ONCE = 2000
 _ASKED_EVERY = 20
 _MARKS = 32
-"""Marks kept; past it the two oldest are one, which waits for the transactions of both."""
+"""The largest number of marks. Beyond it, the two oldest marks are merged into one that waits for the transactions of
+both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class _Mark:
 class StreamEvidence:
     """The evidence of one connection: after a crash of the server, numbers of transactions and IDs may come again.
 
-    With `several` writers it matters whose locks a transaction holds.
+    `several`: the stream has several writers, so the locks of a transaction matter.
     """
 
     def __init__(self, floor: int, *, several: bool = False) -> None:
@@ -94,7 +95,7 @@ class StreamEvidence:
 
     @property
     def complete(self) -> int:
-        """Up to here every ID is decided."""
+        """The highest ID up to which every ID is decided."""
         parts = [part for mark in self._marks for part in (mark.unread, mark.absent) if part]
         return min([self.head, *(int(part.lows[0]) for part in parts)])
 
@@ -136,7 +137,7 @@ class StreamEvidence:
             self._marks = [first.with_(second), *rest]
 
     def unread(self) -> Intervals:
-        """Where the outbox is to be read next; the lowest come first."""
+        """The ranges of the outbox to read next, the lowest first."""
         ids = EMPTY
         for mark in self._marks:
             ids = ids.union(mark.unread)
@@ -145,8 +146,8 @@ class StreamEvidence:
     def open_to(self, writers: Collection[int] | None) -> Intervals:
         """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer.
 
-        Where such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
-        contradict a range beyond. The database itself, for which None stands, never ends so.
+        If such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
+        contradict a range beyond. The database itself (None) never ends so.
         """
         undecided, end = EMPTY, self.head
         for mark in self._marks:
@@ -277,7 +278,7 @@ class WriterChains:
         return min([reached, *map(self._limit, self._chains.values())])
 
     def settled(self, floor: int) -> None:
-        """The floor was raised to where all of this is in Kafka."""
+        """Note that the floor was raised: Kafka has everything up to it."""
         self._beats = [beat for beat in self._beats if beat > floor]
 
     def _limit(self, chain: _WriterChain) -> int:

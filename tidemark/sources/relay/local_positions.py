@@ -77,8 +77,8 @@ class PositionDecider:
         return any(known.evidence.unseen for known in self._streams.values())
 
     def round(self) -> Generator[str, None, bool]:
-        """Look once at all streams, and store what is complete; gives whether a position has moved. Yields the name of
-        each step before it is taken: between any two steps others may do whatever they like."""
+        """Query all streams once, and store their positions. Returns whether a position has moved. Yields the name of
+        each step before it is taken, so that tests can let other processes act between two steps."""
         yield "heads"
         snapshots = {
             stream.number: (stream, snapshot) for stream, snapshot in sequences.heads(self._connection).items()
@@ -97,7 +97,8 @@ class PositionDecider:
         return self._store()
 
     def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
-        """Up to where IDs may be decided. Forgets streams that others have changed, which are loaded again."""
+        """The highest ID of each stream that may be decided. Streams that other processes have changed are forgotten
+        and loaded again."""
         heads = dict[int, int]()
         for number, known in [*self._streams.items()]:
             if number not in snapshots or snapshots[number][1].version != known.version:
@@ -115,7 +116,7 @@ class PositionDecider:
         return heads
 
     def _go_back(self, known: _KnownStream, floor: int) -> None:
-        """The sequence went back: what is beyond the floor may come again."""
+        """The sequence went back: IDs beyond the floor may come again."""
         stream = known.stream
         log.warning("The sequence of a stream went back", stream=stream.name, floor=stream.towards.signed(floor))
         self._connection.execute(
@@ -148,7 +149,7 @@ class PositionDecider:
         known.evidence.read(asked, ids, settled=floor)
 
     def _load(self, numbers: Collection[int], snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> None:
-        """Begin where the stored positions are, or at the floor."""
+        """Load streams: each begins at its stored position, or at the floor."""
         if not numbers:
             return
         rows = self._connection.execute(
@@ -252,7 +253,7 @@ class LocalPositions:
 
 
 def _result(steps: Generator[str, None, bool]) -> bool:
-    """What the steps give in the end, all of them taken."""
+    """Take all steps and return their result."""
     while True:
         try:
             next(steps)

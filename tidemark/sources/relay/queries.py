@@ -22,8 +22,8 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 
 LOCK = 1414087749
-"""With the stream's number added the first half of its advisory locks, the second is the writer's hash; the functions
-have it too. A stream has no number 0: that is the relay's own."""
+"""The first half of a stream's advisory locks is this number plus the stream's number; the second half is the writer's
+hash. The SQL functions contain it too. No stream has the number 0, which is the relay's own."""
 BEAT = "*"
 """The writer of beats, in the outbox."""
 ROWS_AT_ONCE = 5000
@@ -303,14 +303,14 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Its commits stand for what is announced, so they are durable whatever the database's default is.
+        # Records are announced after its commits, so the commits must be durable, whatever the database's default is.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would scan it, dead rows and all.
         ("enable_seqscan", "off"),
         ("enable_bitmapscan", "off"),
         ("jit", "off"),
     ),
-    # A server that crashed would not be noticed, and what it took back would be told as void.
+    # Otherwise a crash of the server would not be noticed, and IDs that it took back would be declared void.
     pooled="give the relay a direct connection to the server",
 )
 

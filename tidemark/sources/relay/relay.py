@@ -74,18 +74,19 @@ _NAMES_BYTES = 2 * 4 * 255
 MOST_BYTES = 16 * 1024 * 1024
 """Bytes of records that wait for Kafka's acknowledgement; the rest waits in the database."""
 SHORTEST, LONGEST = 0.005, 0.05
-"""Seconds between two looks at the database: the first while something happens, the second after a while without."""
+"""Seconds between two queries of the database: the first while there are changes, the second after a while without
+changes."""
 _SETTLED_EVERY = 1.0
 _SETTLED_AT_ONCE = 500
-"""Streams whose floors are raised between two rounds, a transaction each."""
+"""Streams whose floors are raised between two rounds, each in its own transaction."""
 _BEAT_EVERY = 1.0
 _CHAINS_PER_SECOND = 200
-"""Writers that beats tell of, at the most: where there are more, there are fewer beats."""
+"""The largest number of chains that beats cut in a second. With more chains there are fewer beats."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
 REGRESSED = "The database or its sequence went back, or a row came below the floor: a new timeline begins"
 _JOINED_AT_ONCE = 500
-"""Streams whose JOINs are acknowledged together: a relay that is killed then leaves the next one fewer to send."""
+"""Streams whose JOINs are acknowledged together, so that a relay that is killed leaves fewer JOINs to the next one."""
 
 
 class AppendRelay(RunLoop):
@@ -220,7 +221,7 @@ class AppendRelay(RunLoop):
         self._in_flight.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
 
     def _fitting(self, decided: Decision) -> Decision:
-        """The facts that the topic takes. Of any other fact no record is sent. Kafka would take its smaller records,
+        """The facts that the topic accepts. No record of another fact is sent: Kafka would accept its smaller records,
         and the last one, which has the ID, would make the fact look complete."""
         stream, signed = decided.stream_epoch.stream.name, decided.stream_epoch.stream.towards.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
@@ -256,7 +257,7 @@ class AppendRelay(RunLoop):
 
 
 def _result(steps: Generator[str, None, Any]) -> Any:
-    """What a generator of steps returns, all of them taken."""
+    """Take all steps of a generator and return its result."""
     while True:
         try:
             next(steps)

@@ -1,8 +1,6 @@
-"""How far the sequences of the streams are, whether they are fit, and rows where none can be (docs/design.md 4b).
-
-Looked at in every round, whatever the cause may be: row and sequence travel apart from each other in a logical
-replication, a restore or a `setval`, and any of these happens under a connection that goes on.
-"""
+"""The heads of the streams' sequences, their fitness, and rows where no row can be (docs/design.md 4b). All are
+queried in every round: a logical replication, a restore or a `setval` changes rows and sequences separately, while
+the connection stays open."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -102,7 +100,7 @@ class StreamSnapshot:
 
     @property
     def reached(self) -> int:
-        """Up to here this database knows that IDs were given out."""
+        """The highest ID that this database knows to be given out."""
         return max(self.floor, self.upto)
 
 
@@ -147,15 +145,14 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
 
 
 def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, seen: int) -> int:
-    """Up to where the sequence gave out IDs; `seen` is up to where it gave out IDs before, as far as is known.
-
-    A sequence that was restarted, or is new, knows only which ID comes next.
-    """
+    """The highest ID that the sequence gave out. `seen`: the highest one known before. A sequence that is new or was
+    restarted knows only its next ID."""
     if snapshot.sequence.last is not None:
         return snapshot.sequence.last
     if snapshot.sequence.unfit or seen <= snapshot.after:
         return snapshot.after
-    # Its row is read without its lock, which the call behind it takes: nobody was in the middle of taking an ID.
+    # The row is read without the sequence's lock. The next call takes the lock, so no session was in the middle of
+    # taking an ID.
     row = connection.execute(
         f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {snapshot.sequence.name}".encode(),
         [snapshot.sequence.name],
@@ -168,8 +165,8 @@ def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot,
 def stray_rows(connection: Connection) -> dict[int, StrayRows]:
     """By number of the stream, what the outbox holds at or below its floor or beyond its head; others are left out.
 
-    A sequence is read after the snapshot was taken, so no row that is committed while this is asked is beyond it. One
-    that gave out no ID since it was restarted knows none: `highest` is any row then.
+    A sequence is read after the snapshot, so no row that is committed during the query is beyond it. If a sequence gave
+    out no ID since its restart, `highest` is any row.
     """
     rows = connection.execute(
         f"""
@@ -197,13 +194,13 @@ def stray_rows(connection: Connection) -> dict[int, StrayRows]:
 
 
 QUICK = 0.02
-"""Seconds that a look for stray rows may take to be part of every round."""
+"""A query for stray rows runs in every round if it takes at most this many seconds."""
 _SHARE = 0.05
 
 
 class StrayRowQuery:
-    """Looks for stray rows in every round. If a query takes longer than `QUICK`, queries take a twentieth of the
-    time: dead rows that no vacuum may remove yet slow each of them down."""
+    """Queries stray rows in every round. If a query takes longer than `QUICK`, queries take a twentieth of the time:
+    dead rows that no vacuum may remove yet slow each of them down."""
 
     def __init__(self) -> None:
         self.found: Mapping[int, StrayRows] = {}
@@ -221,8 +218,8 @@ class StrayRowQuery:
 
 
 def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
-    """By number, of these streams, why their sequences are unfit. Asked after their heads: an option that was set and
-    taken back before is harmless, because no session keeps IDs from before a change of its sequence."""
+    """By number, of these streams, why their sequences are unfit. Queried after the heads: an option that was set and
+    reset before is harmless, because no session keeps IDs from before a change of its sequence."""
     rows = connection.execute(
         f"""
         select number, {_UNFIT} from tidemark.append_streams left join pg_sequence on seqrelid = ids

@@ -1,7 +1,7 @@
 """Persisting an event: in the caller's transaction, with its facts on the streams `events`, `backfill` and `caches`.
 
-Whoever persists takes the lock of the event's room first, so that rooms are independent and each is changed by one
-transaction at a time. The transaction is one of `read committed`: what others did is seen once the lock is there.
+A transaction first takes the lock of the event's room. So rooms are independent, and one transaction at a time changes
+a room. The isolation level is `read committed`: after the lock is taken, the transaction sees the changes of others.
 """
 
 import re
@@ -39,9 +39,9 @@ from tidemark.sources.rooms.rules import (
 from tidemark.sources.rooms.tables import ALL_OF_ROOM, ROOMS_OF, STATE, LockedRoom, PostgresGroups
 from tidemark.sources.writer import Writer
 
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not if the backslash itself is escaped
 MOST_MEMBERS = 10
-"""Members whose rooms change; of more, the whole cache is cleared."""
+"""If the rooms of more members change, the whole cache is cleared."""
 
 
 class Appender(Protocol):
@@ -57,7 +57,7 @@ class Appender(Protocol):
 
 
 class WriterAppender(Writer):
-    """By `tidemark.Writer`."""
+    """Append with `tidemark.Writer`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -65,7 +65,7 @@ class WriterAppender(Writer):
 
 
 class SqlAppender:
-    """By the SQL functions, as the database itself, whose name is `name`."""
+    """Append with the SQL functions, in the name of the database itself (`name`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class SqlAppender:
 
 @dataclass(frozen=True, slots=True)
 class RoomStreams:
-    """What the streams are called."""
+    """The names of the streams."""
 
     events: str = "events"
     backfill: str = "backfill"
@@ -112,11 +112,11 @@ class RoomStore:
         given: Collection[str] | None = None,
         reserved: int | None = None,
     ) -> int | None:
-        """Persist an event in the open transaction; its stream ID, None for an outlier that is told nobody.
+        """Persist an event in the open transaction; returns its stream ID, or None for an outlier that is not
+        published.
 
-        `given` are the events of the state before it, needed where not all of its prev events are held; `reserved` is
-        an ID that this transaction has reserved of the timeline's stream. Raises `BadEvent`: then nothing was written.
-        """
+        `given`: the events of the state before it, required if not all of its prev events are stored. `reserved`: an
+        ID of the timeline's stream that this transaction has reserved. Raises `BadEvent`; then nothing was written."""
         event = _as_stored(event)
         try:
             with connection.transaction():
@@ -185,19 +185,18 @@ class RoomStore:
         groups: PostgresGroups,
         newest: int | None,
     ) -> None:
-        """The room's current state, what is made of it, and the caches that held the one before."""
+        """Update the room's current state, the tables derived from it, and invalidate the caches of the previous
+        state."""
         current = before.group
         current_groups = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
         if newest is not None and current is not None and len(current_groups) > 1:
-            current_groups = dict.fromkeys(
-                [current, newest]
-            )  # as in `memory`: the newest state holds those that it replaced
+            current_groups = dict.fromkeys([current, newest])  # the newest state contains the states that it replaced
         group = merged([*current_groups], None, {}, groups) if current_groups else None
         if group == current:
             return
         after: State = {} if group is None else groups.state(group)
         changed = difference(after, {} if current is None else groups.state(current))
-        if not changed:  # an equal state that came by another way
+        if not changed:  # an equal state in another group
             return
         connection.execute(
             "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, before.version + 1, room]
@@ -209,7 +208,7 @@ class RoomStore:
             self._invalidate(connection, cache, keys, before.version + 1 if cache != ROOMS_OF else None)
 
     def _move(self, connection: Connection, room: str, turn: int, members: Mapping[str, KeyHolder]) -> None:
-        """Their memberships and stays; each whose stay ends is told so."""
+        """Update memberships and stays of members, and notify each member whose stay ends."""
         before = tables.joined_of(connection, room, members)
         tables.renew_members(connection, room, [holder.id for holder in members.values()])
         came, went = moved(before, tables.joined_of(connection, room, members))
@@ -282,7 +281,8 @@ def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> Non
 
 
 def _as_stored(event: RoomEvent) -> RoomEvent:
-    """With content as the table gives it back. Raises `BadEvent` where it or a reader could not take it."""
+    """The event with its content as the table returns it. Raises `BadEvent` if the table or a reader could not store
+    it."""
     try:
         text = tables.as_json(event.content)
         text.encode()

@@ -1,8 +1,8 @@
 """Reading rooms as clients do, by positions that the caller has: sync, messages, initial sync.
 
-Forwards, by arrival: `sync` hands over what came between two positions of the stream `events`, late events of slow
-writers among it. Backwards, by `(depth, stream_ordering)`: `messages` goes through history, page after page. The caller
-has read the position before it calls, so that what the position promises is there to be seen.
+Forwards, by arrival: `sync` returns the events between two positions of the stream `events`, including late events of
+slow writers. Backwards, by `(depth, stream_ordering)`: `messages` returns history in pages. The caller reads the
+position before the call, so that all events up to the position are visible.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ class Upto:
         return max(self.linear, self.positions.get(writer, 0))
 
     def passed(self, row: "TimelineRow") -> bool:
-        """History has no position here: it is in nobody's way."""
+        """History needs no position: it blocks no reader."""
         return row.stream_ordering <= self.at(row.writer)
 
     def beside(self, other: "Upto") -> "Upto":
-        """What either of them stands for."""
+        """The stream IDs that both positions cover."""
         names = {*self.positions, *other.positions}
         linear = max(self.linear, other.linear)
         return Upto(linear, {name: max(self.at(name), other.at(name)) for name in sorted(names)})
@@ -58,7 +58,7 @@ class PageEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What came for a member; `rooms` are those that it has joined by now. `until` is the next call's `since`."""
+    """The new events of a member. `rooms`: the rooms that it has joined. `until`: the `since` of the next call."""
 
     until: Upto
     rooms: Sequence[str]
@@ -66,8 +66,8 @@ class Synced:
     sent: Sequence[TimelineRow]
     """Out-of-band memberships, to the member alone."""
     left: Sequence[TimelineRow] = ()
-    """The events that ended stays, as a leave, a kick or a ban: of such a stay comes nothing more. Whoever is back
-    already has the room among `rooms` as well."""
+    """The events that ended stays (leave, kick or ban). No more events of such a stay follow. If the member has joined
+    again, the room is also in `rooms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,11 @@ def members_of(connection: Connection, room: str) -> list[str]:
 def sync(
     connection: Connection, member: str, since: Upto, now: Upto, limit: int = 100, rooms: Sequence[str] | None = None
 ) -> Synced:
-    """What came after `since` up to `now`, in order of arrival: of the member's stays, or of all of the rooms given.
+    """The events after `since` up to `now`, in order of arrival: of the member's stays, or of all given rooms.
 
-    Of more than `limit` events the first ones; `until` is then less than `now`. It is never less than `since`, which
-    another process may have read further than this one knows. The end of a stay is told by the linear position alone:
-    a slow writer's event of the stay may come until then.
-    """
+    At most the first `limit` events; `until` is then less than `now`. `until` is never less than `since`, which may
+    be beyond the positions that this process knows. The end of a stay is returned only when the linear position has
+    passed it, because a slow writer's event of the stay may come until then."""
     now = now.beside(since)
     stays = _stays(connection, member, since) if rooms is None else [Stay(room, 0) for room in rooms]
     until = now
@@ -140,7 +139,7 @@ def sync(
 
 
 def _stays(connection: Connection, member: str, since: Upto) -> list[Stay]:
-    """The member's, but for those of whose end it was told."""
+    """The member's stays, except those whose end the member has received."""
     rows = connection.execute(
         "select room, began, ended, left_by from rooms.stays where member = %s"
         " and (left_by is null or left_by > %s) order by room, began",
@@ -161,7 +160,7 @@ def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple
 
 
 def _arrived(connection: Connection, stays: Sequence[Stay], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:
-    """Each stay's part is found by the index, so that it costs what came there, and not what came everywhere."""
+    """Each stay is read by the index, so the cost follows the events of its room and not those of all rooms."""
     writers = [*{*since.positions, *now.positions}]
     rows = connection.execute(
         f"""
@@ -196,11 +195,9 @@ def _arrived(connection: Connection, stays: Sequence[Stay], since: Upto, now: Up
 def messages(
     connection: Connection, room: str, upto: Upto, before: PageEnd | None = None, limit: int = 100
 ) -> tuple[list[TimelineRow], PageEnd | None]:
-    """A page of history, the deepest events first, and where the next one begins; None: there is nothing more.
-
-    No key comes twice, so pages neither leave out nor repeat what is there as the first is read, whatever is inserted
-    meanwhile. Live events beyond `upto` are left to sync.
-    """
+    """A page of history, the deepest events first, and the beginning of the next page; None: there are no more
+    events. Keys are unique, so pages neither omit nor repeat events that exist when the first page is read, even if
+    events are inserted meanwhile. Live events beyond `upto` are left to `sync`."""
     begins = PageEnd(2**63 - 1, 2**63 - 1) if before is None else before
     rows = connection.execute(
         f"""
@@ -228,7 +225,7 @@ def opened(connection: Connection, room: str, now: Upto, limit: int = 20) -> Ope
 
 
 def state_at(connection: Connection, room: str, now: Upto) -> State:
-    """The room's state at a position: that of what were the forward extremities, had nothing come after it."""
+    """The room's state at a position: the state after the events that were the forward extremities at that position."""
     groups = connection.execute(
         f"""
         with recursive later as (
@@ -312,8 +309,8 @@ def joined_with_version(connection: Connection, member: str) -> tuple[int, list[
 
 
 def invalidated(connection: Connection, since: Upto, now: Upto) -> list[tuple[str, list[str] | None]]:
-    """What caches are to forget between two positions of the stream `caches`: name, and keys or None. Some of it may
-    have been told before, which does no harm."""
+    """The invalidations between two positions of the stream `caches`: cache name, and keys or None. Some may be
+    repeated, which does no harm."""
     return connection.execute(
         "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"
         " and stream_id <= greatest(%s, (%s::jsonb->>writer)::bigint) order by stream_id",

@@ -1,7 +1,7 @@
 """The rules of a room's DAG: what persisting one event does to edges, extremities and timelines. Pure.
 
-An event names its `prev_events`, and so the edges point back in time. `persisted` sees only what stands around an
-event, so that a store looks up a few rows, whatever the room holds.
+An event names its `prev_events`, and so the edges point back in time. `persisted` needs only the neighbours of an
+event, so a store looks up a few rows, whatever the size of the room.
 
 A state says for each key (type, state key) which event is valid. Resolving states is simple, and is not Matrix's: for
 each key the deepest event wins, among equally deep ones the greatest ID. So the order and number of resolutions do not
@@ -36,7 +36,7 @@ class BadEvent(Reject):
 
 
 class HeldAs(StrEnum):
-    """As what an event is held."""
+    """The kind as which an event is stored."""
 
     REGULAR = "regular"
     SOFT_FAILED = "soft-failed"
@@ -44,7 +44,7 @@ class HeldAs(StrEnum):
     REJECTED = "rejected"
     """The same, and changes no state."""
     OUTLIER = "outlier"
-    """Held without the room's state at it: no edges, no state, in no timeline."""
+    """Stored without the room's state at it: it has no edges, sets no state, and is in no timeline."""
     OUT_OF_BAND = "out-of-band"
     """An outlier that its user is sent: an invite, its rejection, a knock."""
 
@@ -59,7 +59,7 @@ class HeldAs(StrEnum):
 
 
 class KnownEvent(NamedTuple):
-    """What the rules need of an event that is held."""
+    """The fields of a stored event that the rules need."""
 
     id: str
     room: str
@@ -83,7 +83,7 @@ class RoomEvent:
 
     @property
     def key(self) -> tuple[str, str] | None:
-        """What of the room's state it sets, if the event is not rejected."""
+        """The key of the room's state that the event sets, if it is not rejected."""
         return None if self.state_key is None else (self.type, self.state_key)
 
     @property
@@ -91,14 +91,14 @@ class RoomEvent:
         return KnownEvent(self.id, self.room, self.depth, self.held_as)
 
     def same(self, other: "RoomEvent") -> bool:
-        """Whether it is the same event, whatever it is held as."""
+        """Whether it is the same event, also if it is stored as another kind."""
         return _content(self) == _content(other)
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What is held around an event: itself, those of its prev events that are (of any room, held as whatever), and the
-    events of its room with an edge to it, as regular ones if that edge counts."""
+    """The stored neighbours of an event: itself, its prev events (of any room and kind), and the events of its room
+    with an edge to it, as regular ones if that edge counts."""
 
     itself: RoomEvent | None = None
     prevs: Mapping[str, KnownEvent] = field(default_factory=dict)
@@ -107,14 +107,13 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class RoomChange:
-    """What persisting does. `timeline` is where it is told, None for an outlier that nobody is sent (whoever is sent
-    one reads `events`).
+    """The effects of persisting an event.
 
-    `extremity`: it becomes a forward extremity. If its edges `count`, its prev events cease to be forward extremities,
-    and so do those that soft-failed and rejected events among them name: from then on the edges of these count, too.
-    It ceases to be a backward extremity where it has edges, and `missing` of its prev events become ones. The edges
-    to it from the events `untrue` are taken away: these said a depth that is false.
-    """
+    `timeline`: the stream on which it is published; None for an outlier, which is not published. `extremity`: it
+    becomes a forward extremity. `counts`: its edges count. Then its prev events are no longer forward extremities; if
+    some of them are soft-failed or rejected, the edges of those count from now on too. If it has edges, it is no longer
+    a backward extremity, and its `missing` prev events become backward extremities. The edges to it from the events
+    `untrue` are removed, because those events state a false depth."""
 
     edges: tuple[str, ...]
     counts: bool
@@ -146,7 +145,7 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
 
 
 def chosen_prevs(extremities: Iterable[KnownEvent]) -> tuple[KnownEvent, ...]:
-    """The prev events of a new event: of the forward extremities the deepest, so that the rest comes next."""
+    """The prev events of a new event: the deepest forward extremities. Later events follow the others."""
     ranked = sorted(extremities, key=lambda known: (-known.depth, known.id))
     return tuple(ranked[:MOST_PREVS])
 
@@ -202,8 +201,8 @@ def _check_again(event: RoomEvent, held: RoomEvent) -> None:
 
 
 def _check_place(event: RoomEvent, around: Around) -> None:
-    """Edges stay in the room and go from deeper events to less deep ones, or among the deepest to events that came
-    before: so there is no cycle. An event that named this one and is no deeper has said a false depth, and gives way.
+    """Edges stay in the room and lead from deeper events to less deep ones, or among the deepest to earlier ones, so
+    there is no cycle. An event that names this one and is not deeper states a false depth; its edge is removed.
     """
     for known in around.prevs.values():
         _require(event, known.room == event.room, f"its prev event {known.id} is of another room, {known.room}")
@@ -227,11 +226,9 @@ JOINED = "join"
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Of a member in a room: the turns of the first event and of the last one, None while it lasts.
-
-    `left_by` is the stream ID by which the member is told of its end. It was reserved in the turn of the last event, so
-    every event of the stay has a lower one.
-    """
+    """The stay of a member in a room: the turns of its first and its last event (None while it lasts). `left_by`:
+    the stream ID of the event that ends it. That ID was reserved in the turn of the last event, so every event of
+    the stay has a lower one."""
 
     room: str
     began: int
@@ -248,12 +245,12 @@ def joins(event: RoomEvent) -> bool:
 
 
 def moved(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
-    """Whose stays begin and whose end, where these had joined before an event and those after it."""
+    """The members whose stays begin and end, from the joined members before and after an event."""
     return sorted(after - before), sorted(before - after)
 
 
 LONGEST_CHAIN = 100
-"""Groups from one to the last that it stands on, both counted."""
+"""The maximum length of a chain of groups."""
 
 StateKey = tuple[str, str]
 
@@ -282,7 +279,7 @@ class Groups(Protocol):
     def state(self, group: int) -> State: ...
 
     def chain(self, group: int) -> Sequence[int]:
-        """The group, the one that it stands on, and so forth to the last."""
+        """The chain of groups: the group, its base, and so on to the last."""
 
     def add(self, placed: Placed) -> int: ...
 
@@ -299,10 +296,8 @@ def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
 def given_state(
     event: RoomEvent, change: RoomChange, given: Collection[str] | None, held: Mapping[str, RoomEvent]
 ) -> State | None:
-    """The state before `event` as another server says, by the IDs of its events; None where our own is known.
-
-    Raises `BadEvent` where it is needed and not there, or names what cannot be the state there.
-    """
+    """The state before `event` that another server sent, as IDs of events; None if the own state is known. Raises
+    `BadEvent` if it is required and missing, or if it cannot be the state there."""
     if not change.missing:
         return None
     if given is None:
@@ -321,7 +316,8 @@ def given_state(
 def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups: Groups) -> int:
     """The group of the state at a persisted event, itself included; a new one only where the state changes.
 
-    `prevs` are the groups of those prev events that are held; `given` is the state before it, where not all are.
+    `prevs`: the groups of the stored prev events. `given`: the state before the event, if not all prev events are
+    stored.
     """
     own = {event.key: KeyHolder(event.depth, event.id)} if event.key and event.held_as is not HeldAs.REJECTED else {}
     return merged([*dict.fromkeys(prevs)], given, own, groups)
@@ -345,7 +341,8 @@ def merged(stored: Sequence[int], given: State | None, own: State, groups: Group
 
 
 def placed_on(base: int, delta: State, groups: Groups) -> Placed:
-    """A group that differs from `base` by `delta`: on it, or where the chain is full, on one half way down."""
+    """A group that differs from `base` by `delta`: its base is `base`, or a group half way down if the chain is
+    full."""
     chain = groups.chain(base)
     if len(chain) < LONGEST_CHAIN:
         return Placed(base, delta, len(chain) + 1)
@@ -358,7 +355,7 @@ def placed_on(base: int, delta: State, groups: Groups) -> Placed:
 
 
 def difference(state: State, before: State) -> dict[StateKey, KeyHolder]:
-    """What `state` says otherwise than `before`, of which no key is missing in it."""
+    """The entries of `state` that differ from `before`. `state` has all keys of `before`."""
     return {key: holder for key, holder in state.items() if before.get(key) != holder}
 
 
@@ -384,7 +381,7 @@ class MemoryGroups:
         return chain
 
     def changed(self, before: int | None, after: int) -> State:
-        """What one state says otherwise than an earlier one."""
+        """The entries of a state that differ from an earlier state."""
         if self.stored[after].base == before:
             return self.stored[after].delta
         return difference(self.state(after), {} if before is None else self.state(before))
@@ -396,10 +393,8 @@ class MemoryGroups:
 
 
 def compacted(stored: Mapping[int, Placed], used: Collection[int]) -> dict[int, Placed]:
-    """The same groups in fewer rows: those that nobody uses go, but where several others stand on one.
-
-    What stays has the state that it had; where a chain was too long, it is cut.
-    """
+    """The same groups in fewer rows. Unused groups are removed, except those that are the base of several others.
+    The others keep their state. Chains that are too long are cut."""
     before, after = MemoryGroups(dict(stored)), MemoryGroups()
     for group in sorted(_needed(stored, used)):
         state = before.state(group)
@@ -414,7 +409,7 @@ def compacted(stored: Mapping[int, Placed], used: Collection[int]) -> dict[int, 
 def _needed(stored: Mapping[int, Placed], used: Collection[int]) -> set[int]:
     needed = set(used)
     upon: Counter[int] = Counter()
-    for group in sorted(stored, reverse=True):  # a group is younger than the one that it stands on
+    for group in sorted(stored, reverse=True):  # a group is younger than its base
         if upon[group] > 1:
             needed.add(group)
         base = stored[group].base

@@ -101,7 +101,7 @@ def locked(connection: Connection, room: str) -> LockedRoom:
 
 
 def events_of(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
-    """Those that are held, with the groups of their states."""
+    """The stored events of these IDs, with the groups of their states."""
     rows = connection.execute(
         "select event, room, type, sender, prevs, depth, state_key, content, held_as, state_group"
         " from rooms.events where event = any(%s)",
@@ -135,8 +135,8 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Kn
 
 
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """Events that an event follows whose edges count. The edges of soft-failed and rejected ones among them count from
-    then on, and so forth.
+    """The events that are followed by an event whose edges count. If one of them is soft-failed or rejected, its edges
+    count from now on too, recursively.
     """
     connection.execute(
         """
@@ -161,7 +161,7 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
 
 
 def backward_extremities(connection: Connection, room: str) -> list[str]:
-    """Where history is to be fetched; first what is named by the deepest event."""
+    """The events whose history is missing, those that the deepest events name first."""
     rows = connection.execute(
         "select missing.event from rooms.backward_extremities as missing"
         " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
@@ -172,7 +172,7 @@ def backward_extremities(connection: Connection, room: str) -> list[str]:
 
 
 def joined_of(connection: Connection, room: str, members: Collection[str]) -> set[str]:
-    """Who of these has joined, as the room's current state says."""
+    """The members among these that have joined, by the room's current state."""
     rows = connection.execute(
         "select member from rooms.memberships where room = %s and member = any(%s) and membership = %s",
         [room, [*members], JOINED],
@@ -261,7 +261,7 @@ def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
 
 
 ALL_OF_ROOM = "*room"
-"""In place of a cache's name: every cache whose key is the room."""
+"""Used instead of a cache's name: every cache whose key is the room."""
 STATE, MEMBERS, ROOMS_OF = "state", "members", "rooms_of"
 """Caches of a room's current state, of its members, and of a member's rooms."""
 
@@ -271,7 +271,8 @@ Entry = tuple[str, tuple[str, ...]]
 
 
 class Caches:
-    """Any thread may call. `groups` are names that stand for several caches of one key; `most` entries are kept."""
+    """Any thread may call. `groups`: names of groups of caches that share a key. `most`: the largest number of
+    entries."""
 
     def __init__(self, groups: Mapping[str, Collection[str]], most: int = 10_000) -> None:
         self._groups = groups
@@ -282,7 +283,7 @@ class Caches:
         self._lock = Lock()
 
     def get(self, cache: str, keys: Sequence[str], load: Callable[[], V]) -> V:
-        """The cached value, or what `load` gives; that is called again where an invalidation came meanwhile."""
+        """The cached value, or the result of `load`. `load` is called again if an invalidation came meanwhile."""
         entry = cache, tuple(keys)
         while True:
             overtaken: set[str] = set()
