@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, errors as one line, and the extra that a command needs."""
+"""Shared parts of all commands: exit codes, one-line errors, and the extra that a command needs."""
 
 import errno
 import getpass
@@ -46,7 +46,7 @@ class CommandGroup(OurCommand, click.Group):
     group_class = type
 
     def run_command(self, ctx: click.Context) -> Any:
-        """What `invoke` does, without the handling of errors."""
+        """Run the command, without the handling of errors."""
         return super().invoke(ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -70,7 +70,7 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def without_stack(error: Unavailable | Refused) -> str | None:
-    """What to say of a server whose address nobody has set; None if somebody has."""
+    """The error text for a server whose address is not set; None if it is set."""
     from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
@@ -127,8 +127,8 @@ def check_settings(ctx: click.Context) -> None:
 
 
 def loaded(*, other_database: bool = False) -> "Settings":
-    """The settings of this process, whose log they shape. Called before all else is imported: who mistyped one need not
-    wait for Spark.
+    """Load the settings of this process and configure its log. Called before other imports, so that a mistyped setting
+    is reported without waiting for Spark.
 
     Variables of the user that would lead a request to this machine elsewhere are removed from the process: proxies for
     loopback, and `PG...` if the database is that of the local stack.
@@ -160,8 +160,8 @@ def _is_of_stack(settings: "Settings") -> bool:
 
 
 def confirmed(word: str, name: str, *, yes: bool) -> None:
-    """Return where a person has typed `word`, which is `what`, or said `--yes`. Raises `UsageError` where there is
-    nobody to ask."""
+    """Return if a person has typed `word`, which is `name`, or gave `--yes`. Raises `UsageError` if there is no
+    terminal."""
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
@@ -176,7 +176,8 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
 
 
 def tell(line: str, *, err: bool = False) -> None:
-    """`click.echo` of what is done already: where nobody can take the line any more, the exit code still says it."""
+    """`click.echo` for work that is already done. If standard output is closed, the exit code still reports the
+    result."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -184,17 +185,17 @@ def tell(line: str, *, err: bool = False) -> None:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """What is left in its buffer, too, at the end."""
+    """Redirect standard output, so that the rest of its buffer causes no error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def no_stream(name: str) -> str:
-    """What whoever mistypes it is told."""
+    """The error for an unknown name."""
     return f"there is no stream {name}; `tidemark status` shows all"
 
 
 def own_name() -> str:
-    """Of the user as whom this runs, which may have only a number."""
+    """The name of the current user, or its number if it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):

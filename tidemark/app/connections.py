@@ -75,14 +75,14 @@ def masked(text: str) -> str:
 
 
 def _without_path(text: str) -> str:
-    """A URL whose path, query and user may be a key: only where it leads."""
+    """A URL without path, query and user, which may contain a key."""
     parts = urlsplit(text)
     rest = parts.path.strip("/") or parts.query or parts.fragment
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
 
 
 def masked_url(text: str) -> str:
-    """The address of a web service, without whatever may be a key."""
+    """The address of a web service, without parts that may contain a key."""
     try:
         return _without_path(text)
     except ValueError:
@@ -97,8 +97,8 @@ def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Of a secret: an address that may be shown, but for the passwords in it; of a `web` one only where it leads, since
-    a key may be anywhere in it."""
+    """A secret's address without its passwords. Of a `web` address only scheme and host, because a key may be anywhere
+    in it."""
 
     web: bool = False
 
@@ -199,7 +199,7 @@ class Connections(BaseModel):
 
     @property
     def kafka(self) -> KafkaConnection:
-        """With the secrets as their files have them now."""
+        """With the current content of the secret files."""
         return KafkaConnection(
             bootstrap=self.kafka_bootstrap_servers,
             protocol=self.kafka_security_protocol,
@@ -245,7 +245,7 @@ class Connections(BaseModel):
 
     @abstractmethod
     def secret(self, name: str) -> str | None:
-        """The value of a secret as it is now; None where it is not set."""
+        """The current value of a secret; None if it is not set."""
 
 
 def variable(name: str) -> str:
@@ -253,7 +253,7 @@ def variable(name: str) -> str:
 
 
 def go_together(settings: BaseModel, *pair: str) -> None:
-    """Raises `ValueError` where one of two is set."""
+    """Raises `ValueError` if only one of two settings is set."""
     missing = [name for name in pair if getattr(settings, name) is None]
     if len(missing) == 1:
         raise ValueError(f"{' and '.join(map(variable, pair))} go together; {variable(missing[0])} is not set")

@@ -134,7 +134,7 @@ def plain(value: "DataclassInstance") -> dict[str, Any]:
 
 
 def as_object(value: object) -> str:
-    """The JSON of whatever msgspec encodes, indented."""
+    """The JSON of a value that msgspec encodes, indented."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 

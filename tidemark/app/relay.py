@@ -46,7 +46,7 @@ class RelayPlan:
 
 
 def run(settings: Settings, plan: RelayPlan) -> None:
-    """Relay until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
+    """Run the relay until SIGTERM or SIGINT. Raises `Stop` if a person must decide."""
     halt = shutdown_event()
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
@@ -114,13 +114,13 @@ class LoopHealth:
         return "the loop does not run" if is_stale else None
 
     def lacks(self) -> str | None:
-        """None also for a standby: a new release cannot do more while the old one works."""
+        """None also for a standby, which is ready: a new release cannot do more while the old one works."""
         works = http_health.reading(self.metrics.active) or http_health.reading(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 
 def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
-    """Bring schema and functions up to date, and make the streams that are missing."""
+    """Update schema and functions, and create the missing streams."""
     for name in streams:
         if not is_name(name):
             raise BadSetting("stream", why_no_name(name))

@@ -299,7 +299,8 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """A secret's value, read again where it is in a file; what was read at the start while the file is away."""
+        """A secret's value. If it is in a file, the file is read again; while the file is missing, the first value is
+        returned."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -309,7 +310,7 @@ class Settings(SidecarSettings, Connections):
 
     @property
     def policy_defaults(self) -> dict[str, int]:
-        """What holds of streams without a policy."""
+        """The settings of streams without a policy."""
         return {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
 
     @property
@@ -383,7 +384,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def origin_of(name: str) -> str:
-    """Where the effective value of a field comes from, in words."""
+    """The source of a field's effective value, in words."""
     variable = variable_of(name)
     if os.environ.get(variable):
         return "environment"
@@ -402,7 +403,7 @@ def unknown_variables() -> list[str]:
 
 
 def settings_lines(settings: Settings) -> Iterator[str]:
-    """One line per setting, then one per variable that looks like a setting and is none."""
+    """One line for each setting, then one for each variable that resembles a setting but is none."""
     rows = [(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:

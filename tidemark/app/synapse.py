@@ -1,4 +1,4 @@
-"""`tidemark synapse`: sends to Kafka what the workers of a Synapse write; makes the tables of its state."""
+"""`tidemark synapse`: sends the facts of Synapse's workers to Kafka, and creates the tables of its state."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def _writers(text: str) -> tuple[str, Sequence[str]]:
 
 
 def run(settings: Settings, plan: BridgePlan) -> None:
-    """Tell until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
+    """Run the bridge until SIGTERM or SIGINT. Raises `Stop` if a person must decide."""
     streams = plan.bridged()
     dsn, redis = _address(settings), settings.secret("synapse_redis_url")
     if redis is None:
@@ -128,7 +128,7 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def migrate(settings: Settings, say: Callable[[str], None]) -> None:
-    """Make or update the tables in which the bridge remembers."""
+    """Create or update the tables of the bridge's state."""
     with state_session(settings.postgres) as session:
         applied = SCHEMA.migrate(session)
     say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
@@ -136,7 +136,7 @@ def migrate(settings: Settings, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """Which worker is no writer any more; `stream` as it is called on Kafka, None: each. `wait`: seconds."""
+    """The worker to retire. `stream`: its name on Kafka; None: all streams. `wait`: seconds."""
 
     writer: str
     stream: str | None
@@ -144,11 +144,8 @@ class WorkerGone:
 
 
 def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
-    """Have the bridge that speaks end the writer, once everything of it is told.
-
-    Raises `BadSetting` where it turns out to live, `PrerequisitePending` where it did not end in time: it will all the
-    same.
-    """
+    """Ask the active bridge to retire the writer after all its facts are sent. Raises `BadSetting` if the writer is
+    still running, and `PrerequisitePending` if it was not retired in time; the request stays."""
     with state_session(settings.postgres) as session:
         with session.use() as connection:
             SCHEMA.check(connection)

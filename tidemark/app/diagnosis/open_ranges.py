@@ -1,7 +1,7 @@
 """Everything that blocks positions, what is known about it, and what would settle it: for the verbs and the live page.
 
-Pure, except for `of`. `remedy` says what ends the waiting for a writer. `lag_answer` is the linear lag in answers of
-`tidemark status` and of the sidecar.
+Pure, except for `of`. `remedy` returns what ends the wait for a writer. `lag_answer` is the linear lag in the answers
+of `tidemark status` and of the sidecar.
 """
 
 import re
@@ -95,7 +95,7 @@ _WAITING = {
 
 
 def arguments(*words: str) -> list[str]:
-    """Names as arguments of a command, of which none passes for an option."""
+    """Quote names as arguments of a command, so that none is taken for an option."""
     return [*(["--"] if any(word.startswith("-") for word in words) else []), *words]
 
 
@@ -169,7 +169,7 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
 
 
 def last_seen(milliseconds: int) -> datetime | None:
-    """None if none of its records was noted."""
+    """None if no record of the writer was noted."""
     return moment(milliseconds) if milliseconds else None
 
 
@@ -212,9 +212,9 @@ def read(
     reading: Reading | None = None,
 ) -> list[OpenRange]:
     """From the encoded states at `now` (s since 1970): by stream, then longest first. A linear position that waits for
-    a silent writer no longer than a transaction takes is left out. `begun`: the stream, writer and epoch of each epoch
-    that an operator began; who is silent in one of these is fenced. `bridged`: streams that `tidemark synapse` sends.
-    `reading`: without it no heartbeat counts as missed."""
+    a silent writer no longer than a transaction takes is left out. `begun`: stream, writer and epoch of each epoch that
+    an operator began; a writer that is silent in such an epoch is fenced. `bridged`: streams that `tidemark synapse`
+    sends. `reading`: without it no heartbeat counts as missed."""
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
@@ -237,7 +237,7 @@ def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Ma
 
 
 def silence(policies: Policies, stream: str) -> float:
-    """Seconds in which a writer of the stream that lives is heard of."""
+    """Seconds within which a running writer of the stream sends a record."""
     return policies.value(stream, "silent_seconds") or 0
 
 
@@ -308,7 +308,7 @@ def source_problems(
 def _sources(
     name: str, stream: StreamState, now: float, reading: Reading | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """Sources that send nothing although nobody is seen to wait: what they hold back is in no record."""
+    """Sources that send nothing although no position waits: the facts that they hold back are in no record."""
     for source in sources(stream):
         if source.writer in known or not problem(source, stream.home, now, reading):
             continue
@@ -330,7 +330,7 @@ def _sources(
 
 
 def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """What is open though nobody is seen to wait: a bridge tells nothing that lies beyond it."""
+    """Open ranges that no pending edge shows, because a bridge sends nothing beyond them."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.seen)
@@ -394,8 +394,7 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: Unjo
 def life(
     stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: Reading | None = None
 ) -> Verdict:
-    """What is known of the life of a writer that joined. `seen`: time (ms) of its last sign of life; 0 if there is
-    none."""
+    """The verdict on a writer that joined. `seen`: time (ms) of its last sign of life; 0 if there is none."""
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
     if source is None:
@@ -410,8 +409,8 @@ def life(
 
 
 def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
-    """Of a writer that joined, by its last sign of life and what it says to be open, at `now` (s since 1970). After
-    `silent` seconds without one it is silent."""
+    """The verdict on a writer that joined, at `now` (s since 1970), from its last sign of life and its reported
+    transactions. After `silent` seconds without a sign of life, the writer is silent."""
     if transactions:
         return "open transaction"
     return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"

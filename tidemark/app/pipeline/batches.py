@@ -1,15 +1,13 @@
-"""What happens to a batch in the driver: Spark's thread collects and checks it, one of ours publishes and counts it.
+"""The path of a batch in the driver:
 
-So Spark computes a batch while the one before is published (docs/decisions/0024-batch-ahead.md). It turns what a
-callback raises into a text, so the error itself is kept here for the pipeline to act on.
-
-If Postgres refuses a batch, the records that it refuses are isolated: found by halving, in transactions that are rolled
-back. A batch is one transaction of all streams, so without this one record stops them all. The streams are halved until
-the streams with refused effects are known. Then the records of such a stream are read from Kafka again and given to
-the state machine, over the states in Postgres, until the first refused record is known. Nothing is written. The query
-starts again and rejects those records as it reads them (`ingest.compact`), so order, fencing and counts are those of
-any rejected record.
-"""
+Spark's thread collects and checks it, a thread of our own publishes and counts it. So Spark computes a batch while
+the previous one is published (docs/decisions/0024-batch-ahead.md). Spark turns the exception of a callback into a
+text, so the exception is stored here for the pipeline. If Postgres refuses a batch, the records that it refuses are
+isolated: found by halving, in transactions that are rolled back. A batch is one transaction of all streams, so
+without this one record stops them all. The streams are halved until the streams with refused effects are known. Then
+the records of such a stream are read from Kafka again and given to the state machine, over the states in Postgres,
+until the first refused record is known. Nothing is written. The query starts again and rejects those records as it
+reads them (`ingest.compact`), so order, fencing and counts are those of any rejected record."""
 
 import gc
 import threading
@@ -55,9 +53,9 @@ from tidemark.streaming.wire.runs import Packet
 log = get_logger(__name__)
 
 LET_GO_AFTER = 50
-"""Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks
-for these, which it does seldom (`app.pipeline.supervisor`)."""
-FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
+"""Batches. The objects that pyspark makes for a batch form reference cycles and keep 40 KB of plans in the JVM until
+Python collects cycles, which happens rarely (`app.pipeline.supervisor`)."""
+FEWER = 4  # a batch that had to be cut is repeated with this many times fewer records
 
 
 class BatchTrace(Protocol):
@@ -120,12 +118,11 @@ class _Collected:
 
 
 class Batches:
-    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
-    each. `isolate` says what to raise for a batch whose content Postgres refuses (`app.pipeline.batches`).
+    """The query's sink.
 
-    One batch is published at a time, in their order, and none after a `failure`. After `finish` those in hand are
-    completed and none begins.
-    """
+    `seed`: the states with which its batches began. `topics`: the topics that are read. `trace`: called for each
+    batch. `isolate`: returns the exception for a batch whose content Postgres refuses. Batches are published one at
+    a time, in order, and none after a `failure`. After `finish`, running batches are completed and none begins."""
 
     def __init__(
         self,
@@ -159,7 +156,8 @@ class Batches:
                 raise
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Let the batches in hand end and no other begin; False where they did not end in `seconds` (None: waits)."""
+        """Let the running batches end and no other begin. Returns False if they did not end within `seconds` (None: no
+        limit)."""
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
         if not self._in_hand.acquire(timeout=-1 if seconds is None else seconds):
@@ -181,7 +179,7 @@ class Batches:
             self._require_known_partitions(effects)
             collected = _Collected(number, began, effects, trace)
             if any(shard.cut for shard in effects):
-                # What is left of its range no other batch of this query would read: it ends before it computes one.
+                # No other batch of this query would read the rest of the range: the query ends before it computes one.
                 read = self._board.new_offsets(effects)
                 self._publish(collected)
                 raise BatchTooLarge(read, max(1, read // FEWER))
@@ -203,7 +201,7 @@ class Batches:
                 self._publish(collected)
         except TidemarkError as error:
             self.failure = error
-        except Exception as error:  # whoever supervises raises it
+        except Exception as error:  # the supervisor raises it
             log.exception("A batch could not be published", batch=collected.number)
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
@@ -258,10 +256,8 @@ _Place = tuple[Topic, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """For one query: `line` names its batches, `offsets` are those that it began with, `names` those of its topics.
-
-    `client` are librdkafka's settings and may hold a password.
-    """
+    """For one query. `line`: the lineage of its batches. `offsets`: the offsets at its start. `names`: the names of
+    its topics. `client`: librdkafka's settings, which may contain a password."""
 
     postgres: Postgres
     lease: Fence
@@ -295,7 +291,7 @@ class Isolation:
         return self.postgres.refusal(Batch(self.line, number, self.lease.token, effects))
 
     def _streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
-        """The streams whose effects are refused by themselves."""
+        """The streams whose effects Postgres refuses also without the other streams."""
 
         def refused(names: list[str]) -> list[str]:
             chosen = [
@@ -322,7 +318,7 @@ class Isolation:
         unacceptable: dict[_Place, str] = {}
 
         def refusal(count: int) -> str | None:
-            """Of the first so many records."""
+            """The refusal of the first `number` records, or None."""
             return self._refusal(number, [self._advance(state, records[:count], unacceptable, effects[0].now)])
 
         while len(unacceptable) < MOST_REFUSED and (problem := refusal(len(records))) is not None:
@@ -366,7 +362,7 @@ class Isolation:
     def _advance(
         self, state: dict[str, bytes], records: Sequence[_Taken], refused: Mapping[_Place, str], now: int
     ) -> ShardEffects:
-        """What these records do to their stream, but for the refused ones."""
+        """The effects of these records on their stream, without the refused records."""
         parts: dict[tuple[Topic, int], list[_Taken]] = {}
         for record in records:
             parts.setdefault((record.topic, record.partition), []).append(record)
@@ -395,7 +391,7 @@ class Isolation:
         return advance(0, States(dict(state)), packets, now, self.bounds)
 
     def _probe(self, now: int) -> list[ShardEffects]:
-        """What a fact and an operator's SKIP do to a stream that nobody has: a database in order takes that."""
+        """The effects of a fact and an operator's SKIP on an unused stream: a healthy database accepts them."""
         facts: list[Record] = [
             Join(stream=_PROBE, writer="probe", epoch=1, id=0),
             Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=row({})),

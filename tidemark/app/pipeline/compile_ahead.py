@@ -2,7 +2,7 @@
 
     python -m tidemark.app.pipeline.compile_ahead
 
-takes half a minute of a core at most, and as good as nothing where that is done.
+takes half a minute of a core at most, and almost no time if the code is already compiled.
 """
 
 import sys

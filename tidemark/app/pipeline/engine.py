@@ -1,6 +1,4 @@
-"""Spark for the pipeline: its JVM warms up while servers and the lease are waited for, its death is noticed; and what
-it reads.
-"""
+"""Spark for the pipeline. The JVM starts while the pipeline waits for servers and the lease. Its death is detected."""
 
 import re
 import threading
@@ -57,7 +55,7 @@ class Engine:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """What fails inside because there is no JVM any more raises SparkDied."""
+        """Raise SparkDied for an error that occurs because the JVM has died."""
         try:
             yield
         except (Py4JError, OSError) as error:
@@ -93,7 +91,8 @@ def packets(
     records: int,
     refused: RefusedOffsets,
 ) -> DataFrame:
-    """What the query reads, compacted: of Kafka's records at most so many in the first batch, and none at `refused`."""
+    """The query's source: compacted records of Kafka, at most this many in the first batch, without the records at
+    `refused`."""
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.carried(),
@@ -112,13 +111,10 @@ def packets(
 
 
 def require_states(spark: SparkSession, holders: Set[str], present: Set[str]) -> None:
-    """Raise QueryFailed where one of the executors that hold states is not `there` any more.
-
-    Spark has tasks wait for one that is dead, as for one that is busy, before it looks for its states elsewhere, where
-    they are not.
-    """
+    """Raise QueryFailed if an executor that holds states is not `present` any more. Spark lets tasks wait for a dead
+    executor as for a busy one, and then searches its states on other executors, which do not have them."""
     if gone := holders - present:
-        spark.sparkContext.cancelAllJobs()  # the batch in hand needs what is gone
+        spark.sparkContext.cancelAllJobs()  # the running batch needs the lost states
         raise QueryFailed(f"states were lost with an executor of Spark that ended: {', '.join(sorted(gone))}")
 
 
@@ -133,7 +129,7 @@ def cause(text: str) -> str:
 
 @contextmanager
 def running(settings: Settings) -> Iterator[Engine]:
-    """Spark for as long as this is entered. Raises Stop where there is no Java."""
+    """A Spark session while the block runs. Raises Stop if Java is missing."""
     java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     wanted = SparkSettings(
@@ -199,7 +195,8 @@ def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
 
 
 def properties(path: Path) -> dict[str, str]:
-    """As Spark reads `spark-defaults.conf`: a name and a value a line, with space, `=` or `:` between them."""
+    """The properties of `spark-defaults.conf` as Spark reads them: a name and a value in a line, separated by space,
+    `=` or `:`."""
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:

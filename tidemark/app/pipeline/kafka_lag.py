@@ -167,7 +167,7 @@ class LagMonitor:
             self._closing.wait(SECONDS)
 
     def _note_all_unread(self, seconds: float) -> None:
-        """While Kafka does not answer nobody knows what is there: no writer counts as silent."""
+        """While Kafka does not answer, unread records are unknown, so no writer counts as silent."""
         if seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
             self._note_lagging([(*partition, 0, seconds, None, None) for partition in partitions])

@@ -65,13 +65,13 @@ from tidemark.streaming.wire.records import Topic
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # between two looks
+SECONDS = 2.0  # between two checks
 SHOWN = 10  # names in the log
 
 
 class PolicyWatch(LeasedThread):
-    """Tells `follow` of policies that differ from those it had. A query has the bounds that it began with: so where
-    these differ the `failure` asks for one that starts again.
+    """Calls `follow` with policies that have changed. A query keeps the bounds of its start, so if bounds differ,
+    `failure` requests a new query.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PolicyWatch(LeasedThread):
 
 # A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
 LAST_BATCH_SECONDS = 6.0
-# Past this, whatever still waits for a server is left as a crash would leave it: an orchestrator kills after 10 s.
+# After this time, threads that wait for a server are abandoned, as in a crash: an orchestrator kills after 10 s.
 LAST_SECONDS = 9.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 # A query that fails so often without publishing one batch will not mend itself.
@@ -117,11 +117,9 @@ NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the worker
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
-    """Run until SIGTERM or SIGINT; then end the batch in hand and return.
-
-    `accept` holds what an operator gives up for this start: `partitions`, `loss`, `shards`. Raises Stop where a person
-    must decide, and QueryFailed where the query fails again and again.
-    """
+    """Run until SIGTERM or SIGINT, then complete the running batch and return. `accept`: the checks that an operator
+    overrides for this start: `partitions`, `loss`, `shards`. Raises Stop if a person must decide, and QueryFailed if
+    the query fails repeatedly."""
     gc.set_threshold(*CYCLES)
     stopping = shutdown_event(_leave_late)
     metrics.STARTED.set_to_current_time()
@@ -168,7 +166,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 health.set_state(str(error))
                 stopping.wait(pause)
             finally:
-                if attempt.prepared:  # what was accepted is mended; what is lost from now on was not accepted
+                if attempt.prepared:  # the accepted loss is repaired; later losses are not accepted
                     accept = frozenset()
     log.info("Ended")
 
@@ -241,7 +239,7 @@ class Attempt:
             self._board.load(start.states, start.offsets)
             gc.unfreeze()
             gc.collect()
-            gc.freeze()  # what is known of a million streams is not looked through again and again
+            gc.freeze()  # the garbage collector skips the states of a million streams from now on
             sinks = self._sinks(stack, postgres, lease)
             stack.enter_context(self._board.comparing(sinks))
             for sink in sinks:
@@ -279,7 +277,7 @@ class Attempt:
             self._supervise(spark, running, lease, sinks, threads, waits)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
-        """Where positions are shown, each in turn."""
+        """The sinks that show positions, one after the other."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
         sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
         if (topic := self._settings.kafka_positions_topic) is not None:
@@ -309,7 +307,7 @@ class Attempt:
         finally:
             self._health.set_state("the query ended")
             if not batches.finish(LAST_BATCH_SECONDS):
-                # It may wait for a server; what it has in hand is read again by the next query.
+                # The thread may wait for a server. The next query reads its batch again.
                 log.warning("The query ended, and a batch of it still waits for a server")
                 lease.give_up()
             with suppress(PySparkException, Py4JJavaError):  # a batch may take longer than Spark waits
@@ -332,7 +330,7 @@ class Attempt:
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
                 metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
-            is_active = running.isActive  # first: what ended it stands in a `failure` by then
+            is_active = running.isActive  # read first: the cause of its end is in a `failure` by then
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
@@ -363,7 +361,7 @@ def _add(places: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None
 
 
 def _leave_late() -> None:
-    """End the process where it has not ended `LAST_SECONDS` after it was told to."""
+    """End the process if it has not ended `LAST_SECONDS` after the signal."""
     time.sleep(LAST_SECONDS)
     log.warning("Left what still waited for a server; the next start does it again")
     os._exit(0)

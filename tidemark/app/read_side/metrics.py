@@ -21,7 +21,7 @@ from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_LIST = "0-0"  # Postgres told, and may be ahead of Redis for a while
+NO_LIST = "0-0"  # from Postgres, which may be ahead of Redis for a while
 EVIDENCE = ("facts", "empty", "unseen", "skipped")
 
 

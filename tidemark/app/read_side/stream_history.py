@@ -62,7 +62,7 @@ class StreamHistoryReader:
         except Refused:
             if self._is_own:
                 raise
-            return []  # the positions' user has no right to places that may be there, and nobody named a database
+            return []  # the positions' user may not read the places, and no database of readers is configured
         return self._lag.statuses(stored)
 
     async def _read(self, server: str, key: Hashable, age: float, read: Callable[[], T]) -> T:

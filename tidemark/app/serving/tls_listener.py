@@ -38,7 +38,7 @@ _Version = tuple[int, int, int] | None
 
 
 class FileWatcher(Generic[T]):
-    """What `load` makes of some files. For one thread.
+    """The result of `load` for some files. For one thread.
 
     Raises `BadSetting` from `load` when it is made. Later, the last content stays in use while `load` fails, and the
     first failure is logged.
@@ -63,7 +63,7 @@ class FileWatcher(Generic[T]):
         self._content = load()
 
     def content(self) -> T:
-        """The content now. Looks at the files at most once a second."""
+        """The current content. The files are checked at most once a second."""
         if self._now() - self._checked_at >= CHECK_EVERY:
             self._checked_at = self._now()
             self._check()

@@ -78,7 +78,7 @@ PARAMETERS = 256  # of one request
 class Tokens:
     """Bearer tokens in a file, one a line, which is loaded again when it changes.
 
-    Blank lines and lines that begin with # are left out. A file without a token lets nobody in.
+    Blank lines and lines that begin with # are left out. With a file without tokens, no client is served.
 
     Raises `BadSetting` if the file cannot be read at the start. Later, the last tokens stay in use.
     """

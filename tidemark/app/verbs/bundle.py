@@ -60,10 +60,8 @@ class Bundle:
 
 
 def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
-    """Make `file`, which must not exist yet; `metrics` are addresses whose answers are kept with it.
-
-    Raises `FileExistsError` and other `OSError`s of the file alone: whatever cannot be asked is named in the bundle.
-    """
+    """Create `file`, which must not exist. `metrics`: addresses whose answers are included. Raises only errors of
+    the file, such as `FileExistsError`; servers that do not answer are named in the bundle."""
     bundle = Bundle(file)
     with file.open("xb") as target, ExitStack() as stack:
         try:

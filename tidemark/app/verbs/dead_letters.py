@@ -46,12 +46,12 @@ from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
-_SETTLED: Final = {"duplicate", "deferred"}  # what a record counts as that comes once more
+_SETTLED: Final = {"duplicate", "deferred"}  # the outcomes of a record that is repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the record of a dead letter would do if it came now."""
+    """The effects that the record of a dead letter would have now."""
 
     letter: DeadLetter
     record: records.Rdata | records.Void | records.Position | FactRun
@@ -165,7 +165,8 @@ def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: 
 
 
 def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
-    """For programs. `value` is text, or null where it is none; `value_base64` has its bytes then."""
+    """The dead letter as JSON fields. `value` is text, or null if it is not UTF-8; then `value_base64` has its
+    bytes."""
     fields: dict[str, Any] = {
         "partition": letter.partition,
         "offset": letter.offset,

@@ -53,7 +53,7 @@ def _line(gap: OpenRange, now: float) -> str:
 
 
 def _life(gap: OpenRange, now: float) -> str:
-    """What is known of the writer's life."""
+    """The verdict on the writer."""
     if gap.last_seen is None:
         return "no record was ever read"
     age = duration(now - gap.last_seen.timestamp())

@@ -98,7 +98,7 @@ class Trial:
                 )
 
     def _writers_settled(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
-        """The writers whose IDs the override settles, and what is known of their life; none if it only reopens IDs."""
+        """The writers whose IDs the override settles, each with its verdict; none if it only reopens IDs."""
         if self._reopens():
             return
         for blocker in self._blockers():

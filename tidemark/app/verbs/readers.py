@@ -1,6 +1,7 @@
 """`tidemark readers`: how far readers are behind their streams, and how to move, reset and delete their places.
 
-Places are in the readers' own database. Whoever changes one is noted in Tidemark's database first, as for overrides.
+Places are in the readers' own database. Each change and its author are first noted in Tidemark's database, as for
+overrides.
 """
 
 from collections.abc import Callable, Iterator, Sequence

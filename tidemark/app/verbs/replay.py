@@ -146,12 +146,12 @@ class ReplayStart:
 def start_of(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
 ) -> ReplayStart | None:
-    """The earliest; None where there is none. `cut`: records before the first of `facts` are missing. So it is to be a
-    batch that is known to have read beyond them."""
+    """The earliest start; None if there is none. `cut`: records before the first of `facts` are missing, so the start
+    is a batch that certainly read beyond them."""
     seen = {fact for message in facts for fact in _facts(_record(message))} if cut else set()
     read = not cut
     for number, batch in enumerate(past.batches, 1):
-        # All facts: what a JOIN or an operator settled may have come without its record.
+        # Only facts count: IDs that a JOIN or an operator settled may have no record.
         read = read or any(
             (move.writer, move.id) in seen and not any(move.evidence.counts[1:]) for move in batch.advances
         )
@@ -174,7 +174,7 @@ def _seeded(
     for writer in _writers_at(past, skipped):
         if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
-        # The JOIN of an epoch that began behind the batch is still to come.
+        # The JOIN of an epoch that began after the batch is still to come.
         comes = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
         epoch = writer.epoch - 1 if comes and writer.epoch else writer.epoch
         joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))

@@ -31,7 +31,7 @@ class Reseed:
     act: int | None = None
 
     def to_text(self) -> str:
-        """What it does, or did."""
+        """The changes of a reseed."""
         lines = [f"streams that are seeded from Postgres: {self.streams}"]
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} in place of {self.before}")

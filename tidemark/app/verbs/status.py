@@ -226,7 +226,7 @@ def _problem(stream: StreamStatus, source: Source, now: float) -> str:
 
 
 def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
-    """Relays that send nothing, and why: without them nobody knows whether the stream is complete."""
+    """Relays that send nothing, and why. Without their records, the completeness of the stream is unknown."""
     yield from (text for source in stream.summary.sources if (text := _problem(stream, source, now)))
 
 

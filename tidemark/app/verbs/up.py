@@ -35,10 +35,8 @@ BUSY_SECONDS = 300.0
 
 
 def run(settings: Settings, *, demo: bool) -> None:
-    """Return when the stack was told to end (Ctrl-C, SIGTERM, SIGHUP) and has ended.
-
-    Raises a `Stop` before anything was started, or `StartFailed` after what did start was ended again.
-    """
+    """Run the stack until Ctrl-C, SIGTERM or SIGHUP, and return when it has ended. Raises a `Stop` before a process
+    is started, or `StartFailed` after all started processes have ended again."""
     inherited = dict(os.environ)
     ignored = forget(tuple(Foreign))
     home = Home(settings.home)
@@ -75,7 +73,7 @@ def _require_writable(home: Home) -> None:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """The first signal raises KeyboardInterrupt, once; what comes while the stack ends does not disturb it."""
+    """The first signal raises KeyboardInterrupt. Signals that come while the stack ends are ignored."""
 
     def interrupt(*_: object) -> None:
         for number in numbers:
@@ -104,7 +102,7 @@ def _end_leftovers(members: LocalStack) -> None:
 
 @contextmanager
 def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
-    """Everything started, in the order in which it was; ended in the reverse order whatever happens."""
+    """Start all processes in order; end them in reverse order in any case."""
     running: list[ServerProcess] = [*members.servers]
     try:
         with ThreadPoolExecutor() as pool, progress("starting servers", len(members.servers), "server") as advance:
@@ -132,7 +130,8 @@ def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProc
 
 @contextmanager
 def _archiving(java: str) -> Iterator[None]:
-    """Meanwhile, where it is not done, what makes the pipeline's later starts quicker; of no account where it fails."""
+    """Meanwhile, unless already done, prepare files that make later starts of the pipeline faster. A failure is
+    ignored."""
     if class_archive.is_whole(class_archive.spark_archive(java)):
         yield
         return
@@ -146,7 +145,7 @@ def _archiving(java: str) -> Iterator[None]:
     try:
         yield
     finally:
-        maker.terminate()  # it removes what is half made
+        maker.terminate()  # it removes incomplete files
         with suppress(subprocess.TimeoutExpired):
             maker.wait(5)
         with suppress(ProcessLookupError):
@@ -187,7 +186,7 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
 
 
 def _shown(name: str, path: Path) -> str:
-    """How a person calls a program from here: by name where the shell finds it, else by the shortest path."""
+    """How a person starts a program from here: by name if the shell finds it, otherwise by the shortest path."""
     if shutil.which(name):
         return name
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

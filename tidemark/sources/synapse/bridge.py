@@ -114,7 +114,8 @@ class BridgeMetrics(LoopMetrics):
             self.show_lag(stream, {}, 0, 0)
 
     def show_lag(self, stream: str, sent_upto: Mapping[str, int], head: int, now: float) -> None:
-        """By writer, up to where the stream is published, of all IDs up to `head`; `now`: seconds of any one clock."""
+        """Show the lag of each writer. `sent_upto`: by writer, the highest published ID. `head`: the highest ID that
+        was given out. `now`: seconds of a monotonic clock."""
         before = self._waited.get(stream, {})
         for gone in before.keys() - sent_upto.keys():
             self.lag_ids.remove(stream, gone)
@@ -137,7 +138,7 @@ _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
 """Seconds between two questions for the positions of all workers, at first and in the end. The answer to each is a line
 of every writer of every stream."""
 _DEEP_EVERY, _NEWEST = 60, 1000
-"""Of so many audits one compares all published facts that are remembered, the others only the newest."""
+"""One in this many audits compares all remembered published facts; the others compare only the newest."""
 
 
 class SynapseBridge(RunLoop):
@@ -164,7 +165,7 @@ class SynapseBridge(RunLoop):
         self._heads: dict[str, int] = {}
         """The highest ID of each stream that was seen to be given out, on connections before too."""
         self._sent: dict[str, int] = {}
-        """By stream the highest number of the outbox that was sent on this connection."""
+        """By stream, the highest outbox number that was sent on this connection."""
         self._done: list[int] = []
         self._in_flight = 0
         self._checks = 0
@@ -214,7 +215,7 @@ class SynapseBridge(RunLoop):
         self._asked = time.monotonic()
 
     def _publish(self, synapse: Connection, own: Connection) -> None:
-        """Send what the workers complete, until something fails."""
+        """Send completed facts until an error ends the work."""
         backoff, checked = Backoff(SHORTEST, LONGEST, 1.2), 0.0
         self._metrics.active.set(1)
         while not self._halt.is_set():
@@ -249,7 +250,7 @@ class SynapseBridge(RunLoop):
         return bool(received)
 
     def _round(self, synapse: Connection, own: Connection) -> bool:
-        """Whether something is to be sent."""
+        """Returns whether there are records to send."""
         asked = [publisher for publisher in self._publishers.values() if publisher.decider.wants_observation]
         if asked:
             heads = self._see(synapse, asked)

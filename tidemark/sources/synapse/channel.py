@@ -42,7 +42,7 @@ class SynapseChannel:
     """Its thread runs from `__enter__` to `__exit__`. `take` and `ask` are for one other thread."""
 
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
-        """`make` gives a client of redis-py, whose time-outs are its own."""
+        """`make` returns a client of redis-py with its own time-outs."""
         self._make = make
         self.name = name
         self._halt = halt

@@ -121,7 +121,7 @@ class SynapseWriter:
     since: int = 0
     """IDs beyond were given out in its present life."""
     empty: Intervals = EMPTY
-    """The ranges of those that it has announced to be empty, beyond its published position."""
+    """The ranges beyond its published position that the writer has announced to be empty."""
     moved: bool = False
     """Whether the table must be read, because its announced position has advanced."""
     answers: int = 0
@@ -132,7 +132,7 @@ class SynapseWriter:
     ends: int | None = None
     """The ID at which a retiring writer ends; None: not known yet."""
     beyond: int = 0
-    """An announced position beyond what was given out, which counts for nothing; 0: none since."""
+    """An announced position beyond the IDs that were given out. It is ignored. 0: there is none."""
 
     def report_position(self, id: int, *, again: bool = False) -> None:
         """`again`: the position has not moved. The worker was asked, or has started."""
@@ -181,16 +181,17 @@ MOST_IDS = 5000
 """IDs that are read at once."""
 UNBOUNDED = 2**63 - 1
 MOST_RECEIVED = 50_000
-"""Rows kept that were received and are not published. Beyond that the oldest are forgotten, and read from the table."""
+"""The largest number of received rows that are not published. Beyond it, the oldest are forgotten, and read from the
+table."""
 
 
 class StreamDecider:
-    """Decides for one connection to Synapse's database. `sent_upto`: by known writer, up to where it was published.
+    """Decides for one connection to Synapse's database. `sent_upto`: by known writer, the highest published ID.
 
     `keeps`: a row that is in no table above `kept_above` never was. Otherwise rows are overwritten and deleted, and an
-    ID without a row may have had a fact. `retired`: up to where retired writers were published; they are not waited for
-    until they announce a position again. `with_backlog`: see `backlog`. For one thread: receive all messages, observe,
-    and read what `asked` gives.
+    ID without a row may have had a fact. `retired`: by retired writer, the highest published ID. The decider does not
+    wait for a retired writer until it announces a position again. `with_backlog`: see `backlog`. For one thread:
+    receive all messages, observe, and read what `asked` gives.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class StreamDecider:
         self._received: dict[int, StreamFact] = {}
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
-        """Writers of whose next fact every row was received, or none."""
+        """Writers of whose next fact all rows or no row were received."""
         self._unknown_writers: dict[str, SynapseWriter] = {}
 
     @property
@@ -228,7 +229,8 @@ class StreamDecider:
 
     @property
     def beyond(self) -> Mapping[str, int]:
-        """By writer, a position that was announced beyond what was given out. The writer waits for another one."""
+        """By writer, an announced position beyond the IDs that were given out. The writer waits for another
+        position."""
         every = {**self._writers, **self._unknown_writers}
         return {name: writer.beyond for name, writer in every.items() if writer.beyond}
 
@@ -366,7 +368,8 @@ class StreamDecider:
             writer.barriers = [*by_waiting.values()]
 
     def floor(self) -> int | None:
-        """Where all writers may join for the first time: up to there everything has ended. None: not known yet."""
+        """The ID at which all writers may join for the first time: every transaction up to it has ended. None: not
+        known yet."""
         if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
         return min(writer.reported for writer in self._writers.values())
@@ -377,7 +380,7 @@ class StreamDecider:
             writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
 
     def asked(self) -> tuple[int, int] | None:
-        """`(low, high]`: what the table is to be asked for, now; None: nothing."""
+        """The range `(low, high]` to read from the table now; None: no range."""
         moved = [writer for writer in self._writers.values() if writer.may_advance]
         if not moved:
             return None
@@ -413,7 +416,7 @@ class StreamDecider:
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 
     def _owner(self, id: int) -> str:
-        """The writer of a fact whose row names none: the one that announced it, or the only writer."""
+        """The writer of a fact whose row names no writer: the writer that announced the ID, or the only writer."""
         if received := self._received.get(id):
             return received.writer
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER

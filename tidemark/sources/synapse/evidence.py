@@ -1,8 +1,5 @@
-"""What the bridge remembers of a stream beside its positions, in its own database.
-
-Facts that were published show whether the tables have another history now. When which IDs were given out shows how old
-a row may be.
-"""
+"""The evidence about a stream that the bridge stores in its own database, besides positions. Published facts show
+whether the tables have another history now. The times at which IDs were given out show how old a row may be."""
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +38,8 @@ class PublishedFacts:
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
-        """The facts of the table that were not published; `told`: by writer up to where all should have been."""
+        """The facts of the table that were not published. `sent_upto`: by writer, the ID up to which all facts should
+        have been published."""
         return [
             fact
             for fact in table
@@ -49,12 +47,13 @@ class PublishedFacts:
         ]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
-        """The facts of the table whose IDs belonged to others when they were published: they were given out again."""
+        """The facts of the table whose IDs were published as other facts: the IDs were given out again."""
         return [fact for fact in table if self._marks.get(fact.id) and not self.knows(fact)]
 
     def agreed(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
-        """Up to where the table surely has the history that was published: the highest fact of both that is a proof and
-        lies below every fact that only the table has. No ID up to there is given out again. None: no fact shows it."""
+        """The ID up to which the table certainly has the published history: the highest fact in both that is a proof
+        and lies below every fact that only the table has. No ID up to it is given out again. None: no fact proves
+        it."""
         proven = None
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.knows(fact):
@@ -78,13 +77,13 @@ class PublishedFacts:
 
 
 _ANCHOR_EVERY = 500
-"""Of so many older facts one is remembered, chosen by its mark."""
+"""One in this many older facts is remembered, chosen by its mark."""
 _SAMPLE_EVERY = 3_600_000
 """Milliseconds between two samples of a head."""
 
 
 def load(connection: Connection, name: str) -> PublishedFacts | None:
-    """None: nobody has remembered any fact of this stream."""
+    """None: no fact of this stream is stored."""
     row = connection.execute("select facts_since from tidemark.synapse_streams where stream = %s", [name]).fetchone()
     if row is None or row[0] is None:
         return None
@@ -104,7 +103,7 @@ def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamF
 
 
 def remember(connection: Connection, name: str, published: PublishedFacts, facts: Sequence[StreamFact]) -> None:
-    """In the transaction that publishes them."""
+    """Store facts in the transaction that publishes them."""
     if not facts:
         return
     published.add(facts)
@@ -146,7 +145,7 @@ def forget(connection: Connection, name: str, published: PublishedFacts) -> None
 
 
 def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
-    """Older facts that are remembered, the newest first: of the n-th after the first each whose number doubles."""
+    """Thin out older facts, the newest first: the distance between two remembered facts doubles."""
     rows = connection.execute(
         "select id, marks from tidemark.synapse_facts where stream = %s and id <= %s and is_anchor order by id desc",
         [name, upto],

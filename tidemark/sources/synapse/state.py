@@ -31,7 +31,7 @@ class Unsent:
 
 
 def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
-    """Those of each of these streams beyond its number, in order."""
+    """The outbox records of each stream beyond its number, in order."""
     rows = connection.execute(
         "select number, stream, value from tidemark.synapse_outbox"
         " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
@@ -88,12 +88,9 @@ class SynapseServer:
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """A stream, called `name` on Kafka, that is published from `floor` on. `sent_upto`: by writer up to where
-    (magnitudes).
-
-    `retired`: by writer, where its epoch ended. `backlog`: by writer, the ID from which its facts up to where it joined
-    are still to be published.
-    """
+    """A stream, called `name` on Kafka, that is published from `floor` on. `sent_upto`: by writer, the highest
+    published ID (magnitude). `retired`: by writer, the ID at which its epoch ended. `backlog`: by writer, the ID
+    from which its facts up to where it joined are still to be published."""
 
     stream: SynapseStream
     name: str
@@ -109,12 +106,12 @@ class StreamProgress:
 
     @property
     def all_sent_upto(self) -> Mapping[str, int]:
-        """By writer up to where it was published, retired writers included."""
+        """By writer, the highest published ID, including retired writers."""
         return {**self.retired, **self.sent_upto}
 
     @property
     def reach(self) -> int:
-        """Nothing beyond was published."""
+        """The highest published ID."""
         return max(self.all_sent_upto.values(), default=0)
 
     @property
@@ -167,8 +164,8 @@ def create_stream(
 def add_writer(
     connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
-    """The writer joins at `at`, or where it retired. Its facts below, for which no reader waited, are its backlog;
-    rows of IDs up to `kept_above` may have been deleted from its table."""
+    """The writer joins at `at`, or at the ID at which it retired. Its facts below are its backlog, because no reader
+    waited for them. Rows of IDs up to `kept_above` may have been deleted from its table."""
     now, ended = clock(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
@@ -224,10 +221,8 @@ def advance_stream(
     lsn: str,
     head: int,
 ) -> StreamProgress:
-    """Write down what is to be sent; `head`: the highest that was seen.
-
-    Raises `PrerequisitePending` where another one has moved the stream meanwhile.
-    """
+    """Store the records to send. `head`: the highest ID that was seen. Raises `PrerequisitePending` if another
+    bridge has moved the stream meanwhile."""
     sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
     with connection.transaction():
         connection.execute(
@@ -298,8 +293,8 @@ def ordered_retirements(connection: Connection, name: str) -> list[str]:
 
 
 def order_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
-    """Have the bridge end the writer, in this stream or in each; gives those where it is to retire now. The last writer
-    of a stream stays."""
+    """Ask the bridge to retire the writer in this stream, or in all. Returns the streams in which it will retire. The
+    last writer of a stream stays."""
     rows = connection.execute(
         """
         update tidemark.synapse_writers ending set state = 'retiring'

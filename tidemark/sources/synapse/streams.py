@@ -22,8 +22,8 @@ MOST_LATE = 500
 
 @dataclass(frozen=True, slots=True)
 class BridgedStream:
-    """`name` on Kafka; `writers` are those that an operator named: the stream begins when all of them have announced
-    a position. Without them, all writers that the database names."""
+    """`name`: the stream's name on Kafka. `writers`: the writers that an operator named; the stream begins when all of
+    them have announced a position. If there are none, the writers that the database names."""
 
     stream: SynapseStream
     name: str
@@ -31,8 +31,8 @@ class BridgedStream:
 
 
 class StreamPublisher:
-    """Of one connection to each database. `known` and `published` are None until all writers have joined. `head`: the
-    highest ID that was seen to be given out."""
+    """Publishes one stream, with one connection to each database. `known` and `published` are None until all writers
+    have joined. `head`: the highest ID that was seen to be given out."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class StreamPublisher:
 
     @property
     def sent_upto(self) -> Mapping[str, int]:
-        """By writer up to where; nothing before all of them have joined."""
+        """By writer, the highest published ID; empty until all writers have joined."""
         return self.decider.sent_upto if self.has_begun else {}
 
     def retire(self, own: Connection) -> bool:
@@ -152,12 +152,12 @@ class StreamPublisher:
                 self._samples.note(own, now, self.head, self.of.stream.kept_for)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Publish as late the facts that the tables have where everything was published.
+        """Publish facts as late if the tables have them at IDs that were already published.
 
         Args:
             synapse: Synapse's database.
             own: the bridge's database.
-            newest: compare only with so many of the newest published facts; None: with all that are remembered.
+            newest: compare only this many of the newest published facts; None: all remembered facts.
 
         Raises:
             FactsReplaced: other rows have IDs that were published.

@@ -1,7 +1,8 @@
-"""What Synapse's streams are in its database: their sequences, their tables, and what a missing row proves there.
+"""Synapse's streams in its database: their sequences, their tables, and whether a missing row proves that there is no
+fact.
 
-Each question gives a row of a fact as JSON in the form in which Synapse itself sends it, `[...]`; of several rows of
-one fact the later question's come last.
+Each query returns the rows of a fact as JSON in the form in which Synapse sends them, `[...]`. If a fact has rows from
+several queries, they are in the order of the queries.
 
 The bridge only reads Synapse's database. Each statement sees the database at its own time. Two queries have effects
 that are not visible: one uses up a transaction number, one writes a message to the write-ahead log, so that everything
@@ -20,12 +21,12 @@ from tidemark.streaming.values.direction import Direction
 
 @dataclass(frozen=True, slots=True)
 class TableQuestion:
-    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join. `identity` is an
-    expression of text that is the same for as long as the row is there, and another one for another row of that ID.
+    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join.
 
-    `is_proof`: no other history of the database has a row of the same identity. Rows that only say that something of a
-    user has changed are none: they may come again as they were, even in a transaction of the same number.
-    """
+    `identity`: an expression of text that does not change while the row exists, and differs for another row of the
+    same ID. `is_proof`: no other history of the database has a row of the same identity. Rows that only state that
+    data of a user has changed are no proof: the same row may be written again, even in a transaction of the same
+    number."""
 
     table: str
     id: str
@@ -35,7 +36,7 @@ class TableQuestion:
 
     @property
     def name(self) -> str:
-        """That of the table with the rows."""
+        """The query of the table with the rows."""
         return self.table.partition(" ")[0]
 
     @property
@@ -64,8 +65,8 @@ class TableQuestion:
 class SynapseStream:
     """`name` as it is on the channel. `positions` is its name in `stream_positions`, empty where it has none.
 
-    `keeps`: every fact keeps a row for long enough; else rows are overwritten or deleted, and a missing one proves
-    nothing. `kept_for`: seconds for which each row surely stays, None: for ever.
+    `keeps`: every fact keeps a row for long enough. Otherwise rows are overwritten or deleted, and a missing row proves
+    nothing. `kept_for`: seconds for which each row certainly stays; None: without limit.
     """
 
     name: str
@@ -74,7 +75,7 @@ class SynapseStream:
     keeps: bool
     positions: str = ""
     before: Sequence[str] = ()
-    """Tables that a transaction writes to before it comes to those of the rows."""
+    """Tables that a transaction writes before the tables of the rows."""
     towards: Direction = Direction.FORWARD
     kept_for: float | None = None
 
@@ -92,7 +93,7 @@ _BACKFILLED = f"json_build_array({_ROW})"
 def _events(row: str) -> tuple[TableQuestion, TableQuestion]:
     return (
         TableQuestion(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
-        # An event that was held without its room's state, and now is with it: its row in `events` keeps its older ID.
+        # An event that was stored without its room's state, and now has it: its row in `events` keeps its older ID.
         TableQuestion(
             f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
         ),
@@ -112,7 +113,7 @@ _WRITTEN_BY = "t.xmin::text"
 
 
 def _question(table: str, row: str, identity: str = "") -> TableQuestion:
-    """`identity`: what is more of it than the row has."""
+    """`identity`: the part of the identity that is not in the row."""
     more = f", {identity}" if identity else ""
     whole = f"json_build_array({row}{more})::text"
     return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in more)
@@ -253,17 +254,14 @@ def synapse_session(dsn: Dsn) -> PostgresSession:
 
 
 def head(connection: Connection, stream: SynapseStream) -> int:
-    """Up to where IDs were given out, as a magnitude."""
+    """The highest ID that was given out, as a magnitude."""
     return heads(connection, [stream])[stream.name]
 
 
 def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
-    """The same of several, by name.
-
-    A sequence of which nothing was taken yet has given out what lies below the number with which it begins: a table
-    that was filled otherwise (a port script) has facts there. That number is read first: it holds if the sequence is
-    still untouched afterwards.
-    """
+    """The same for several streams, by name. If a sequence is unused, all IDs below its first number count as given
+    out, because a table that was filled by a port script has facts there. The first number is read first: it is
+    valid if the sequence is still unused afterwards."""
     names = {stream.sequence: stream.name for stream in streams}
     begins: dict[str, int] = {}
     while True:
@@ -310,7 +308,8 @@ def writers(connection: Connection, stream: SynapseStream) -> set[str]:
 def facts(
     connection: Connection, stream: SynapseStream, low: int, top: int, only: str | None = None
 ) -> tuple[int, list[StreamFact]]:
-    """The head, and the facts in `(low, top]` (those of one writer, where it is named), of one snapshot; magnitudes."""
+    """The head, and the facts in `(low, top]` (only those of one writer, if it is given), from one snapshot;
+    magnitudes."""
     first, last = low + 1, top
     if stream.towards is Direction.BACKWARD:
         first, last = -top, -low - 1
@@ -370,7 +369,7 @@ class TableWriter:
 def table_writers(
     connection: Connection, streams: Iterable[SynapseStream], running: Collection[int] | None = None
 ) -> list[TableWriter]:
-    """Who of those that run has written to the tables of the streams, or is about to: the oldest first."""
+    """The running transactions that have written to the tables of the streams, or are about to, the oldest first."""
     tables: dict[str, set[str]] = {}
     for stream in streams:
         for table in [*stream.before, *(question.name for question in stream.questions)]:

@@ -1,8 +1,9 @@
-"""Whether Synapse's database still has the history that was published; if not, a new timeline begins where that ends.
+"""Checks whether Synapse's database still has the published history. If not, a new timeline begins where that history
+ends.
 
 A standby that lags may have been promoted, a backup restored, a sequence set back, and the workers may have written for
-long before the bridge sees it. So the head of that moment shows nothing. The facts do: one that was published and is
-there still shows that no ID below it is given out again.
+long before the bridge sees it. So the head at that moment proves nothing. Published facts do: a published fact that
+still exists proves that no ID below it is given out again.
 """
 
 import uuid
@@ -44,11 +45,9 @@ def begin(
     table: ReadTable,
     highest: int = 0,
 ) -> tuple[StreamProgress, PublishedFacts] | None:
-    """How the stream was told, and with which facts; None where nothing of it was. `head` was read after `seen`;
-    `highest`: the highest that this process has seen.
-
-    Raises `BadSetting` where the stream is that of another Synapse.
-    """
+    """The stored progress of the stream and its published facts; None if the stream is new. `head` was read after
+    `seen`. `highest`: the highest head that this process has seen. Raises `BadSetting` if the stream belongs to
+    another Synapse."""
     if (previous := _find(connection, stream, name, seen.name)) is None:
         return None
     known, was = previous
@@ -81,7 +80,7 @@ def begin(
 def _why_another(
     connection: Connection, known: StreamProgress, was: _PreviousState, seen: SynapseServer, head: int, highest: int
 ) -> str:
-    """What shows that IDs may be given out again; empty: nothing."""
+    """The reason why IDs may be given out again; empty: there is none."""
     if was.database != seen.database:
         return "another database, or another timeline of its server"
     row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.lsn, seen.lsn]).fetchone()
@@ -93,11 +92,11 @@ def _why_another(
 
 
 def _agreed(connection: Connection, known: StreamProgress, published: PublishedFacts | None, table: ReadTable) -> int:
-    """Up to where the tables surely have what was published."""
+    """The ID up to which the tables certainly have the published history."""
     if published is None:
         return known.floor
     sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
-    sent_upto[""] = min(known.sent_upto.values(), default=0)  # rows that name nobody
+    sent_upto[""] = min(known.sent_upto.values(), default=0)  # rows that name no writer
     if (id := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
         return max(id, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
