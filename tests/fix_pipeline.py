@@ -226,7 +226,7 @@ def made_site(kafka: KafkaServer, postgres: PostgresServer, server: RedisServer,
             "TIDEMARK_REDIS_URL": url,
             "TIDEMARK_CHECKPOINT": str(home / "checkpoint"),
             "TIDEMARK_SPARK_DRIVER_MEMORY": "512m",
-            "TIDEMARK_BATCH_INTERVAL_MS": "0",  # tests take many small steps
+            "TIDEMARK_BATCH_CPU_SHARE": "1000",  # tests take many small steps
             "TIDEMARK_LOG_LEVEL": "debug",
         },
     )

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -10,13 +11,15 @@ from pyspark.sql import DataFrame
 from tidemark.app.pipeline.batches import LET_GO_AFTER, Batches, untraced
 from tidemark.app.pipeline.preflight import Seed
 from tidemark.app.pipeline.stream_metrics import StreamCollector
-from tidemark.common.errors import BatchTooLarge, LeaseLost, QueryFailed, Stopping, TidemarkError
+from tidemark.app.pipeline.supervisor import LIGHT_STREAMS, is_light
+from tidemark.common.errors import BatchTooLarge, ConfigurationChanged, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import gc_disabled
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
+from tidemark.streaming.ingest.source import LIGHT_RECORDS, ONE_TASK
 
 
 class _Empty:
@@ -56,10 +59,12 @@ BEFORE = ("earlier", 41)
 TOPICS = {"facts": RememberedTopic("id", 1)}
 
 
-def batches(publisher: _Quick | None = None) -> Batches:
+def batches(publisher: _Quick | None = None, *, one_task: bool = False) -> Batches:
     publisher = publisher or _Quick()
     seed = Seed("first", BEFORE, {})
-    return Batches(cast("Publisher", publisher), StreamCollector(streams=1, writers=1), seed, TOPICS, untraced)
+    board = StreamCollector(streams=1, writers=1)
+    board.read["facts", 0] = 0
+    return Batches(cast("Publisher", publisher), board, seed, TOPICS, untraced, one_task=one_task)
 
 
 def test_who_ends_lets_no_batch_begin() -> None:
@@ -204,3 +209,43 @@ def test_a_batch_that_was_cut_is_published_before_it_ends_the_query() -> None:
         going(cast("DataFrame", _Cut()), 1)
     assert publisher.published == [("first", 0, BEFORE), ("first", 1, ("first", 0))]
     assert going.failure is caught.value
+
+
+class _Read:
+    """A batch that reads this many records of partition 0."""
+
+    def __init__(self, records: int) -> None:
+        self._records = records
+
+    def collect(self) -> list[Any]:
+        done = ShardEffects(0, 1000, [], [], [Progress("facts", 0, self._records)])
+        return [{"effects": effects.encode(done)}]
+
+
+@pytest.mark.parametrize(("one_task", "records", "ends"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_full_batch_ends_a_query_for_light_traffic(one_task: bool, records: int, ends: bool) -> None:
+    """The batch is published, and the next query uses all cores if enough records wait."""
+    going = batches(one_task=one_task)
+    batch = cast("DataFrame", _Read(LIGHT_RECORDS - records))
+    with pytest.raises(ConfigurationChanged) if ends else nullcontext():
+        going(batch, 0)
+    assert going.finish(60)
+    assert going.published == 1
+
+
+def test_a_query_for_heavy_traffic_counts_the_time_without_a_large_batch() -> None:
+    """Batches that one task reads are not large."""
+    going = batches()
+    for number, (records, is_large) in enumerate([(ONE_TASK, False), (2 * ONE_TASK + 1, True)]):
+        going._large_at -= 100
+        going(cast("DataFrame", _Read(records)), number)
+        assert going.finish(60)
+        going._finishing.clear()
+        assert (going.seconds_without_large_batch() < 100) == is_large
+
+
+def test_few_streams_and_few_waiting_records_are_light_traffic() -> None:
+    """A query with many streams is never restarted for lighter traffic: it takes long to load them."""
+    assert is_light(LIGHT_STREAMS, LIGHT_RECORDS - 1)
+    assert not is_light(LIGHT_STREAMS + 1, 0)
+    assert not is_light(0, LIGHT_RECORDS)

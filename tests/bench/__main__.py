@@ -144,7 +144,7 @@ def latency_(**sizes: Any) -> None:
 
 
 @main.command("quiet")
-@_sizes(quiet.QuietPlan(), "paces", "warm_seconds", "seconds", "partitions")
+@_sizes(quiet.QuietPlan(), "shares", "warm_seconds", "seconds", "partitions")
 def quiet_(**sizes: Any) -> None:
     """What little traffic costs, or none, with more and less time between batches."""
     _on_servers("quiet", lambda site: quiet.run(site, quiet.QuietPlan(**sizes)))

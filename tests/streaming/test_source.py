@@ -3,9 +3,14 @@
 import itertools
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
@@ -14,11 +19,13 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from tidemark.streaming.ingest.ranges import EndOffsets, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.ingest.source import (
+    LONGEST_WAIT,
     ONE_TASK,
     KafkaConfig,
     Pace,
     PacketReader,
     PacketSource,
+    ProcessTree,
     bounded_ends,
     fetch_groups,
     packets,
@@ -33,8 +40,8 @@ CONFIG = KafkaConfig(
     start={"f": {1: 7, 0: 3}, "c": {0: 0}},
     records=9,
     limit=200,
-    few=1,
-    interval=0.0,
+    share=1e9,
+    driver=0,
     keys=[0, 1, 2, 3],
     most=99,
 )
@@ -96,40 +103,101 @@ class _Near(EndOffsets):
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in known.items()}
 
 
-FEW, INTERVAL = 12, 0.5
-comes = st.lists(st.tuples(st.integers(0, 6), st.floats(0, 2)), max_size=60)
+COST, SHARE = 0.06, 0.3
+"""CPU seconds of a batch, and cores that batches may take."""
 
 
-@given(comes)
-def test_few_records_wait_and_no_longer_than_the_interval(comes: list[tuple[int, float]]) -> None:
-    """Nobody waits where enough records wait or no batch began lately, and few share a batch at most each interval."""
-    pace, now, waiting, last = Pace(FEW, INTERVAL), 0.0, 0, -math.inf
-    for records, later in comes:
-        waiting, now = waiting + records, now + later
-        begins = pace.begins(waiting, now)
-        assert begins == (waiting >= FEW or (waiting > 0 and now >= last + INTERVAL))
-        if begins:
-            waiting, last = 0, now
+def paced(rate: float, seconds: float, share: float = SHARE) -> tuple[list[float], list[int]]:
+    """Starts and sizes of batches while `rate` records come a second."""
+    begun: list[float] = []
+    sizes: list[int] = []
+    pace = Pace(share, lambda: COST * len(begun))
+    now, taken = 0.0, 0
+    while now < seconds:
+        records = int(rate * now) - taken
+        if pace.begins(records, now):
+            begun.append(now)
+            sizes.append(records)
+            taken += records
+        now += max(0.001, pace.pause(records, now)) if records else 0.001
+    return begun, sizes
 
 
-@given(st.integers(1, FEW - 1), st.floats(0, 0.99))
-def test_the_next_question_comes_when_enough_are_likely_to_wait(records: int, part: float) -> None:
-    """As many more as came since the last batch began, and no later than the interval ends."""
-    pace = Pace(FEW, INTERVAL)
+@given(st.floats(10, 5000), st.floats(0.15, 2))
+def test_batches_take_their_share_of_a_core(rate: float, share: float) -> None:
+    """Once the cost of a batch is known, batches take no more cores than the share, and waits are bounded."""
+    begun, _ = paced(rate, 8.0, share)
+    known = [start for start in begun if start > 2.0]
+    waits = [after - before for before, after in itertools.pairwise(known)]
+    assert COST / (sum(waits) / len(waits)) <= share * 1.001
+    assert max(waits) <= LONGEST_WAIT + 1 / rate + 0.03
+
+
+def test_few_records_take_less_than_the_share() -> None:
+    """At 20 records a second a batch begins when LONGEST_WAIT or little less has passed; at 200, when it may."""
+    assert len(paced(20, 10.0)[0]) <= 20
+    assert 44 <= len(paced(200, 10.0)[0]) <= 52
+
+
+def test_many_records_do_not_wait() -> None:
+    """More than fit into one task begin a batch at once, although the last batch has just begun."""
+    pace = Pace(0.001, itertools.count().__next__)
+    assert pace.begins(1, 6.0)
     assert pace.begins(1, 7.0)
-    now = 7.0 + part * INTERVAL
-    assert not pace.begins(records, now)
-    pause = pace.pause(records, now)
-    assert pause >= 0.02
+    assert not pace.begins(ONE_TASK - 1, 7.001)
+    assert pace.begins(ONE_TASK, 7.001)
+    assert not pace.begins(0, 99.0)
+
+
+def test_a_pause_without_records_does_not_count_as_cost() -> None:
+    """The pipeline takes CPU time without batches too: after an hour that is more than a batch takes."""
+    used = iter([0.0, 0.05, 70.0, 70.05])
+    pace = Pace(SHARE, used.__next__)
+    for now in (1.0, 2.0, 3600.0, 3601.0):
+        assert pace.begins(1, now)
+    assert pace.cost == pytest.approx(0.05)
+
+
+@given(st.integers(1, 100), st.floats(0.01, 0.99))
+def test_the_next_question_comes_when_a_batch_is_likely_to_begin(records: int, part: float) -> None:
+    """If as many records come as since the last batch began, the batch begins then, and not after LONGEST_WAIT."""
+    used = itertools.count(0.0, COST)
+    pace = Pace(SHARE, used.__next__)
+    assert pace.begins(1, 6.0)
+    assert pace.begins(1, 7.0)
+    passed = part * LONGEST_WAIT
+    if pace.begins(records, 7.0 + passed):
+        return
+    pause = pace.pause(records, 7.0 + passed)
+    assert 0.02 <= pause <= max(0.02, LONGEST_WAIT - passed) + 1e-9
     if pause > 0.02:
-        at = min(now + pause, 7.0 + INTERVAL)
-        assert now + pause <= 7.0 + INTERVAL + 1e-9
-        assert pace.begins(round(records / (now - 7.0) * (at - 7.0)) if at > now else records, now + pause + 1e-9)
+        assert pace.begins(math.ceil(records * (passed + pause) / passed), 7.0 + passed + pause + 1e-6)
 
 
-def test_where_none_wait_nothing_is_likely() -> None:
-    """Spark asks again by itself."""
-    assert Pace(FEW, INTERVAL).pause(0, 7.0) == math.inf
+_BURN = """
+import sys, time
+while time.process_time() < 0.3: pass
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_the_cpu_time_of_a_process_tree_includes_children() -> None:
+    """While a child runs, and after it has ended and was waited for."""
+    before = ProcessTree(os.getpid()).cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", _BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        assert ProcessTree(os.getpid()).cpu_seconds() - before > 0.25
+    assert ProcessTree(os.getpid()).cpu_seconds() - before > 0.25
+
+
+def test_without_the_process_the_clock_counts() -> None:
+    """On another machine, and on systems without /proc: a batch then counts as one core."""
+    tree = ProcessTree(2**30)
+    before = tree.cpu_seconds()
+    assert tree.cpu_seconds() >= before > 0
 
 
 class _Coming(EndOffsets):
@@ -142,38 +210,40 @@ class _Coming(EndOffsets):
         return {topic: {number: at + self.asked for number, at in of.items()} for topic, of in known.items()}
 
 
-def test_who_asks_waits_for_what_is_about_to_come() -> None:
-    """Spark would ask a fifth of a second later."""
-    reader = PacketReader(msgspec.structs.replace(CONFIG, records=99, few=FEW, interval=3600.0))
+def test_a_question_waits_for_the_start_of_the_batch() -> None:
+    """While records wait, Spark's question is answered when the batch begins; without records, at once."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, share=0.001))
     reader._ends = _Coming(CONFIG.client)
     first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
-    reader._ends = _Coming(CONFIG.client)
+    reader._pace._costs.append(1.0)
+    ends = reader._ends = _Coming(CONFIG.client)
     second = reader.latestOffset(first, ReadMaxRows(99))
-    assert second["f"]["0"] - first["f"]["0"] == FEW // 3
-    assert reader._ends.asked == FEW // 3
+    assert second["f"]["0"] - first["f"]["0"] == ends.asked > 1
+    reader._ends = _Nothing(CONFIG.client)
+    assert reader.latestOffset(second, ReadMaxRows(99)) == second
 
 
-def test_nobody_waits_in_a_question_for_what_is_about_to_come_for_ever() -> None:
-    """A few of so many are missing for ever; Spark asks again after no longer."""
-    reader = PacketReader(msgspec.structs.replace(CONFIG, few=310_000, interval=3600.0))
-    ends = reader._ends = _Far(CONFIG.client)
-    at = reader.initialOffset()
-    assert reader.latestOffset(at, ReadMaxRows(99)) != at
-    reader._pace._began -= 2
-    assert reader.latestOffset(at, ReadMaxRows(99)) == at
-    assert 2 < ends.asked < 20
+class _Nothing(EndOffsets):
+    """Without new records."""
+
+    def beyond(self, known: TopicOffsets) -> TopicOffsets:
+        return known
 
 
-def test_few_records_are_left_to_the_next_question() -> None:
-    """Spark is told that nothing is new, and asks again; a source that is read to its end now waits for nothing."""
-    reader = PacketReader(msgspec.structs.replace(CONFIG, few=FEW, interval=3600.0))
+def test_a_source_that_is_read_to_its_end_waits_for_nothing() -> None:
+    """Spark asks so for a query that ends with the records that are there."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, share=0.001))
     reader._ends = _Near(CONFIG.client)
     first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
-    assert first != reader.initialOffset()
-    assert reader.latestOffset(first, ReadMaxRows(99)) == first
     assert reader.latestOffset(first, ReadAllAvailable()) != first
-    reader._ends = _Far(CONFIG.client)
-    assert reader.latestOffset(first, ReadMaxRows(99)) != first
+
+
+def test_one_task_reads_all_ranges_of_light_traffic() -> None:
+    """However many records there are: the query has one task, and a second Python worker after the first is no gain."""
+    many = {"f": {"0": 3 * ONE_TASK, "1": 3 * ONE_TASK}, "c": {"0": 0}}
+    for one_task, tasks in ((True, 1), (False, 2)):
+        reader = PacketReader(msgspec.structs.replace(CONFIG, one_task=one_task))
+        assert len(reader.partitions(reader.initialOffset(), many)) == tasks
 
 
 @given(sizes)

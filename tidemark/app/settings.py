@@ -230,11 +230,8 @@ class Settings(SidecarSettings, Connections):
     )
     spark_jars: Path | None = Field(None, description="Directory with the jars that the checkpoint's store needs.")
     max_records_per_batch: Positive = Field(4_000_000, description="Kafka records that one batch reads at most.")
-    min_records_per_batch: Positive = Field(
-        10, description="Kafka records for which a batch begins at once; with fewer it waits for batch_interval_ms."
-    )
-    batch_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        500, description="Least time from one batch to the next of few records; 0 = as quick as it can."
+    batch_cpu_share: Annotated[float, Field(gt=0, le=1000)] = Field(
+        0.35, description="Cores that batches of fewer than 20,000 records may take; no record waits longer than 0.6 s."
     )
     java_home: Path | None = Field(
         None, validation_alias="JAVA_HOME", description="Java to use; without it the first on the PATH."

@@ -23,7 +23,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.jvm import Jvm
-from tidemark.streaming.engine.spark import SparkSettings, configuration, connect
+from tidemark.streaming.engine.spark import SparkSettings, configuration, connect, set_tasks
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
 from tidemark.streaming.ingest.ranges import TopicOffsets
 from tidemark.streaming.ingest.source import KafkaConfig, PacketReader, PacketSource
@@ -47,11 +47,12 @@ class _StubReader(PacketReader):
 class _StubSource(PacketSource):
     def streamReader(self, schema: StructType) -> _StubReader:
         start: TopicOffsets = {"facts": {0: 0}, "control": {}}
-        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _KEYS, MOST_FACTS))
+        return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _KEYS, MOST_FACTS))
 
 
-def _run(spark: SparkSession, checkpoint: Path) -> None:
+def _run(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
     """Run the pipeline's query for some batches."""
+    set_tasks(spark, one_task=one_task)
     enough = threading.Event()
 
     def publish(batch: DataFrame, number: int) -> None:
@@ -62,7 +63,7 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
     spark.dataSource.register(_StubSource)
     packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
-    effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="")
+    effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="", one_task=one_task)
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         if error := running.exception():
@@ -75,7 +76,8 @@ def _write(directory: Path, option: str) -> None:
     conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*SILENT, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
-    _run(spark, directory / "checkpoint")
+    for one_task in (True, False):  # the queries for light and for heavy traffic
+        _run(spark, directory / f"checkpoint-{one_task}", one_task=one_task)
     spark.stop()
     process = jvm.gateway.proc
     process.stdin.close()  # ends the JVM

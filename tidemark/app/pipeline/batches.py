@@ -26,6 +26,7 @@ from tidemark.app.pipeline.preflight import Seed
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.common.errors import (
     BatchTooLarge,
+    ConfigurationChanged,
     ContentRefused,
     ExtraMissing,
     PartitionsChanged,
@@ -46,6 +47,7 @@ from tidemark.streaming.engine.query import collect, decoded
 from tidemark.streaming.ingest.compact import MOST_FACTS, compact
 from tidemark.streaming.ingest.ranges import RangeReader, TopicOffsets
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
+from tidemark.streaming.ingest.source import LIGHT_RECORDS, ONE_TASK
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
 from tidemark.streaming.wire.runs import Packet
@@ -132,6 +134,8 @@ class Batches:
         topics: Mapping[str, RememberedTopic],
         trace: Trace,
         isolate: Callable[[int, list[ShardEffects], ContentRefused], TidemarkError] = lambda *given: given[-1],
+        *,
+        one_task: bool = False,
     ) -> None:
         self._publisher = publisher
         self._board = board
@@ -139,6 +143,8 @@ class Batches:
         self._topics = topics
         self._trace = trace
         self._isolate = isolate
+        self._one_task = one_task
+        self._large_at = time.monotonic()
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self._publishing: threading.Thread | None = None
@@ -168,6 +174,10 @@ class Batches:
         self._publishing.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not self._publishing.is_alive()
 
+    def seconds_without_large_batch(self) -> float:
+        """Seconds since the last batch for which more than one task is worth its cost."""
+        return time.monotonic() - self._large_at
+
     def _take(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
         with ExitStack() as traced:
@@ -178,11 +188,16 @@ class Batches:
             trace.computed(batch, effects)
             self._require_known_partitions(effects)
             collected = _Collected(number, began, effects, trace)
+            read = self._board.new_offsets(effects)
+            if read > ONE_TASK:
+                self._large_at = time.monotonic()
             if any(shard.cut for shard in effects):
                 # No other batch of this query would read the rest of the range: the query ends before it computes one.
-                read = self._board.new_offsets(effects)
                 self._publish(collected)
                 raise BatchTooLarge(read, max(1, read // FEWER))
+            if self._one_task and read >= LIGHT_RECORDS:
+                self._publish(collected)
+                raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
         # A daemon: a server that is waited for keeps no process that ends.
         self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)

@@ -1,5 +1,6 @@
 """Spark for the pipeline. The JVM starts while the pipeline waits for servers and the lease. Its death is detected."""
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Set
@@ -24,7 +25,7 @@ from tidemark.streaming.engine.query import keys_of
 from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
 from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
-from tidemark.streaming.ingest.source import KafkaConfig
+from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
@@ -90,22 +91,31 @@ def packets(
     start: Start,
     records: int,
     refused: RefusedOffsets,
+    *,
+    one_task: bool,
 ) -> DataFrame:
-    """The query's source: compacted records of Kafka, at most this many in the first batch, without the records at
-    `refused`."""
+    """The packets that the query reads.
+
+    Args:
+        records: the most Kafka records of the first batch.
+        refused: records that are rejected as not storable.
+        one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
+    """
+    most = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.carried(),
         facts=facts,
         control=control,
         start=start.offsets,
-        records=records,
-        limit=settings.max_records_per_batch,
-        few=settings.min_records_per_batch,
-        interval=settings.batch_interval_ms / 1000,
+        records=min(records, most),
+        limit=most,
+        share=settings.batch_cpu_share,
+        driver=os.getpid(),
         keys=keys_of(settings.shards, int(spark.conf.get(TASKS) or 1)),
         most=MOST_FACTS,
         refused={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
+        one_task=one_task,
     )
     return source.packets(spark, config)
 

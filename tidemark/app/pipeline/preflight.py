@@ -76,10 +76,17 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of the query, from Postgres. `offsets` are the next offsets to read; `states` are those of the seed."""
+    """The start of the query, from Postgres.
+
+    Attributes:
+        offsets: the next offsets to read.
+        lag: number of records that wait in Kafka.
+        states: those of the seed.
+    """
 
     seed: Seed
     offsets: Offsets
+    lag: int
     topics: dict[str, RememberedTopic]
     states: ShardedStates
     policies: Policies
@@ -116,6 +123,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     return Start(
         Seed(uuid.uuid4().hex, postgres.last_batch(), states),
         offsets,
+        sum(topic.partitions[number].end - at for name, topic in read.items() for number, at in offsets[name].items()),
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
         ShardedStates(settings.shards, states),
         Policies(postgres.policies.given(), settings.policy_defaults),

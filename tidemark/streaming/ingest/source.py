@@ -5,10 +5,15 @@ between batches.
 """
 
 import math
+import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -25,9 +30,15 @@ from tidemark.streaming.wire.records import Topic
 
 ONE_TASK = 20_000
 """Records for one task. Fewer are not worth a second task, which costs Spark some milliseconds."""
+LIGHT_RECORDS = 200_000
+"""The most records of a batch that is computed by one task (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
 
-_SOON = 0.2  # seconds to wait for records; then Spark asks again after its polling delay (`engine.spark`)
-_STEP = 0.02  # seconds between two questions, which cost a millisecond here and one in the broker
+FEW = 30
+"""Records for which a batch is worth its cost (`Pace`): what comes in 0.15 s at 200 a second."""
+LONGEST_WAIT = 0.6  # seconds from the start of one batch to the start of the next one that has records
+_IDLE = 2.0  # seconds between two batches; after such a pause the cost of the batch is not known
+_LIST_SECONDS = 10.0  # between two lists of processes, each of which takes some milliseconds
+_STEP = 0.02  # the shortest wait between two questions, which cost a millisecond here and one in the broker
 
 _OPTION = "secret"  # Spark redacts an option with this name
 
@@ -41,11 +52,12 @@ class KafkaConfig(msgspec.Struct, frozen=True):
         start: the next offset of every partition.
         records: the most records of the first batch.
         limit: the most records of any batch.
-        few: a batch with fewer records waits until `interval` seconds have passed since the one before.
-        interval: seconds.
+        share: see `Pace`.
+        driver: the process whose CPU time counts, with that of its descendants.
         keys: Spark's group-by key of each shard.
         most: the most facts of a task beyond one for each record.
         refused: records that are rejected as not storable.
+        one_task: whether one task reads all records of a batch.
     """
 
     client: dict[str, str]
@@ -54,11 +66,12 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     start: TopicOffsets
     records: int
     limit: int
-    few: int
-    interval: float
+    share: float
+    driver: int
     keys: list[int]
     most: int
     refused: dict[str, dict[int, list[int]]] = {}
+    one_task: bool = False
 
     @property
     def names(self) -> dict[Topic, str]:
@@ -104,7 +117,7 @@ class PacketReader(DataSourceStreamReader):
         self._records = config.records
         self._full: _Offsets | None = None
         """The start of the last batch that was as large as it may be."""
-        self._pace = Pace(config.few, config.interval)
+        self._pace = Pace(config.share, ProcessTree(config.driver).cpu_seconds)
 
     def initialOffset(self) -> _Offsets:
         return _written(self._config.start)
@@ -122,12 +135,10 @@ class PacketReader(DataSourceStreamReader):
         ends = self._ends.beyond(known)
         if not isinstance(limit, ReadMaxRows):
             return _written(ends)
-        soon = time.monotonic() + _SOON
         while not self._pace.begins(records := _count(known, ends), now := time.monotonic()):
-            pause = self._pace.pause(records, now)
-            if now + pause > soon:
-                return start  # no new records, as far as Spark sees; it asks again
-            time.sleep(pause)
+            if not records:
+                return start  # Spark asks again after its polling delay (`engine.spark`)
+            time.sleep(self._pace.pause(records, now))
             ends = self._ends.beyond(known)
         end = bounded_ends(known, ends, self._records)
         if end is not ends:
@@ -141,7 +152,8 @@ class PacketReader(DataSourceStreamReader):
             for name, stops in _read(end).items()
             for number, stop in stops.items()
         ]
-        return [_Task(task) for task in split_ranges([range_ for range_ in ranges if range_.start < range_.end])]
+        ranges = [range_ for range_ in ranges if range_.start < range_.end]
+        return [_Task(task) for task in ([ranges] if self._config.one_task else split_ranges(ranges))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
@@ -159,32 +171,97 @@ class PacketReader(DataSourceStreamReader):
 
 
 class Pace:
-    """Decides when a batch begins, because a batch of one record costs as much as one of a thousand.
+    """Decides when a batch begins, so that batches take at most a share of a core while few records come.
 
-    A batch begins if at least `few` records wait, or if the last batch began at least `interval` seconds ago.
+    A batch of one record costs about as much as one of a thousand. The next batch begins when as much time has passed
+    since the last one as the last ones cost, divided by `share`. With fewer than `FEW` records the pause is longer in
+    proportion. It is never longer than `LONGEST_WAIT`, and `ONE_TASK` records do not wait.
     """
 
-    def __init__(self, few: int, interval: float) -> None:
-        self._few = few
-        self._interval = interval
+    def __init__(self, share: float, cpu: Callable[[], float]) -> None:
+        """`cpu` returns the CPU seconds that all processes of the pipeline have taken since their start."""
+        self._share = share
+        self._cpu = cpu
         self._began = -math.inf
+        self._before = 0.0
+        self._costs: deque[float] = deque(maxlen=9)
+
+    @property
+    def cost(self) -> float:
+        """CPU seconds of a batch: the median of the last ones."""
+        return statistics.median(self._costs) if self._costs else 0.0
 
     def begins(self, records: int, now: float) -> bool:
         """Whether a batch of `records` records begins `now` (monotonic seconds). If so, `now` becomes its start."""
-        if not records or (records < self._few and now < self._began + self._interval):
+        if not records or (records < ONE_TASK and now < self._began + self._wait(records)):
             return False
-        self._began = now
+        cpu = self._cpu()
+        if now - self._began < _IDLE:
+            self._costs.append(cpu - self._before)
+        self._began, self._before = now, cpu
         return True
 
     def pause(self, records: int, now: float) -> float:
         """Seconds until a batch is likely to begin, if records keep coming as fast as since the last batch began.
 
-        Infinite if no record waits.
+        Args:
+            records: number of waiting records, at least 1.
         """
-        if not records:
-            return math.inf
-        passed = now - self._began
-        return max(_STEP, min(self._interval - passed, (self._few - records) * passed / records))
+        passed, shortest = now - self._began, self.cost / self._share
+        wait = max(shortest, math.sqrt(shortest * FEW * passed / records))
+        return max(_STEP, min(LONGEST_WAIT, wait, passed * ONE_TASK / records) - passed)
+
+    def _wait(self, records: int) -> float:
+        """Seconds from the start of one batch to the start of one with `records` records."""
+        return min(LONGEST_WAIT, self.cost / self._share * max(1.0, FEW / records))
+
+
+class ProcessTree:
+    """The CPU time of a process and all its descendants, from Linux's /proc.
+
+    Without /proc, or if the process is on another machine, the time is the clock's: a batch then counts as one core.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._members: list[int] = []
+        self._listed = -math.inf
+
+    def cpu_seconds(self) -> float:
+        now = time.monotonic()
+        if now > self._listed + _LIST_SECONDS:
+            self._members, self._listed = _descendants(self._root), now
+        times = [_process(member) for member in self._members]
+        ticks = sum(process.ticks for process in times if process is not None)
+        return ticks / os.sysconf("SC_CLK_TCK") if ticks else now
+
+
+class _Process(NamedTuple):
+    parent: int
+    ticks: int
+    """CPU time of the process and of the children that it has waited for."""
+
+
+def _process(number: int) -> _Process | None:
+    """None if the process has ended."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return _Process(int(fields[1]), sum(map(int, fields[11:15])))
+
+
+def _descendants(root: int) -> list[int]:
+    """The process `root` and all processes below it. Empty without /proc."""
+    numbers = [int(folder.name) for folder in Path("/proc").glob("[1-9]*") if folder.name.isdecimal()]
+    children: dict[int, list[int]] = {}
+    for number in numbers:
+        if (process := _process(number)) is not None:
+            children.setdefault(process.parent, []).append(number)
+    members = [root] if root in numbers else []
+    for member in members:  # grows meanwhile
+        members += children.get(member, [])
+    return members
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
