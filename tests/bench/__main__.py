@@ -12,6 +12,7 @@ from tests.bench import (
     attacks,
     contestants,
     cores,
+    costs,
     flat,
     gap,
     history,
@@ -55,6 +56,7 @@ def everything() -> None:
         _record("cores", cores.run(site, cores.CoresPlan()))
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("quiet", quiet.run(site, quiet.QuietPlan()))
+        _record("costs", costs.run(site, costs.CostsPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("append", append.run(site, append.AppendPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
@@ -148,6 +150,14 @@ def latency_(**sizes: Any) -> None:
 def quiet_(**sizes: Any) -> None:
     """What little traffic costs, or none, with more and less time between batches."""
     _on_servers("quiet", lambda site: quiet.run(site, quiet.QuietPlan(**sizes)))
+
+
+@main.command("costs")
+@_sizes(costs.CostsPlan(), "warm_seconds", "settle_seconds", "seconds")
+@_against
+def costs_(**sizes: Any) -> None:
+    """Cost and latency at four rates: Tidemark and its alternatives."""
+    _on_servers("costs", lambda site: costs.run(site, costs.CostsPlan(**sizes)))
 
 
 @main.command("gap")

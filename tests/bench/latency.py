@@ -38,7 +38,7 @@ class MoveTimes:
     """
 
     def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+        self.shape = shape
         self._positions: dict[int, int] = defaultdict(int)
         self._early: dict[int, dict[int, int]] = defaultdict(dict)
         self._awaited: dict[tuple[str, str], deque[tuple[int, float]]] = defaultdict(deque)
@@ -51,15 +51,19 @@ class MoveTimes:
     def completed(self, edges: Completions, at: float) -> None:
         """To be called right before the edges are sent."""
         for owner, prev, id_ in zip(edges.owner.tolist(), edges.prev.tolist(), edges.id.tolist(), strict=True):
-            early = self._early[owner]
-            early[prev] = id_
-            position = start = self._positions[owner]
-            while (following := early.pop(position, None)) is not None:
-                position = following
-            if position != start:
-                self._positions[owner] = position
-                stream, writer = divmod(owner, self._shape.writers)
-                self._awaited[self._shape.stream(stream), self._shape.writer(writer)].append((position, at))
+            self.completed_one(owner, prev, id_, at)
+
+    def completed_one(self, owner: int, prev: int, id_: int, at: float) -> None:
+        """As `completed`, for one edge."""
+        early = self._early[owner]
+        early[prev] = id_
+        position = start = self._positions[owner]
+        while (following := early.pop(position, None)) is not None:
+            position = following
+        if position != start:
+            self._positions[owner] = position
+            stream, writer = divmod(owner, self.shape.writers)
+            self._awaited[self.shape.stream(stream), self.shape.writer(writer)].append((position, at))
 
     def between(self, since: float, until: float) -> list[float]:
         """Latencies, in milliseconds, of the moves that were allowed in that time."""

@@ -8,6 +8,7 @@ from tests.bench import (
     append,
     attacks,
     cores,
+    costs,
     flat,
     gap,
     history,
@@ -32,6 +33,7 @@ Renderer = Callable[[Mapping[str, Any]], list[str]]
 
 SECTIONS: dict[str, tuple[str, Renderer]] = {
     "throughput": ("Throughput, few streams", race.render),
+    "costs": ("Cost and latency at four rates", costs.render),
     "cores": ("What one core does", cores.render),
     "streams": ("Throughput, 10 000 streams", race.render),
     "runs": ("Many facts in one record", runs.render),

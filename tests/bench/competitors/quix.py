@@ -9,7 +9,7 @@ from quixstreams import Application, State
 from tests.bench.competitors.task import Task
 from tests.bench.rate import Meter
 
-_RECORDS_PER_MARK = 1_000
+_MARK_SECONDS = 0.02
 
 
 def run(task: Task, meter: Meter) -> None:
@@ -23,13 +23,15 @@ def run(task: Task, meter: Meter) -> None:
         loglevel="WARNING",
     )
     topic = app.topic(task.topic, key_deserializer="str", value_deserializer="json")
-    seen = 0
+    seen, noted = 0, 0.0
 
     def count(*_: object) -> None:
-        nonlocal seen
+        nonlocal seen, noted
         seen += 1
-        if seen % _RECORDS_PER_MARK == 0 or seen == task.records:
-            meter.note(seen, time.time())
+        now = time.time()
+        if now >= noted + _MARK_SECONDS or seen == task.records:
+            noted = now
+            meter.note(seen, now)
             if meter.done:
                 app.stop()
 

@@ -11,7 +11,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from tests.bench.competitors.task import Task
-from tests.bench.rate import Meter
+from tests.bench.rate import Meter, RateMark
 from tidemark.streaming.engine.spark import SparkSettings, start
 
 ROOT = Path(__file__).parents[3]
@@ -30,6 +30,7 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
             local_dir=directory / "spark",
             extra={
                 "spark.executorEnv.PYTHONPATH": str(ROOT),  # where its workers find the state function
+                "spark.sql.streaming.numRecentProgressUpdates": "10000",
                 "spark.driver.extraJavaOptions": "",  # ours suit a JVM that does little; here it does all the work
             },
         )
@@ -51,6 +52,9 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
             noted = progress["batchId"]
             meter.note(_reached(progress), _end(progress))
         time.sleep(_POLL_SECONDS)
+    # With few records, several batches end between two looks.
+    batches = [progress for progress in query.recentProgress if progress["numInputRows"]]
+    meter.marks = [RateMark(_reached(progress), _end(progress)) for progress in batches] or meter.marks
     query.stop()
     spark.stop()
 
