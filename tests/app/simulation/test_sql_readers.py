@@ -107,6 +107,24 @@ def test_an_operator_moves_a_reader_back(world: World) -> None:
     assert sorted(world.effects("parts", "events")) == [*range(1, 13)]
 
 
+def test_effects_of_withdrawn_ids_are_undone(world: World) -> None:
+    """Of a stream with one writer, of which a restore took facts; another one has its ID now, and is read as late."""
+    for _ in range(4):
+        world.write("events", "w1")
+    world.read()
+    world.sql.execute("select tidemark_reader.share('events', 0)")
+    world.sql.execute("delete from demo.events where stream_id in (2, 3)")
+    world.sql.execute(
+        "insert into demo.events (stream_id, part, writer, written_at) values (3, 1, 'w1', now());"
+        " select tidemark_reader.publish_late('events', 0, array[1, 2], array['w1', 'w1'], array[1, 1], array[1, 2],"
+        " array[2, 3], array[0, 1], array['regressed', 'regressed'])"
+    )
+    for place in (place for reader in READERS for place in places_of(reader)):
+        sql_readers._take(world.sql, "events", place)
+    for reader in READERS:
+        assert world.effects(reader, "events") == [1, 4, 3]
+
+
 def test_an_operator_handles_late_facts_among_others_once(world: World) -> None:
     """The facts of the writer up to the place, and the next late completion is not passed with it."""
     for writer in ("w1", "w2", "w1"):

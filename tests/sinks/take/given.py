@@ -30,8 +30,10 @@ class Positioned:
             [[stream], [linear], stream],
         )
 
-    def late(self, number: int, prev: int, id: int, facts: int = 1, writer: str = "web") -> None:
-        late = PublishedLate(number, writer, 1, prev, id, facts, "regressed")
+    def late(
+        self, number: int, prev: int, id: int, facts: int = 1, writer: str = "web", why: str = "regressed"
+    ) -> None:
+        late = PublishedLate(number, writer, 1, prev, id, facts, why)
         publish(self.session, {"orders": Move(0, {}, late=[late])})
 
     def take(self, *more: object, sql: psycopg.Connection | None = None, **named: object) -> Taken | None:
@@ -41,7 +43,13 @@ class Positioned:
         return rows[0] if rows else None
 
     def rows(self, function: str, *more: object, sql: psycopg.Connection | None = None, **named: object) -> list[Any]:
+        columns = "writer, low, high, late" if function == "take_vector" else "low, high, late"
+        return self.columns(columns, function, *more, sql=sql, **named)
+
+    def columns(
+        self, columns: str, function: str, *more: object, sql: psycopg.Connection | None = None, **named: object
+    ) -> list[Any]:
         given: Sequence[object] = more or ("orders", "mailer")
         arguments = ", ".join(["%s"] * len(given) + [f"{name} => %s" for name in named])
-        query = f"select * from tidemark_reader.{function}({arguments})".encode()
+        query = f"select {columns} from tidemark_reader.{function}({arguments})".encode()
         return (sql or self.sql).execute(query, [*given, *named.values()]).fetchall()

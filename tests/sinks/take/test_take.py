@@ -241,8 +241,59 @@ def test_a_reader_that_begins_now_has_no_old_late_facts(readers: Positioned) -> 
 def test_a_void_that_is_late_is_not_handed_out(readers: Positioned) -> None:
     readers.publish(10)
     readers.take()
-    readers.late(77, 3, 4, facts=0)
+    readers.late(77, 3, 4, facts=0, why="skipped")
     assert readers.take() is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ids_whose_facts_a_restore_took_are_withdrawn(readers: Positioned, sign: int) -> None:
+    """Up to the place, with late facts of the same IDs or alone, once; not if facts were late for another reason."""
+    readers.publish(sign * 10)
+    assert readers.columns("withdrawn::text", "take", "orders", "mailer", most=8) == [("{}",)]
+    readers.late(77, sign * 3, sign * 5, facts=0)
+    readers.late(78, sign * 6, sign * 10, facts=4)
+    readers.late(79, sign * 1, sign * 2, why="skipped")
+    query = "low, high, late, withdrawn = int8multirange(int8range(%s, %s, '[]'), int8range(%s, %s, '[]'))"
+    first, second = sorted((sign * 4, sign * 5)), sorted((sign * 7, sign * 8))
+    query = query % (*first, *second)
+    assert readers.columns(query, "take") == [(sign * 8, sign * 10, sorted([sign * 2, sign * 7, sign * 8]), True)]
+    assert readers.take() is None
+
+
+def test_a_wide_withdrawn_range_comes_with_the_parts_of_its_facts(readers: Positioned) -> None:
+    readers.publish(10)
+    readers.take()
+    readers.late(77, 2, 7, facts=5)
+    query = "late, withdrawn::text"
+    assert readers.columns(query, "take", "orders", "mailer", most=3) == [([3, 4, 5], "{[3,6)}")]
+    assert readers.columns(query, "take", "orders", "mailer", most=3) == [([6, 7], "{[6,8)}")]
+
+
+def test_withdrawn_ids_by_writer(readers: Positioned) -> None:
+    """A writer that has no position of its own gets a row for them."""
+    readers.publish(10)
+    assert readers.rows("take_vector") == [(None, 0, 10, [])]
+    readers.late(77, 3, 5, facts=0, writer="till")
+    readers.late(78, 5, 6, writer="web")
+    assert readers.columns("writer, low, high, late, withdrawn::text", "take_vector") == [
+        ("till", 10, 10, [], "{[4,6)}"),
+        ("web", 10, 10, [6], "{[6,7)}"),
+        (None, 10, 10, [], "{}"),
+    ]
+    assert readers.rows("take_vector") == []
+
+
+def test_a_multirange_is_a_parameter_of_the_next_statement(readers: Positioned) -> None:
+    """As the page for readers in any language undoes effects."""
+    readers.publish(10)
+    readers.take()
+    readers.sql.execute("create table facts as select id from generate_series(1::bigint, 10) as id")
+    readers.late(77, 3, 5, facts=0)
+    ((withdrawn,),) = readers.columns("withdrawn", "take")
+    readers.sql.execute("delete from facts where id <@ %s::int8multirange", [withdrawn])
+    assert readers.sql.execute("select array_agg(id order by id) from facts").fetchall() == [
+        ([1, 2, 3, 6, 7, 8, 9, 10],)
+    ]
 
 
 def test_late_completions_that_are_not_listed_any_more_are_an_error(readers: Positioned) -> None:
@@ -262,8 +313,9 @@ def test_late_facts_among_those_of_other_writers_are_an_error(readers: Positione
     readers.publish(10, till=12)
     readers.take()
     readers.late(77, 3, 8, facts=2)
-    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="other writers have IDs there"):
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="other writers have IDs there") as caught:
         readers.take()
+    assert (caught.value.diag.message_hint or "").startswith("Undo what its earlier facts did. Handle the rows of")
     assert readers.sql.execute("select tidemark_reader.pass_late('orders', 'mailer')").fetchone() == (77,)
     assert readers.take() is None
 

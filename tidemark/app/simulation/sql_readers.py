@@ -28,8 +28,16 @@ IDLE_SECONDS = 0.5
 TROUBLE_SECONDS = 1.0
 
 _TAKE = """
-select low, high, late from tidemark_reader.take(
+select low, high, late, withdrawn from tidemark_reader.take(
     %(stream)s, %(reader)s, most => %(most)s, wait => false, partition => %(partition)s, partitions => %(partitions)s)
+"""
+_UNDO = """
+delete from demo.effects as effect
+where reader = %(reader)s and stream = %(stream)s and stream_id <@ %(withdrawn)s::int8multirange
+    and (%(partitions)s::integer is null
+        or tidemark_reader.partition_of(writer, %(partitions)s) = %(partition)s::integer)
+    and not exists (
+        select from {table} as fact where fact.stream_id = effect.stream_id and not fact.stream_id = any(%(late)s))
 """
 _APPLY = """
 insert into demo.effects (reader, stream, stream_id, writer, mark, late)
@@ -136,8 +144,9 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
             taken = connection.execute(_TAKE, values).fetchone()
             if taken is None:
                 return False
-            values |= dict(zip(("low", "high", "late"), taken, strict=True))
-            connection.execute(sql.SQL(_APPLY).format(table=sql.Identifier("demo", stream)), values)
+            values |= dict(zip(("low", "high", "late", "withdrawn"), taken, strict=True))
+            for statement in (_UNDO, _APPLY) if taken[3] else (_APPLY,):
+                connection.execute(sql.SQL(statement).format(table=sql.Identifier("demo", stream)), values)
             return True
     except (
         psycopg.errors.ObjectNotInPrerequisiteState,  # an operator does what the hint says

@@ -123,7 +123,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
         connection.execute(sql.SQL("grant tidemark_relay to {}").format(relay))
         connection.execute(sql.SQL("grant tidemark_take to {}").format(readers))
         connection.execute(sql.SQL("grant usage on schema demo to {}").format(readers))
-        connection.execute(sql.SQL("grant insert on demo.effects to {}").format(readers))
+        connection.execute(sql.SQL("grant select, insert, delete on demo.effects to {}").format(readers))
         for stream in streams:
             table = sql.Identifier("demo", stream.name)
             connection.execute(sql.SQL("grant select on {} to {}").format(table, readers))

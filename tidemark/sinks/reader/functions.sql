@@ -334,9 +334,10 @@ end
 $$;
 
 -- The late completions of the place that come next: the IDs that the reader has passed, at most _most, by writer; and the
--- place after them. _part of a wide range is handed out at once, and the place says how far.
+-- place after them. Of a wide range a part is handed out at once, and the place says how far. _withdrawn: by writer the
+-- ranges of IDs, first and last, whose earlier facts a restore took; as in _ids, only those that the reader has passed.
 create or replace function tidemark_reader.late_of(
-    inout _place tidemark_reader.places, _now tidemark_reader.positions, _most integer, out _ids jsonb
+    inout _place tidemark_reader.places, _now tidemark_reader.positions, _most integer, out _ids jsonb, out _withdrawn jsonb
 )
 language plpgsql stable
 as $$
@@ -349,6 +350,7 @@ declare
     _room bigint := _most;
 begin
     _ids := '{}';
+    _withdrawn := '{}';
     if _now.late <= _place.late then
         return;
     elsif _place.late < _now.late_after and _place.linear <> 0 then
@@ -369,15 +371,17 @@ begin
             _from := (_place.late_part ->> 1)::bigint;
         end if;
         _to := _sign * least(abs(_late.id), abs(_at));
-        if _late.facts > 0 and abs(_to) > abs(_from) then
+        if _late.facts = 0 and _late.why = 'regressed' and abs(_to) > abs(_from) then
+            _withdrawn := tidemark_reader.with_range(_withdrawn, _late.writer, _from, _to);
+        elsif _late.facts > 0 and abs(_to) > abs(_from) then
             if _place.mode = 'linear' and _late.facts < abs(_late.id) - abs(_late.prev) and (
                 select count(*) > 1 from jsonb_object_keys(_now.vector || jsonb_build_object(_late.writer, 0))
             ) then
                 raise exception using errcode = 'object_not_in_prerequisite_state',
                     message = format('%s facts of writer %L came late in (%s, %s] of stream %L, and other writers have IDs there',
                         _late.facts, _late.writer, _late.prev, _late.id, _place.stream),
-                    hint = format('Handle the rows of that writer in that range, then: select tidemark_reader.pass_late(%L, %L)',
-                        _place.stream, _place.reader);
+                    hint = format('%sHandle the rows of that writer in that range, then: select tidemark_reader.pass_late(%L, %L)',
+                        case when _late.why = 'regressed' then 'Undo what its earlier facts did. ' end, _place.stream, _place.reader);
             end if;
             exit when _room <= 0;
             if abs(_to) - abs(_from) > _room then
@@ -386,6 +390,9 @@ begin
             end if;
             _ids := _ids || jsonb_build_object(_late.writer, coalesce(_ids -> _late.writer, '[]')
                 || (select jsonb_agg(id) from generate_series(_from + _sign, _to, _sign) as id));
+            if _late.why = 'regressed' then
+                _withdrawn := tidemark_reader.with_range(_withdrawn, _late.writer, _from, _to);
+            end if;
             _room := _room - abs(_to - _from);
             exit when (_place.late_part ->> 0)::bigint = _late.number and (_place.late_part ->> 1)::bigint = _to;
         end if;
@@ -398,6 +405,18 @@ begin
     end loop;
 end
 $$;
+
+create or replace function tidemark_reader.with_range(_ranges jsonb, _writer text, _prev bigint, _id bigint) returns jsonb
+language sql immutable
+return _ranges || jsonb_build_object(_writer, coalesce(_ranges -> _writer, '[]') || jsonb_build_array(
+    case when _id < 0 then jsonb_build_array(_id, _prev - 1) else jsonb_build_array(_prev + 1, _id) end));
+
+create or replace function tidemark_reader.multirange(_ranges jsonb) returns int8multirange
+language sql immutable
+return (
+    select coalesce(range_agg(int8range((range ->> 0)::bigint, (range ->> 1)::bigint, '[]')), '{}')
+    from jsonb_array_elements(_ranges) as range
+);
 
 create or replace function tidemark_reader.save_place(_place tidemark_reader.places, _timeline bigint) returns void
 language sql volatile
@@ -456,7 +475,7 @@ $$;
 
 create or replace function tidemark_reader.take_range(
     _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
-) returns table (low bigint, high bigint, late bigint[])
+) returns table (low bigint, high bigint, late bigint[], withdrawn int8multirange)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
@@ -488,7 +507,9 @@ begin
     end if;
     select coalesce(array_agg(distinct id::bigint), '{}') into late
     from jsonb_each(_ids) as each (writer, listed), jsonb_array_elements_text(listed) as id;
-    if high <> low or late <> '{}' then
+    select tidemark_reader.multirange(coalesce(jsonb_agg(range), '[]')) into withdrawn
+    from jsonb_each(_next._withdrawn) as each (writer, listed), jsonb_array_elements(listed) as range;
+    if high <> low or late <> '{}' or withdrawn <> '{}' then
         return next;
     end if;
 end
@@ -497,22 +518,22 @@ $$;
 create or replace function tidemark_reader.take(
     stream text, reader text, most integer default 1000, wait boolean default true, since text default null,
     partition integer default null, partitions integer default null
-) returns table (low bigint, high bigint, late bigint[])
+) returns table (low bigint, high bigint, late bigint[], withdrawn int8multirange)
 language sql stable
 begin atomic
-    select taken.low, taken.high, taken.late
+    select taken.low, taken.high, taken.late, taken.withdrawn
     from tidemark_reader.take_range(take.stream, tidemark_reader.place_name(take.reader, take.partition, take.partitions),
         take.most, take.wait, take.since, tidemark_reader.positions_of(take.stream)) as taken;
 end;
 comment on function tidemark_reader.take is
     'The IDs that the reader reads next, at most `most`: those beyond low up to high, and late, which it passed before their
-facts came. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
+facts came; withdrawn: IDs whose earlier facts a restore took, to be undone first. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
 new, or another copy of the reader has the place and wait is false. since: where a new reader begins (a token, an ID, now,
 or beginning). partition and partitions: each partition has a place of its own';
 
 create or replace function tidemark_reader.take_ranges(
     _stream text, _reader text, _most integer, _wait boolean, _since text, _now tidemark_reader.positions
-) returns table (writer text, low bigint, high bigint, late bigint[])
+) returns table (writer text, low bigint, high bigint, late bigint[], withdrawn int8multirange)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 #variable_conflict use_variable
@@ -546,7 +567,7 @@ begin
     -- NULL, the last, stands for all writers that are not named.
     select array_agg(name order by name) || null::text into _named from (
         select jsonb_object_keys(_before.positions) union select jsonb_object_keys(_now.vector)
-        union select jsonb_object_keys(_ids)) as known (name);
+        union select jsonb_object_keys(_ids || _next._withdrawn)) as known (name);
     _place.positions := '{}';
     for _index in 1 .. cardinality(_named) loop
         _name := _named[_index];
@@ -558,7 +579,7 @@ begin
         end if;
         _lows := _lows || low;
         _highs := _highs || high;
-        _moved := _moved or high <> low or _ids ? _name;
+        _moved := _moved or high <> low or _ids || _next._withdrawn ? _name;
         if _name is not null then
             _place.positions := _place.positions || jsonb_build_object(_name, high);
         end if;
@@ -575,6 +596,7 @@ begin
             low := _lows[_index];
             high := _highs[_index];
             select coalesce(array_agg(distinct id::bigint), '{}') into late from jsonb_array_elements_text(_ids -> writer) as id;
+            withdrawn := tidemark_reader.multirange(_next._withdrawn -> writer);
             return next;
         end loop;
     end if;
@@ -583,10 +605,10 @@ $$;
 
 create or replace function tidemark_reader.take_vector(
     stream text, reader text, most integer default 1000, wait boolean default true, since text default null
-) returns table (writer text, low bigint, high bigint, late bigint[])
+) returns table (writer text, low bigint, high bigint, late bigint[], withdrawn int8multirange)
 language sql stable
 begin atomic
-    select taken.writer, taken.low, taken.high, taken.late
+    select taken.writer, taken.low, taken.high, taken.late, taken.withdrawn
     from tidemark_reader.take_ranges(take_vector.stream, tidemark_reader.place_name(take_vector.reader, null, null),
         take_vector.most, take_vector.wait, take_vector.since, tidemark_reader.positions_of(take_vector.stream)) as taken;
 end;
