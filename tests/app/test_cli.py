@@ -96,7 +96,7 @@ def test_what_is_not_utf_8_is_wrong_usage() -> None:
 def test_nobody_is_asked_where_standard_input_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python has none then; a daemon starts commands so."""
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(click.UsageError, match="say --yes"):
+    with pytest.raises(click.UsageError, match="add --yes"):
         confirmed("a", "the writer's name", yes=False)
 
 

@@ -225,7 +225,7 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     code, said = act(shared, "skip", "forced", "A", "3", "--yes")
     assert (code, "A is alive" in said) == (1, True)
     code, said = act(shared, "skip", "forced", "A", "3", "--force")
-    assert (code, "say --yes" in said) == (2, True)
+    assert (code, "add --yes" in said) == (2, True)
     assert act(shared, "skip", "forced", "A", "3", "--force", "--dry-run")[0] == 0
     assert shared.sql("select 1 from tidemark.overrides where stream = 'forced'") == []
     code, said = act(shared, "skip", "forced", "A", "3", "--force", "--yes")

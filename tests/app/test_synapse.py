@@ -22,7 +22,7 @@ from tidemark.sources.synapse.channel import SynapseChannel
     ("plan", "why"),
     [
         (BridgePlan("hs", ["typing"]), "typing is not published: it exists only in its writer's memory"),
-        (BridgePlan("hs", ["pushers"]), "pushers is not published: nobody has examined what its tables prove"),
+        (BridgePlan("hs", ["pushers"]), "pushers is not published: its tables have not been examined"),
         (BridgePlan("hs", ["evnets"]), "'evnets' is none of events, backfill, "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),

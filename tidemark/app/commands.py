@@ -165,7 +165,7 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
-        raise click.UsageError("nobody can be asked here: say --yes, or look first with --dry-run")
+        raise click.UsageError("standard input is not a terminal: add --yes, or preview with --dry-run")
     try:
         answer = click.prompt(f"Type {name} to do it ({word})", err=True)
     except click.Abort as end:
@@ -214,10 +214,10 @@ NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
 
 _ANSWERING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, callback=plain_text, help="Who answers for it; it is kept."),
-    click.option("--why", required=True, callback=plain_text, help="Why it must be; it is kept."),
+    click.option("--by", required=True, callback=plain_text, help="Who is responsible; stored with the change."),
+    click.option("--why", required=True, callback=plain_text, help="The reason; stored with the change."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
-    click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
+    click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
 ]
 

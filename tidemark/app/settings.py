@@ -258,14 +258,15 @@ class Settings(SidecarSettings, Connections):
     audit_days: Positive = Field(400, description="Days that Postgres keeps operator overrides and late completions.")
     redis_advances_max: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
-        10_000, description="Completed intervals above a gap that are kept for one writer; further edges are deferred."
+        10_000,
+        description="Completed intervals above a gap that are stored for one writer; further edges are deferred.",
     )
     completed_bound: Positive = Field(
         10_000,
-        description="Intervals of completed IDs kept above a linear position; past it that one is cautious.",
+        description="Intervals of completed IDs stored above a linear position; beyond it, the position is cautious.",
     )
     retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
-    retired_bound: Positive = Field(10_000, description="Retired writers kept of one stream before that.")
+    retired_bound: Positive = Field(10_000, description="Retired writers stored of one stream before that.")
     gap_seconds: Positive = Field(
         120, description="Age of a gap, and time without a move of a blocked linear position, that cause an alert."
     )

@@ -97,7 +97,7 @@ class Sink(Protocol):
     - fenced: the sink stores the highest token that it has seen beside its data, and refuses lower ones; the first
       `LeaseLost` names that token, so that the next owner can choose a higher one at once;
     - isolated: a failure that is caused by the data of one stream is a fault of that stream only;
-    - refilled: `refill` restores from Postgres whatever the sink has lost, and `lost` detects the loss.
+    - refilled: `refill` restores from Postgres everything that the sink has lost, and `lost` detects the loss.
 
     All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages only: the caller waits
     without limit.

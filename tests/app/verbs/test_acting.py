@@ -159,7 +159,7 @@ def test_an_act_whose_output_is_lost_still_ends_with_its_exit_code(operator: Ope
 def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql: psycopg.Connection) -> None:
     """At no terminal `--yes` is asked for, and exit code 2 says so; what it would do was shown."""
     done = operator.run("skip", STREAM, "a", "3..4")
-    assert (done.exit_code, "say --yes" in done.output) == (2, True)
+    assert (done.exit_code, "add --yes" in done.output) == (2, True)
     assert "a moves from 2 to 5: facts 1, skipped 2" in done.output
     assert operator.run("skip", STREAM, "a", "3..4", "--dry-run", "--yes").exit_code == 0
     assert sql.execute("select 1 from tidemark.overrides").fetchall() == []

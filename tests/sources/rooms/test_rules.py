@@ -152,7 +152,7 @@ ROOT = an_event("root")
     ("event", "says"),
     [
         (an_event("self", replace(ROOT, id="self")), "names itself"),
-        (an_event("root"), "a duplicate: it is held already, regular"),
+        (an_event("root"), "a duplicate: it is stored already, as regular"),
         (replace(ROOT, sender="@eve"), "another event has this ID"),
         (an_event("far", ROOT, room="!other"), "its prev event root is of another room, !tea"),
         (replace(ROOT, id="deep", depth=DEEPEST_EVENT + 1), "its depth 9223372036854775808 is not from 1"),
@@ -173,7 +173,7 @@ ROOT = an_event("root")
             RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, HeldAs.OUT_OF_BAND),
             "only an invite, its rejection or a knock",
         ),
-        (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not held, and no state"),
+        (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not stored, and no state"),
     ],
 )
 def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, says: str) -> None:
@@ -270,10 +270,10 @@ def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
     outlier = replace(an_event("late", ROOT, key="a"), held_as=HeldAs.OUTLIER)
     rooms.persist(outlier)
     assert ({*rooms.rooms[ROOM].forward}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
-    refused(rooms, outlier, "a duplicate: it is held already, outlier")
+    refused(rooms, outlier, "a duplicate: it is stored already, as outlier")
     rooms.persist(replace(outlier, held_as=HeldAs.REGULAR))
     assert ({*rooms.rooms[ROOM].forward}, rooms.live) == ({"late"}, ["root", "late"])
-    refused(rooms, outlier, "a duplicate: it is held already, regular")
+    refused(rooms, outlier, "a duplicate: it is stored already, as regular")
 
 
 def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -> None:

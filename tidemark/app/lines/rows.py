@@ -276,7 +276,7 @@ class RowBuffer:
             self.size -= before.size
             self._keep(writer, before.reach, whole=False)
             self.dropped += 1
-        for (stream, _), buffered in self._writers.items():  # so many writers that their number alone is too much
+        for (stream, _), buffered in self._writers.items():  # too many writers, whatever their size
             self._named[stream] = farther(buffered.reach, self._named.get(stream, 0))
         self._whole = dict.fromkeys(self._whole, False)
         self._writers.clear()

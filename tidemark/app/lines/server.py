@@ -328,7 +328,7 @@ class LineServer:
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
-        """Serve on a listening socket. Clients that are connected at the end are told so."""
+        """Serve on a listening socket. Clients that are connected at the end get an ERROR command."""
         self._listening = acceptor.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
         try:

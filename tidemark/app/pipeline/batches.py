@@ -155,7 +155,7 @@ class Batches:
         with self._in_hand:
             try:
                 if self._finishing.is_set():
-                    raise Stopping("told to end between two batches")
+                    raise Stopping("asked to end between two batches")
                 self._take(batch, number)
             except TidemarkError as error:
                 self.failure = self.failure or error
@@ -346,7 +346,7 @@ class Isolation:
                     stopped, problem = half, refused
             record = records[stopped - 1]
             if record.place in unacceptable or refusal(taken) is not None:
-                log.error("Postgres refuses a stream, whatever its records say", stream=stream, problem=problem)
+                log.error("Postgres refuses a stream whatever its records contain", stream=stream, problem=problem)
                 return {}
             unacceptable[record.place] = problem
             log.error(

@@ -48,7 +48,7 @@ class Engine:
         """
         while not self._session.done():
             if stopping.wait(0.1):
-                raise Stopping("told to stop while Spark started")
+                raise Stopping("asked to stop while Spark started")
         spark = self._session.result()
         if spark.sparkContext._jsc.sc().isStopped():
             raise SparkDied("its cluster has ended our application")
@@ -80,7 +80,7 @@ class Engine:
         except Py4JJavaError as error:  # settings that Spark refuses
             cause = failure_cause(str(error).splitlines()).removeprefix(": ")
             self._session.set_exception(SparkDied(f"it did not start: {cause}"))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the thread that waits
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             self._session.set_exception(error)
 
 

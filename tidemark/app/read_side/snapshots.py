@@ -154,7 +154,7 @@ class Snapshots:
         return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
-        """Whether the stream was read before: it exists, whatever the servers say now. Asks no server."""
+        """Whether the stream was read before: then it exists. Queries no server."""
         return stream in self._answered
 
     def fresh(self, seconds: float) -> dict[str, int]:

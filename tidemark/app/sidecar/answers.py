@@ -56,8 +56,8 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     token: Annotated[str | None, Meta(description="Both in one text: m7~web.9.")]
     epochs: dict[str, int] | None
     retired: list[str] | None
-    pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
-    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What holds a position back now, longest first.")]
+    pending: Annotated[int | None, Meta(description="Completed IDs above a gap.")]
+    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What blocks a position now, longest first.")]
     linear_lag: Annotated[
         LinearLagAnswer | None, Meta(description="Null too if the linear position is at the allocated ID.")
     ]
@@ -263,7 +263,7 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: list[BlockerAnswer]
     linear_lag: Annotated[
         LinearLagAnswer | None,
-        Meta(description="What holds the linear position below the allocated ID; null: nothing does."),
+        Meta(description="What blocks the linear position below the allocated ID; null: nothing."),
     ]
     open_transactions: Annotated[
         dict[str, list[str]],

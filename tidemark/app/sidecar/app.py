@@ -62,9 +62,7 @@ class AllowedHosts:
         if scope["type"] == "http" and scope["raw_path"] not in _PROBES:
             host = host_name(dict(scope["headers"]).get(b"host", b"").decode("ascii", "replace"))
             if host not in self._names:
-                problem = WrongHost(
-                    f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_ALLOWED_HOSTS names what it is called"
-                )
+                problem = WrongHost(f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_ALLOWED_HOSTS has its names")
                 await problem.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -30,7 +30,7 @@ class PastGapAnswer(msgspec.Struct, frozen=True):
 
 class PastWriterAnswer(msgspec.Struct, frozen=True):
     writer: Name
-    moved: Annotated[list[int], Meta(description="By how many IDs its position moved, in each step.")]
+    moved: Annotated[list[int], Meta(description="The IDs by which its position moved, in each step.")]
     gaps: Annotated[list[PastGapAnswer], Meta(description="The longest ones, oldest first.")]
 
 

@@ -171,7 +171,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
     token: Annotated[
         str,
         Meta(
-            description="Up to where the stream must be complete: m7, or m7~web.9.",
+            description="The token up to which the stream must be complete: m7, or m7~web.9.",
             extra_json_schema={"pattern": f"^{TOKEN_PATTERN}$"},
         ),
     ]

@@ -112,10 +112,10 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     linear_lag: Annotated[
         LinearLagAnswer | None,
         Meta(
-            description="What holds the linear position below the allocated ID; null too while Postgres was not read."
+            description="What blocks the linear position below the allocated ID; null also while Postgres was not read."
         ),
     ]
-    remedies: Annotated[list[RemedyAnswer], Meta(description="Of each writer that holds a position back.")]
+    remedies: Annotated[list[RemedyAnswer], Meta(description="By writer that blocks a position.")]
     late: LateSummaryAnswer | None
     bridged: Annotated[
         bool, Meta(description="`tidemark synapse` writes it: verbs of the bridge settle what holds it back.")

@@ -60,7 +60,7 @@ class ServerProcess(ABC):
 
     name: ClassVar[str]
     patience: ClassVar[float] = 120.0
-    """A start fails after so many seconds in which the log does not grow and no CPU time is used."""
+    """A start fails after this many seconds in which the log does not grow and no CPU time is used."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:

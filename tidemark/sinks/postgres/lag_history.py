@@ -140,7 +140,7 @@ class LagHistory:
         return first
 
     def chart(self, stream: str, until: datetime, seconds: float, steps: int) -> StreamHistoryChart:
-        """The last `seconds` before `until`, in so many `steps`."""
+        """The last `seconds` before `until`, divided into `steps`."""
         window = timedelta(seconds=seconds)
         since, step = until - window, window / steps
         values = {"stream": stream, "since": since, "until": until, "step": STEP, "most": MAX_GAPS}

@@ -135,7 +135,7 @@ def _readers(connection: Connection, old: Day) -> str:
         """,
         ([old.name, old.parent or old.name],),
     )
-    return ", ".join(text for (text,) in rows) or "nobody now"
+    return ", ".join(text for (text,) in rows) or "no session any more"
 
 
 def _firsts(connection: Connection, today: date, retention: Retention) -> dict[str, date]:

@@ -227,7 +227,7 @@ class Conditions:
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
     def reading(self) -> Reading | None:
-        """None if no pipeline is active, or its batch waits: then nobody knows how long a writer has sent nothing."""
+        """None if no pipeline is active, or its batch waits: then it is unknown how long a writer has sent nothing."""
         rows = self._session.fetch_tuples(
             """
             select extract(epoch from since)::float8, array(select distinct partition from tidemark.lagging_partitions)

@@ -232,7 +232,7 @@ class Redis:
         """What the server says of itself and of our rights, for people. What is not allowed is left out."""
         with self._session.use() as client:
             reads = not isinstance(_answer(lambda: client.get("tidemark:doctor")), NoPermissionError)
-            # A script that nobody has loaded: the answer is NOSCRIPT, unless scripts are not allowed.
+            # A script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
             writes = not isinstance(_answer(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError)
             info, clock = _answer(client.info), _answer(client.time)
         return RedisReport(

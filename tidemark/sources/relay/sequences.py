@@ -72,7 +72,7 @@ class SequenceState:
                     stream, "this user may not read it", f"run: GRANT SELECT ON SEQUENCE {self.name} TO tidemark_relay"
                 )
         do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
-        return self._problem(stream, f"it has {self.unfit}, so IDs may come that were taken for void", do)
+        return self._problem(stream, f"it has {self.unfit}, so it may give out IDs that were declared void", do)
 
     def lags_table(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
         """The problem of a sequence whose table has a row with ID `highest` (a magnitude), which it has not given

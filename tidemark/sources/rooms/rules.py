@@ -197,7 +197,7 @@ def _is_fit(name: str) -> bool:
 def _check_again(event: RoomEvent, held: RoomEvent) -> None:
     _require(event, event.same(held), "another event has this ID")
     again = held.held_as.outlier and not event.held_as.outlier
-    _require(event, again, f"a duplicate: it is held already, {held.held_as}")
+    _require(event, again, f"a duplicate: it is stored already, as {held.held_as}")
 
 
 def _check_place(event: RoomEvent, around: Around) -> None:
@@ -301,12 +301,14 @@ def given_state(
     if not change.missing:
         return None
     if given is None:
-        raise BadEvent(event.id, f"its prev event {change.missing[0]} is not held, and no state before it is given")
+        raise BadEvent(event.id, f"its prev event {change.missing[0]} is not stored, and no state before it is given")
     state: dict[StateKey, KeyHolder] = {}
     for id in given:
         other = held.get(id)
         if other is None or other.room != event.room or other.held_as is HeldAs.REJECTED or other.key is None:
-            raise BadEvent(event.id, f"the state before it names {id}, which is held as no state event of its room")
+            raise BadEvent(
+                event.id, f"the state before it names {id}, which is not stored as a state event of its room"
+            )
         if other.key in state or (other.depth >= event.depth and event.depth < DEEPEST_EVENT):
             raise BadEvent(event.id, f"the state before it names {id}, which is no less deep, or the second of its key")
         state[other.key] = KeyHolder(other.depth, other.id)

@@ -213,7 +213,7 @@ _KNOWN = (
 STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
 
 _MEMORY = "it exists only in its writer's memory, where its IDs start again with each start"
-_OTHER = "nobody has examined what its tables prove"
+_OTHER = "its tables have not been examined"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
     **dict.fromkeys(

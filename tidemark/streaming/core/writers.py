@@ -345,7 +345,7 @@ def record_rolled_back(
     Ranges that certainly hold no fact are left out.
 
     Args:
-        overridden: ranges that an operator settled, in which nobody completed an ID.
+        overridden: ranges that an operator settled, and in which no writer completed an ID.
     """
     for span in spans:
         for low, high in overridden.missing(span.prev, span.id):

@@ -148,7 +148,7 @@ def _read(path: Path) -> bytes | None:
             status = os.fstat(file.fileno())
             ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not (ours and stat.S_ISREG(status.st_mode)):
-                return None  # whoever can write the file could run code in this process
+                return None  # a user who can write the file could run code in this process
             sum_, content = file.read(32), file.read()
     except OSError:
         return None

@@ -131,8 +131,8 @@ class IncarnationTable(NamedTuple):
 
     `counts`: the number of incarnations, and the length of all their names. `names`: the names of streams and writers
     in one array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and
-    the epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that
-    nobody can send names with equal hashes.
+    the epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that no
+    sender can choose names with equal hashes.
     """
 
     seed: int

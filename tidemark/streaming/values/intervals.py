@@ -16,10 +16,11 @@ Ids = npt.NDArray[np.int64]
 _NONE: Ids = np.empty(0, np.int64)
 
 _CODES = {2: "H", 4: "I", 8: "Q"}
-"""Of numbers with so many bytes. One is none of them: steps would often be too long, and all be packed again."""
+"""Widths in bytes of packed numbers. One byte is not used: steps would often be too long, and all would be packed
+again."""
 
 _DENSE = 8
-"""Where one of so many IDs is there, a mark for each of all costs a tenth of sorting."""
+"""If at least one in this many IDs exists, a mark for each ID costs a tenth of sorting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,7 +240,7 @@ def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
     Args:
         packed: a packed set.
         more: at most `most` intervals, which begin at the end of the set or beyond.
-        most: only so many intervals, the highest, remain.
+        most: the largest number of intervals. The highest ones remain.
 
     Returns:
         The packed union.

@@ -176,17 +176,21 @@ class PolicySetting(NamedTuple):
 
 
 POLICY_SETTINGS: Final = {
-    "pending_bound": PolicySetting(10_000, 10**6, "intervals held back of one writer; past it, edges are put off"),
+    "pending_bound": PolicySetting(10_000, 10**6, "pending intervals of one writer; further edges are deferred"),
     "completed_bound": PolicySetting(
-        10_000, 10**6, "intervals of completed IDs kept above the line; past it the line is cautious"
+        10_000,
+        10**6,
+        "intervals of completed IDs stored above the linear position; beyond it, the position is cautious",
     ),
     "retired_bound": PolicySetting(10_000, 10**6, "retired writers kept"),
     "retirement_days": PolicySetting(7, 36_500, "days after which a retired writer leaves the state"),
     "history_days": PolicySetting(7, 36_500, "days that Postgres keeps the history of advances and of gaps"),
-    "gap_seconds": PolicySetting(120, 10**9, "age at which a gap, or a line that stands, is an alert"),
+    "gap_seconds": PolicySetting(
+        120, 10**9, "age at which a gap, or a linear position that does not move, is an alert"
+    ),
     "silent_seconds": PolicySetting(60, 10**9, "seconds without a record after which a writer counts as silent"),
-    "behind_seconds": PolicySetting(None, 10**9, "seconds behind at which a line is an alert, whoever holds it"),
-    "behind_ids": PolicySetting(None, 10**9, "IDs behind at which a line is an alert, whoever holds it"),
+    "behind_seconds": PolicySetting(None, 10**9, "linear lag in seconds that is an alert, whatever the blocker"),
+    "behind_ids": PolicySetting(None, 10**9, "linear lag in IDs that is an alert, whatever the blocker"),
 }
 
 

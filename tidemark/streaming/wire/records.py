@@ -139,10 +139,10 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
 class Timeline(msgspec.Struct, frozen=True):
     """Which history of its database a writer joined in.
 
-    `database`: system identifier and Postgres timeline, or whatever else changes when the database goes back; None
-    where that is not known. `start`: a new token that this start left in the database; `after`: the one that it found
-    there, of the writer's start before. A start that does not follow the last one known comes from a database that went
-    back. One that begins again what broke off says the same two.
+    `database`: system identifier and Postgres timeline, or another value that changes when the database is restored;
+    None where that is not known. `start`: a new token that this start left in the database; `after`: the one that it
+    found there, of the writer's start before. A start that does not follow the last one known comes from a database
+    that went back. One that begins again what broke off says the same two.
     """
 
     database: str | None
@@ -180,7 +180,8 @@ class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
     """What blocks the writer, for people. Moves nothing. Each OPEN replaces the one before.
 
     `transactions`: who holds the writer's open IDs, a line for each. `blocked`: why the writer sends nothing new of the
-    stream, empty if it does. `heartbeat`: the writer sends at least one record in so many seconds; 0 promises nothing.
+    stream, empty if it does. `heartbeat`: the writer sends at least one record within this many seconds; 0 promises
+    nothing.
     """
 
     transactions: Annotated[

@@ -217,7 +217,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def no_reuse_below(self) -> int:
-        """The database gives out no ID up to here again, whatever shows that it was restored."""
+        """The highest ID that the database certainly does not give out again after a restore."""
         return max(self.id, self.published or 0)
 
     @classmethod
