@@ -180,7 +180,8 @@ class PositionsTopic:
             return self._unless_fenced(self._refill)
 
     def _unless_fenced(self, call: Callable[[Producer], T]) -> T:
-        """Call again if another process has taken over and has written nothing: without a higher token it is older."""
+        """Call again if another process has taken over and has written nothing: it has no higher token, so it is
+        older."""
         try:
             return call(self._take_over())
         except KafkaException as error:

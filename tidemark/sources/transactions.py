@@ -203,7 +203,7 @@ class OldestOpenGauge:
         self._shown: set[tuple[str, ...]] = set()
 
     def show(self, ages: Iterable[tuple[tuple[str, ...], float]]) -> None:
-        """Of all that are open, by their labels."""
+        """Show the ages of all open transactions, by their labels."""
         oldest = dict(sorted(ages))
         for gone in self._shown - oldest.keys():
             self._gauge.remove(*gone)

@@ -40,7 +40,7 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 
 log = get_logger(__name__)
 
-AT_ONCE = 500  # lines of one script, about: other clients of Redis wait meanwhile
+AT_ONCE = 500  # about the lines of one script call: other clients of Redis wait meanwhile
 ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
@@ -205,7 +205,7 @@ def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | Rdata
 
 
 MAX_QUEUED = 10_000  # commands that wait for Redis
-MAX_QUEUED_CHARACTERS = 8 << 20  # of all of them together: one command may have 64 KiB
+MAX_QUEUED_CHARACTERS = 8 << 20  # bytes of all waiting commands: one command may have 64 KiB
 
 
 class Channel:
@@ -256,7 +256,7 @@ class Channel:
             self._queued -= len(line)
             if len(self._echoes) >= MAX_QUEUED:  # this user may publish but not subscribe
                 self._echoes.clear()
-            self._echoes[_digest(line)] += 1  # before it comes back
+            self._echoes[_digest(line)] += 1  # until Redis returns it
             try:
                 with translated(self._client):
                     await self._client.publish(self._name, line)

@@ -39,7 +39,7 @@ _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 
 
 def wanted(command: Command, streams: Collection[str]) -> bool:
-    """Whether to print it if `streams` were asked for (none: all). PINGs are never printed."""
+    """Whether to print the command. `streams`: the requested streams; empty: all. PINGs are never printed."""
     match command:
         case PingCommand():
             return False
@@ -49,7 +49,7 @@ def wanted(command: Command, streams: Collection[str]) -> bool:
 
 
 def coloured(command: Command) -> str:
-    """The line as it came, in colours that show what it asks of a client."""
+    """The received line, in colours that show what a client must do."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
@@ -116,14 +116,16 @@ class LinesClient:
         self._trust = trust
 
     def commands(self) -> Generator[Command, None, None]:
-        """Everything that the server sends, on one connection after the other, without end. Raises `WrongServer` and
+        """The commands of the server, over one connection after another, without end. Raises `WrongServer` and
         `CertificateRefused`."""
         patience = WaitLog()
         while True:
             try:
                 connected = time.monotonic()
                 for command in self._connected():
-                    if time.monotonic() - connected >= PING_EVERY:  # no quick retries if it closes at once
+                    if (
+                        time.monotonic() - connected >= PING_EVERY
+                    ):  # no fast retries if the server closes the connection at once
                         patience.succeeded()
                     yield command
                 problem = "it closed the connection"

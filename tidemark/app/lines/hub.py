@@ -45,7 +45,7 @@ class Hub:
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
         self._subscribers: list[Subscriber] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # with those that were cancelled and have not ended yet
+        self._tasks: set[asyncio.Task[None]] = set()  # includes cancelled tasks that have not ended yet
         self._closed = False
         self._started = asyncio.Event()
         self._starting: set[str] = set()  # streams whose followers have not started yet
@@ -127,7 +127,7 @@ class Hub:
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Start again after a failure: clients must not take it for quiet streams."""
+        """Start again after a failure. Otherwise clients would take the failure for quiet streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()

@@ -34,7 +34,7 @@ Writer = tuple[str, str]
 
 
 class MissingRows(Enum):
-    """Why an advance has no rows here."""
+    """Marks an advance whose rows are not available."""
 
     NOT_YET = "an edge is missing that may still be read"
     LOST = "the rows will not come"
@@ -42,7 +42,7 @@ class MissingRows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnannouncedFact:
-    """`rows` are JSON in one line each, in order; at least one."""
+    """A fact. `rows`: at least one row in order, each JSON in one line."""
 
     id: int
     rows: Sequence[str]
@@ -82,7 +82,7 @@ class UnannouncedRows:
         self._batches: dict[int, list[str] | None] = {}  # by epoch: rows of a fact whose ID has not come
 
     def read(self, record: records.Record) -> None:
-        """Take in the next record of the writer."""
+        """Add the next record of the writer."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
@@ -113,7 +113,7 @@ class UnannouncedRows:
             if edge is None:
                 return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
-                return MissingRows.NOT_YET  # until a JOIN makes it count, or makes it a zombie
+                return MissingRows.NOT_YET  # until a JOIN of its epoch or of a later one is read
             if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
                 return MissingRows.LOST
             if edge.rows:
@@ -172,7 +172,7 @@ class UnannouncedRows:
             self._settle(join.id, join.epoch)
 
     def _settle(self, upto: int, epoch: int) -> None:
-        """What is open up to there is empty."""
+        """Open IDs up to this ID are empty."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
             if beyond(prev, upto):
@@ -226,7 +226,7 @@ class RowBuffer:
         self.size = 0
 
     def read(self, partition: int, record: records.Record) -> Writer | None:
-        """Take in the next record of `partition`.
+        """Add the next record of `partition`.
 
         Returns:
             The writer of the record, None for a record that does not count.
@@ -256,7 +256,7 @@ class RowBuffer:
         return MissingRows.NOT_YET if buffered is None else buffered.take(advance)
 
     def passed(self, writers: Iterable[Writer]) -> None:
-        """These writers were announced further."""
+        """Note that these writers were announced up to new positions."""
         for writer in writers:
             if buffered := self._writers.get(writer):
                 before = buffered.size
@@ -296,7 +296,7 @@ class Announcement:
 
     @property
     def fetch(self) -> PositionCommand:
-        """Makes a subscriber below `id` fetch what it does not have."""
+        """A command that makes a subscriber below `id` fetch the rows that it lacks."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
@@ -380,7 +380,7 @@ class Announcer:
     def _announce(
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
     ) -> Announcement:
-        """`facts` None: clients must fetch."""
+        """Announce an advance. `facts` None: clients must fetch its rows."""
         known = (stream, writer) in self._announced
         self._announced[stream, writer] = id
         self._rows.passed([(stream, writer)])

@@ -39,8 +39,8 @@ from tidemark.streaming.wire.line_protocol import (
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds: `interval` between two lines that the server sends, at most; `timeout` without a line from a client that
-    has sent a PING."""
+    """Seconds. `interval`: the longest time between two lines that the server sends. `timeout`: time without a line
+    after which a client that has sent a PING is disconnected."""
 
     interval: float = 5.0
     timeout: float = 15.0
@@ -53,7 +53,7 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class SendPositions:
-    """The client asked for all positions, and gets what moves them from now on."""
+    """The client asked for all positions, and gets announcements from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class LineConnection(asyncio.Protocol):
             self._disconnect("crowded")
 
     def end(self) -> None:
-        """Close it once it has read everything."""
+        """Close the connection once the client has read everything."""
         self._send(ErrorCommand("server stopping"))
         self._transport.close()
 
@@ -267,11 +267,11 @@ class LineConnection(asyncio.Protocol):
         self.cut()
 
     def cut(self) -> None:
-        """Close it without waiting for anything."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def _do(self, reactions: Iterable[Reaction]) -> int:
-        """Returns to how many other clients something was sent."""
+        """Handle one line. Returns the number of other clients that were sent a command."""
         others = 0
         for reaction in reactions:
             match reaction:
@@ -306,11 +306,11 @@ LINES_PER_TURN = 100
 PAUSE = 0.001  # seconds after a turn that left lines: a flood must not keep the event loop busy
 _LAST_SECONDS = 0.5  # seconds that clients have to read that the server is stopping
 AT_ONCE = 50  # lines of one client, before the next client has its turn
-REST = 4  # times as long as all positions took to write, before they are written again: a client may ask without end
+REST = 4  # the pause after writing all positions, as a multiple of the time that it took: a client may ask without end
 
 
 class LineServer:
-    """`on_relayed` is called with every command that a client sent for all others, after they were sent it."""
+    """`on_relayed` is called with every command that a client sent for all others, after it was sent to them."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
@@ -320,11 +320,11 @@ class LineServer:
         self._slots: SlotPool[LineConnection] = SlotPool(config.connections)
         self._listening: TlsListener | None = None
         self._connections: set[LineConnection] = set()
-        self._replicating: set[LineConnection] = set()  # those that sent REPLICATE
+        self._replicating: set[LineConnection] = set()  # connections that sent REPLICATE
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
         self._next_answer = 0.0  # s, monotonic
-        self._with_lines: deque[LineConnection] = deque()  # those with lines that were not taken yet
+        self._with_lines: deque[LineConnection] = deque()  # connections with lines that were not taken yet
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
@@ -344,14 +344,14 @@ class LineServer:
                 connection.cut()
 
     def stop(self) -> None:
-        """Accept no more clients, and tell those that are connected. May be called again."""
+        """Accept no more clients, and send an ERROR to the connected ones. May be called again."""
         if self._listening is not None:
             self._listening.close()
         for connection in [*self._connections]:
             connection.end()
 
     def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
-        """Send it to every client but its sender. Returns how many these are."""
+        """Send a command to every client except its sender. Returns the number of clients."""
         others = self._connections - {sender}
         self._send(others, encoded([command]), 1)
         return len(others)
@@ -382,7 +382,7 @@ class LineServer:
                 self._hub.unsubscribe(self._announce)
 
     def replicate(self, connection: LineConnection) -> None:
-        """Answer it with all positions, and send it announcements from then on."""
+        """Answer REPLICATE with all positions, and send announcements from then on."""
         if not self._replicating:
             self._hub.subscribe(self._announce)
         self._replicating.add(connection)
@@ -396,7 +396,8 @@ class LineServer:
         return sent
 
     def take_turns(self, connection: LineConnection) -> None:
-        """Let it work on its lines, in turns with all others that have some, and with the rest of the process."""
+        """Wait for the connection's turn to handle its lines. Turns go round all connections with lines, and leave time
+        for other tasks."""
         self._with_lines.append(connection)
         if len(self._with_lines) == 1:
             asyncio.get_running_loop().call_soon(self._turn)

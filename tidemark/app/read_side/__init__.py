@@ -29,7 +29,7 @@ class ReadSideConfig:
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
-    """Of streams without a policy: see `streaming.values.limits`."""
+    """The defaults of streams without a policy: see `streaming.values.limits`."""
     readers: Dsn | None = field(default=None, repr=False)
     """The database with the places of readers; None: that of `postgres`, if it has any."""
 

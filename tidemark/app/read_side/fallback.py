@@ -108,7 +108,7 @@ class HistoryPager:
             match step:
                 case CaughtUp():
                     break
-                case AwaitEntry():  # before it has caught up: the stream does not exist
+                case AwaitEntry():  # an error before the first complete answer means that the stream does not exist
                     return None
                 case ReadHistory():
                     asked = replace(step, most=min(self._page_size, step.most))

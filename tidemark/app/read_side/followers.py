@@ -174,7 +174,7 @@ class Followers:
         self._notifications = notifications
         self._snapshots = snapshots
         self._postgres_reader = postgres_reader
-        self._changes: ChangesSince | None = None  # what listeners must be given, or the last that they were given
+        self._changes: ChangesSince | None = None  # the last events, given to listeners or still to be given
         self._is_given = False
         self._joined = 0  # the number of listeners so far
         self._followers: dict[str, Follower] = {}

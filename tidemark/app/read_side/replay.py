@@ -26,7 +26,7 @@ from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
 NEAR = 10_000  # IDs: a client that is farther back must not make others read so much
-NEAR_MARKS = 5_000  # ms, for the same reason
+NEAR_MARKS = 5_000  # ms: a client that is older must not make others read so much
 MOST = 100_000  # moves: beyond that, snapshots are less work
 AT_ONCE = 4  # readings
 PAGE = 200  # events, some 40 KB: a piece stays in memory until its client has read it
@@ -50,7 +50,7 @@ class SingleFlight(Generic[T]):
         """Whether it was cancelled: no task may wait for it any more."""
 
     async def get(self) -> T:
-        """Raises what the computation raises."""
+        """The result of the computation. Raises its exception."""
         self._waiting += 1
         try:
             return await asyncio.shield(self._task)
@@ -141,8 +141,8 @@ async def _page(past: HistoryPager) -> MissedPage | None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """What moved any stream since a mark. `encoded`: by stream, the texts for clients and the place after them, made
-    when a client first needs them. The events are dropped then."""
+    """The moves of all streams since a mark. `encoded`: by stream, the texts for clients and the place after them. They
+    are made when a client first needs them; then the events are dropped."""
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, StreamChange]
@@ -279,7 +279,7 @@ class ReplayBuffer:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is too old or too much."""
+        """Drop batches that are too old, or beyond the bound of memory."""
         oldest = self._now() - KEPT_SECONDS
         while self._all and (self._moves > MOVES or len(self._all) > SLICES or self._all[0][1].at < oldest):
             number, batch = self._all.popleft()
@@ -291,7 +291,7 @@ class ReplayBuffer:
 
     def mark_complete(self, mark: DurableMark) -> None:
         """Everything that Postgres published up to `mark`, of all followed streams, is in the batches so far."""
-        # The first time counts: a listener that was given the mark then was given no more than that.
+        # The first time of a mark counts: a listener that got the mark then has no later events.
         self._marks.setdefault(mark, self._number)
         if len(self._marks) > MARKS:
             del self._marks[next(iter(self._marks))]
@@ -307,7 +307,7 @@ class ReplayBuffer:
         for start in reversed(range(len(batches))):
             if batches[start].before == place:
                 return BufferedReplay(batches[start].before, batches[start:])
-        # Between two places of ours: the client comes from another sidecar.
+        # The place is between two places of this buffer: the client comes from another sidecar.
         if not reached(place, batches[0].before if batches else replay.place):
             return None
         start = next((at for at, batch in enumerate(batches) if not reached(place, batch.after)), len(batches))

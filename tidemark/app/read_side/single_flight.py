@@ -41,7 +41,7 @@ class ReadCoalescer(Generic[K, T]):
         self._small, self._large = _Queue(read), _Queue(read)
 
     async def get(self, keys_wanted: Collection[K]) -> Mapping[K, T]:
-        """What reads that begin after this call return for the keys, perhaps with more keys. Raises as `read` does."""
+        """The result of a read that begins after this call, perhaps with more keys. Raises the errors of `read`."""
         if len(keys_wanted) <= SMALL:
             return await self._small.get(keys_wanted)
         keys, answers = [*keys_wanted], dict[K, T]()
@@ -92,7 +92,7 @@ class _Queue(Generic[K, T]):
 log = get_logger(__name__)
 
 REST_SECONDS = 0.5
-REST_TIMES = 2  # times as long as the failure took: few requests wait for the time-out of a server that never answers
+REST_TIMES = 2  # pause after a failure, as a multiple of its duration: few requests wait for a time-out
 
 
 class CircuitBreaker:

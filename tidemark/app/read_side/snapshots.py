@@ -88,7 +88,7 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
     """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
 
     def merge(self, before: KnownPositions, published: KnownPositions) -> KnownPositions:
-        """`source` stays the one that the farthest positions were read from."""
+        """`source` is the server from which the farthest positions were read."""
         farthest = super().merge(before, published)
         is_found = (farthest.linear, farthest.vector) == (published.linear, published.vector)
         return farthest if is_found else replace(farthest, source=before.source)
@@ -205,7 +205,7 @@ class Snapshots:
 
     async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
-            with suppress(TimeoutError):  # a later answer has it
+            with suppress(TimeoutError):  # a later answer contains it
                 await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
 
     def _with_details(self, snapshot: Snapshot) -> Snapshot:

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Health(Protocol):
-    """Asked from threads of the HTTP server, at any time."""
+    """The health of a process. Threads of the HTTP server call the methods at any time."""
 
     @property
     def registry(self) -> CollectorRegistry: ...
 
     def hangs(self, now: float) -> str | None:
-        """Why the process should be ended; None while it is alive. `now` in seconds since 1970."""
+        """The reason to end the process; None while it is alive. `now`: seconds since 1970."""
 
     def lacks(self) -> str | None:
-        """What it waits for; None while it does its work."""
+        """The reason why the process is not ready; None while it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
     return answer
 
 
-REST = 4  # times as long as the metrics took to write, before they are written again: clients may ask without end
+REST = 4  # the pause after writing the metrics, as a multiple of the time that it took: clients may ask without end
 
 
 def _rested(scrape: "WSGIApplication") -> "WSGIApplication":
@@ -204,14 +204,14 @@ class _HealthServer(ThreadingWSGIServer):
             self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
-        """Its thread, which waits to read or to write, then ends."""
+        """Close the connection. Its thread, which waits to read or to write, then ends."""
         del self._connections[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
 
 class _BoundedHead(io.RawIOBase):
-    """The bytes of a connection up to a bound: after that it looks ended."""
+    """The bytes of a connection up to a bound. After the bound, it reads as ended."""
 
     def __init__(self, connection: socket.socket, remaining: int) -> None:
         self._connection = connection

@@ -57,7 +57,8 @@ class ClientLimits:
 
 
 def fit_limits(allowed: int, desired: ClientLimits) -> ClientLimits:
-    """The most of what is wanted for which `allowed` files are enough, each kind reduced by the same factor. Pure.
+    """The largest limits up to `wanted` for which `allowed` files are enough. Each kind is reduced by the same factor.
+    Pure.
 
     Raises:
         BadSetting: not even a few clients of each kind fit.

@@ -75,7 +75,7 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsAnswer(msgspec.Struct, frozen=True):
-    """By name. `next`, given as `after`, begins the next page; null: there is none."""
+    """Streams by name. Pass `next` as `after` for the next page; null: there is none."""
 
     streams: list[StreamAnswer]
     next: Name | None

@@ -90,7 +90,9 @@ class Tokens:
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        matches = [hmac.compare_digest(given.strip().encode(), token) for token in tokens]  # all: no timing
+        matches = [
+            hmac.compare_digest(given.strip().encode(), token) for token in tokens
+        ]  # compare all tokens, so that timing reveals nothing
         return any(matches)
 
 
@@ -109,7 +111,7 @@ OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *history.OPERATIONS, 
 
 @dataclass(frozen=True, slots=True)
 class SiteConfig:
-    """Whom the site serves.
+    """The clients that the site serves.
 
     Attributes:
         tokens_file: None: every client.
@@ -126,7 +128,7 @@ class SiteConfig:
 
 
 CompanionService = Callable[[ReadSide], AbstractAsyncContextManager[None]]
-"""What runs on the same read side while the site runs."""
+"""The other users of the read side, which run while the site runs."""
 
 
 def site(
@@ -223,7 +225,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         status = 500
         try:
             call = _call(request)
-            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # it has no end to wait for
+            if request.method == "HEAD" and operation.media == EVENT_STREAM:  # an event stream does not end by itself
                 response = Response(media_type=EVENT_STREAM)
             else:
                 response = await operation.act(call)
@@ -242,7 +244,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         stream = unquote(request.path_params.get("stream", ""))
         if "stream" in request.path_params and not is_name(stream):
             raise UnknownStream(stream)
-        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # before it is parsed, which costs more
+        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # checked before the expensive parsing
             raise BadRequest(
                 f"a request has at most {PARAMETERS} parameters; name fewer streams, or none to follow all"
             )

@@ -127,7 +127,7 @@ def encode_mark(mark: DurableMark) -> str:
 
 
 def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
-    """What the ID of an event says: a place in each stream, or a mark. Raises `BadRequest`."""
+    """Parse the ID of an event: a place in each stream, or a mark. Raises `BadRequest`."""
     if text.startswith("t"):
         mark = _MARK.fullmatch(text)
         if mark is None or any(int(number) >= 1 << 63 for number in mark.groups()):
@@ -137,7 +137,7 @@ def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
 
 
 def decode_since(stream: str, text: str) -> Place | Token:
-    """What `since=` says: a token, or the `next` of a page. Raises `BadRequest`."""
+    """Parse `since=`: a token, or the `next` of a page. Raises `BadRequest`."""
     if text.startswith("p"):
         place = decode_places(text).get(stream)
         if place is None:
@@ -176,7 +176,8 @@ class SnapshotTexts:
         self._cleared = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Of each stream, as it was read at or after `since` (s, monotonic): its place, and its event."""
+        """Snapshots of streams that were read at or after `since` (s, monotonic): the place and the event of each
+        stream."""
         texts: Mapping[str, tuple[float, Place, bytes]] = self._texts
         if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
             texts = {**{name: texts[name] for name in streams if name in texts}, **await self._reads.get(missing)}
@@ -198,8 +199,8 @@ class SnapshotTexts:
 
 
 def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -> tuple[list[bytes], Place]:
-    """What is new in `item` for a client at `place`, which is not the place of the follower; and the client's place
-    after it."""
+    """The part of `item` that is new for a client at `place`, which is not the place of the follower; and the client's
+    place after it."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:
@@ -247,7 +248,7 @@ def _linear_event(stream: str, linear: int) -> bytes:
 
 
 async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) -> tuple[list[bytes], Place]:
-    """What moved one of many streams, and the place after it for a client that begins at `start`.
+    """The moves of one of many streams, and the place after them for a client that begins at `start`.
 
     One text per page, and other tasks run in between: there may be very many moves, and each text is kept until its
     client has read it.

@@ -143,7 +143,7 @@ class ReconnectThrottle:
         self._ends: dict[str, tuple[float, float]] = {}
 
     def pause(self, address: str) -> float:
-        """Seconds that a client which comes now waits."""
+        """The delay of a new client of this address, in seconds."""
         return min(self.LONGEST, max(0.0, self._count(network_of(address)) - self.FREE) * self.EACH)
 
     def stream_ended(self, address: str, began: float) -> None:
@@ -168,7 +168,7 @@ class MetricsText:
     To write it takes long if there are many streams, and the requests have no slots. So a rest follows.
     """
 
-    REST = 4  # times as long as it took to write the text
+    REST = 4  # the pause after writing the text, as a multiple of the time that it took
     FRESH = 10.0  # seconds for which a read position counts as current; followed streams are read once a second
 
     def __init__(self, read_side: ReadSide, streams: int) -> None:

@@ -74,7 +74,7 @@ class UnknownWriterAnswer(msgspec.Struct, frozen=True):
 
 
 class RemedyAnswer(msgspec.Struct, frozen=True):
-    """What unblocks one writer: `tidemark gaps` says the same."""
+    """The remedy for one writer, as `tidemark gaps` shows it."""
 
     writer: Name
     epoch: Count
@@ -291,7 +291,7 @@ def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
 log = get_logger(__name__)
 
 PACE = 1.0  # seconds between two rounds
-SHARE = 10  # times the length of a round that the pause after it has at least: very many streams are read less often
+SHARE = 10  # the shortest pause after a round, as a multiple of its duration: very many streams are read less often
 
 
 class Watcher:
@@ -354,7 +354,7 @@ class Watch:
         return b"".join([*changed, self._pipeline])
 
     async def pipeline(self) -> PipelineAnswer:
-        """Read now."""
+        """Run one round."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):
             condition = await self._read_side.postgres_reader.condition()

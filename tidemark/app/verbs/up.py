@@ -193,7 +193,7 @@ def _shown(name: str, path: Path) -> str:
 
 
 def _show_fetching(name: str) -> None:
-    """On a terminal one line that changes; elsewhere a line for each."""
+    """Show progress: one changing line on a terminal, otherwise a line for each step."""
     if sys.stdout.isatty():
         click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {name}\r", nl=False)
     else:

@@ -172,7 +172,7 @@ class Decider:
 
     @property
     def blocked(self) -> dict[str, UnsuitableSequence]:
-        """By stream: why none of its new IDs is decided."""
+        """By stream: the reason why no new ID is decided."""
         return {
             state.stream_epoch.stream.name: state.problem
             for state in self._streams.values()
@@ -222,7 +222,7 @@ class Decider:
         """The highest ID that may be decided. If rows or the sequence went back, this decider is outdated."""
         known = state.evidence.head
         if snapshot is None:
-            return known  # it was dropped
+            return known  # the stream was dropped
         stream = state.stream_epoch.stream
         head = sequences.head(self._connection, stream, snapshot, max(known, snapshot.reached))
         stray = self._strays.found.get(stream.number, StrayRows(None, None))
@@ -274,7 +274,7 @@ class Decider:
                     self.without_beat.add(stream)
 
     def acknowledged(self, decided: Decision) -> None:
-        """Kafka has all of it."""
+        """Note that Kafka has all records of a decision."""
         state = self._streams[decided.stream_epoch.stream.number]
         state.rows_sent = state.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():

@@ -252,14 +252,14 @@ def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) 
 
 
 def _now(connection: Connection) -> int:
-    """The clock of the database in ms, behind which its epochs begin: so they rise over a restore too."""
+    """The clock of the database in ms. Epochs begin above it, so they rise over a restore too."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
 
 
 def acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
-    """Kafka has their JOINs and RETIREs."""
+    """Note that Kafka has the JOINs and RETIREs of the streams."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
         " where (number, writer, epoch, state) = (%s, %s, %s, %s)",

@@ -54,7 +54,7 @@ class _Mark:
     absent: Intervals = EMPTY
 
     def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
-        """The same after some have ended."""
+        """The same mark after some transactions have ended."""
         if lock_holders is None:
             waiting = frozenset(lock for lock in self.waiting if lock.transaction in running)
         else:
@@ -165,7 +165,8 @@ class StreamEvidence:
         )
 
     def read(self, asked: Intervals, ids: Collection[int], settled: int = 0) -> Intervals:
-        """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact.
+        """Note that the outbox has the rows `ids` in the ranges `asked`, and no others there. Returns the IDs without a
+        fact.
 
         IDs up to `settled` are decided, whatever the outbox has: their rows were deleted.
         """
@@ -198,7 +199,7 @@ def ids_of(voids: Intervals) -> Iterator[int]:
 
 
 class EmptyRange(NamedTuple):
-    """No fact of the writer is in `(prev, id]`."""
+    """The range `(prev, id]` has no fact of the writer."""
 
     writer: str
     prev: int
@@ -269,7 +270,7 @@ class WriterChains:
         return gaps
 
     def acknowledged(self, writer: str, ids: Intervals) -> None:
-        """Kafka has these edges of the writer."""
+        """Note that Kafka has these edges of the writer."""
         if (chain := self._chains.get(writer)) is not None:
             chain.acknowledged = chain.acknowledged.union(ids)
 

@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 5000
 
 
 class _Utf8Loader(Loader):
-    """A text as bytes: as `str` a row of 16 MiB with one emoji takes 64."""
+    """Loads text as bytes: as `str`, a row of 16 MiB with one emoji takes 64 MiB."""
 
     format = Format.BINARY
 
@@ -283,7 +283,7 @@ def raise_floor(
 
 
 def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
-    """The lowest and the highest ID of each, as the table has them."""
+    """The lowest and the highest ID of each range, as the table has them."""
     lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
     if stream.towards is Direction.FORWARD:
         return [low + 1 for low in lows], highs

@@ -163,7 +163,8 @@ def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot,
 
 
 def stray_rows(connection: Connection) -> dict[int, StrayRows]:
-    """By number of the stream, what the outbox holds at or below its floor or beyond its head; others are left out.
+    """By number of the stream, the rows of the outbox at or below its floor or beyond its head. Streams without such
+    rows are left out.
 
     A sequence is read after the snapshot, so no row that is committed during the query is beyond it. If a sequence gave
     out no ID since its restart, `highest` is any row.
@@ -232,12 +233,11 @@ def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """A stream goes back to `floor`; what was published beyond `upto` may come again (magnitudes). `version`: the one
-    that shows it, so that of several relays one takes it back.
+    """A stream that goes back to `floor`.
 
-    Readers of this database go back to `back_to`. A restore of the whole database does not take them back: it restored
-    their places too.
-    """
+    IDs beyond `upto` that were published may come again (magnitudes). `version`: the version of the stream that
+    shows the regression, so that only one of several relays handles it. Readers of this database go back to
+    `back_to`. A restore of the whole database does not take them back: it restored their places too."""
 
     stream: AppendStream
     version: int
