@@ -1,4 +1,4 @@
-"""Addresses: the settings that say where Kafka, Postgres and Redis are and how they let us in, with their checks.
+"""Addresses: the settings with the addresses and credentials of Kafka, Postgres and Redis, and their checks.
 
 A part of `app.settings`, which reads them and the files of their secrets; the types of addresses serve both.
 """

@@ -49,7 +49,7 @@ READERS_EVERY = 5.0
 SILENT = 15.0
 """Seconds without a reading of all streams after which the process is not ready."""
 HANGS = 60.0
-"""Seconds without a turn of the loop after which the process hangs."""
+"""Seconds without a round of the loop after which the process counts as hanging."""
 TIMEOUT = 2.0
 """Seconds for a connection to Redis, or an answer."""
 ALL_EVERY = 1.0

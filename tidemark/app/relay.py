@@ -32,7 +32,7 @@ from tidemark.streaming.wire.records import is_name, why_no_name
 Say = Callable[[str], None]
 
 
-# The loop goes round twenty times a second; only a server that does not answer may hold it up for so long.
+# The loop runs twenty times a second; only a server that does not answer may delay it for this long.
 STALE_SECONDS = 60.0
 
 
@@ -151,7 +151,7 @@ def _make_stream(name: str, direction: DirectionName, connection: Connection) ->
 
 @dataclass(frozen=True, slots=True)
 class RetireOrder:
-    """Which writer retires; `stream` None: in each stream that knows it. `wait`: seconds to try for."""
+    """The writer to retire. `stream` None: in each stream that knows it. `wait`: seconds to try."""
 
     writer: str
     stream: str | None

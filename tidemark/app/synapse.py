@@ -107,8 +107,8 @@ def _address(settings: Settings) -> str:
 
 
 def blockers(settings: Settings, say: Callable[[str], None]) -> None:
-    """Say which transactions write to the tables of Synapse's streams for longer than they usually take, the oldest
-    first, and what ends them."""
+    """Print the transactions that write to the tables of Synapse's streams for unusually long, the oldest first, and
+    how to end them."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         writing = [

@@ -100,7 +100,7 @@ def arguments(*words: str) -> list[str]:
 
 
 def _synapse_retire(stream: str, writer: str) -> str:
-    """The bridge proves from Synapse's tables what an operator could only claim."""
+    """The bridge proves from Synapse's tables that a writer is gone, which an operator could only assert."""
     return f"tidemark synapse retire {shlex.join(arguments(writer, stream))}"
 
 
@@ -231,7 +231,7 @@ def read(
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]) -> list[OpenRange]:
-    """`read`, with what `postgres` tells of policies, over these `defaults`, of operators' epochs, and of bridges."""
+    """`read`, with the policies (over these `defaults`), the operators' epochs and the bridges from `postgres`."""
     policies, asked = Policies(postgres.policies.given(), defaults), postgres.conditions
     return read(stored, now, policies, asked.begun(), asked.bridges(), asked.reading())
 
@@ -256,7 +256,7 @@ def _of_stream(
             continue
         transactions = stream.transactions.get(blocker.writer, [])
         since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.seen)
-        # Before the linear position waited, the writer was one of many.
+        # Before the linear position was blocked, the writer was one of many.
         since_it_waits = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
         how = life(stream, blocker.writer, since_it_waits, now, silent, reading)
         yield OpenRange(
@@ -283,7 +283,7 @@ def missed(source: Source, home: int | None, now: float, reading: Reading | None
 
 
 def problem(source: Source, home: int | None, now: float, reading: Reading | None, *, bridged: bool = False) -> str:
-    """What is wrong with a source, in words; empty if nothing is."""
+    """The problem of a source as text; empty if it has none."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
     if (seconds := missed(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
@@ -296,7 +296,7 @@ def problem(source: Source, home: int | None, now: float, reading: Reading | Non
 def source_problems(
     stored: Mapping[str, bytes], now: float, reading: Reading | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
-    """What is wrong with the sources of the streams, a line for each. Streams without reports are not decoded."""
+    """The problems of the streams' sources, a line for each. Streams without reports are not decoded."""
     for name, data in sorted(stored.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)

@@ -125,7 +125,7 @@ class ReaderMetrics:
         )
 
     def show(self, statuses: Sequence[ReaderStatus]) -> None:
-        """Readers that are gone have no series any more."""
+        """Remove the series of readers that are gone."""
         gauges = (self.position, self.lag_ids, self.lag_seconds, self.parked)
         for gauge in gauges:
             gauge.clear()

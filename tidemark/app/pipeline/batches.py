@@ -199,12 +199,12 @@ class Batches:
                 self._publish(collected)
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
-        # A daemon: a server that is waited for keeps no process that ends.
+        # A daemon thread: a wait for a server does not keep the process from ending.
         self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)
         self._publishing.start()
 
     def _await_published(self) -> None:
-        """Return when the batch before is published. Raises what hindered that."""
+        """Return when the previous batch is published. Raises the error that prevented it."""
         if self._publishing is not None:
             self._publishing.join()
         if self.failure is not None:
@@ -236,7 +236,7 @@ class Batches:
         log.debug("Published a batch", batch=batch.number, seconds=round(seconds, 3))
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
-        """Spark reads a partition that is added while it runs; its streams would have two orders."""
+        """Spark reads a partition that is added while it runs, and streams would then have two orders."""
         for shard in effects:
             for progress in shard.progress:
                 known = self._topics[progress.topic].partitions
@@ -327,7 +327,7 @@ class Isolation:
         return refused([stream.stream for shard in effects for stream in shard.streams])
 
     def _records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_Place, str]:
-        """The records of `stream` from which the refusal follows, each with what Postgres says."""
+        """The records of `stream` that Postgres refuses, each with its message."""
         state = self.postgres.states([stream])
         records = [*self._read(effects, stream)]
         unacceptable: dict[_Place, str] = {}

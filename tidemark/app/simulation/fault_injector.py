@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 AGAIN_AFTER = 1.0  # seconds until a process that ended by itself is started again
 END_SECONDS = 40.0
-MORE_SERVICES = 2  # than there were at the beginning, at most
+MORE_SERVICES = 2  # more services than at the beginning, at most
 
 
 class FaultInjector:
@@ -163,7 +163,7 @@ class FaultInjector:
         return [self._relay, *self._readers, *self._services]
 
     def _database_users(self) -> list[SimulatedProcess]:
-        """The processes that use the services' database: services, and their relay."""
+        """The processes that use the services' database: the services and their relay."""
         return [member for member in (self._relay, *self._services) if member.process]
 
     def _running(self) -> list[SimulatedProcess]:

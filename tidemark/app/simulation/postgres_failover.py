@@ -19,7 +19,7 @@ AGAIN_AFTER = 2.0  # seconds until a fault is tried again if its server is away,
 
 
 class PostgresFailover:
-    """For the thread of the fault injector; work that takes long is done on another thread.
+    """Replaces Postgres servers. The thread of the fault injector calls it; long work runs on another thread.
 
     `scheduler` belongs to the fault injector, `count_fault` counts an injected fault, and `database_users` gives the
     services and the relay that run.
@@ -37,7 +37,7 @@ class PostgresFailover:
         self._count_fault = count_fault
         self._database_users = database_users
         self.pending = 0
-        """Faults that have begun, or wait for another to end."""
+        """The faults that have begun, or wait for another fault to end."""
         self._restores = 0
         self._stopped: Sequence[SimulatedProcess] = ()
         self._replacement: Replacement | None = None
@@ -46,7 +46,7 @@ class PostgresFailover:
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
-        """Another server is prepared, and takes the place of the first one `planned.duration` seconds later."""
+        """Prepare another server, which replaces the first one `planned.duration` seconds later."""
         self.pending += 1
         self._prepare(planned)
 

@@ -57,7 +57,7 @@ GUEST = "@eve"
 SPEAKERS = 20
 """Other members, `@m0` and so on. They join, leave and are banned."""
 COMER = "@m0"
-"""The one who does so most often."""
+"""The member that joins and leaves most often."""
 LIVE_THREADS = 2
 BACKFILL_SECONDS = 0.3  # between two queries
 COMPACTIONS = 0.05
@@ -132,7 +132,7 @@ class _RoomThread:
                         raise RolledBack
 
     def _fetch(self, connection: Connection, events: Iterable[str]) -> None:
-        """Hold these at least as outliers."""
+        """Store these events at least as outliers."""
         wanted = [*events]
         missing = {*wanted} - tables.events_of(connection, wanted).keys()
         for event, _ in fetched(connection, missing):
@@ -262,7 +262,7 @@ def _new() -> str:
 SYNCING = (*ROOM_MEMBERS, COMER, GUEST)
 """The members for whom clients sync, by line and by vector."""
 PAUSE_SECONDS = 0.05
-OWN_SECONDS = 1.0  # between two events of the client that waits for its own
+OWN_SECONDS = 1.0  # between two events of the client that waits for its own events
 PATIENCE = 60.0  # of that client
 
 ANSWERS = """
@@ -494,7 +494,7 @@ class _Answers:
 
 
 def _upto(snapshot: Standing) -> Upto:
-    """The published vector, without writers that are no further than the line."""
+    """The published vector, without writers that are at or below the linear position."""
     return Upto(
         snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}
     )

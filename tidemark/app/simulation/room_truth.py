@@ -35,7 +35,7 @@ class Truth:
 
     @property
     def forward(self) -> set[str]:
-        """Regular events that no regular event follows, be it by way of events that are none."""
+        """Regular events that no regular event follows, directly or through other events."""
         regular = {id for id, kept in self._held.items() if kept is HeldAs.REGULAR}
         followed: set[str] = set()
         through = [*regular]
@@ -55,7 +55,7 @@ class Truth:
 
     @property
     def backward(self) -> set[str]:
-        """Named by an event that is placed, and not placed."""
+        """The events that a placed event names, and that are not placed."""
         return {prev for id in self.placed for prev in self.everything[id].prevs} - self.placed
 
     def state_at(self, id: str) -> dict[StateKey, KeyHolder]:

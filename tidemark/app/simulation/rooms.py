@@ -1,7 +1,7 @@
 """The workload of rooms. Its verification compares the answers of clients with the tables, and the tables with the
 definitions of a room.
 
-It knows nothing of positions but what each answer says of them.
+The only positions that it uses are those in the answers.
 """
 
 from collections import Counter, defaultdict
@@ -40,8 +40,8 @@ from tidemark.sources.rooms.rules import LONGEST_CHAIN, MEMBER, HeldAs, KeyHolde
 
 @dataclass(frozen=True, slots=True)
 class RoomCount(ReadCount):
-    """How one kind of client does. Of caches, `stale` values were served behind their invalidation; of states and
-    rooms, `different` ones are not as the definitions say.
+    """Counts of one kind of client. `stale`: cached values that were served after their invalidation. `different`:
+    states and rooms that differ from the definitions.
     """
 
     stale: int = 0
@@ -59,13 +59,13 @@ class RoomCount(ReadCount):
 
 @dataclass
 class StoredRooms:
-    """What the services' database holds."""
+    """The content of the services' database."""
 
     timeline: dict[int, TimelineRow]
     turns: Mapping[int, int]
     recipients: Mapping[int, str]
     stays: Mapping[tuple[str, str], Sequence[Stay]]
-    """Of member and room."""
+    """By member and room."""
     stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
     """By cache and room: invalidations, each with its version, ascending."""
     rooms_of: Mapping[str | None, Sequence[TimelineRow]]
@@ -93,7 +93,7 @@ class StoredRooms:
         }
 
     def stay(self, member: str, id: int) -> Stay | None:
-        """The stay in which the member is reported an event."""
+        """The stay in which a member receives an event."""
         stays = self.stays.get((member, self.timeline[id].room), ())
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
@@ -104,7 +104,7 @@ class StoredRooms:
 
 
 def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
-    """The answers of each syncing client in a row: client, member, since, upto, answer."""
+    """The rows of the answers of syncing clients: client, member, since, upto, answer."""
     rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
     for client, about, *answer in answers:
         rows[client, about].append(answer)
@@ -166,7 +166,7 @@ def _compared(wanted: set[int], got: Sequence[int]) -> tuple[int, int]:
 
 APPLICATION = "tidemark simulate --verify"
 BEHIND = 1000
-"""Answers by which one may be committed too late."""
+"""The number of answers by which an answer may be committed too late."""
 
 
 class RoomsDiffer(TidemarkError):
@@ -193,7 +193,8 @@ class RoomsVerification(Verification):
     def __init__(
         self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, is_kept: bool = True
     ) -> None:
-        """`heads` asks Tidemark up to which ID it knows each stream. `is_kept`: whether answers are, to be verified."""
+        """`heads`: returns by stream the highest ID that Tidemark knows. `is_kept`: whether answers are stored for
+        verification."""
         self._is_kept = is_kept
         self._heads = heads
         self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
@@ -245,7 +246,7 @@ class RoomsVerification(Verification):
         return [*self.counts(), self.rooms()]
 
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        """Every kind of client was answered, and rightly."""
+        """Whether each kind of client got answers, all of them correct."""
         kinds = {count.reader for count in counts}
         return kinds >= {*ClientKind} and all(count.is_complete for count in counts) and not self.awaited
 
@@ -261,7 +262,7 @@ class RoomsVerification(Verification):
             totals: dict[str, RoomCount] = {}
             for began, synced in self._synced.items():
                 for count in [*synced, *self._found[began].values()]:
-                    # What another one had yet to answer is no more.
+                    # Open requests of another incarnation no longer exist.
                     reported = count if began == now else replace(count, written=count.read)
                     totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + reported
         return [*totals.values()]
@@ -274,7 +275,7 @@ class RoomsVerification(Verification):
         } - self._answered
 
     def _compare(self) -> int:
-        """Which incarnation is there now."""
+        """Compare the answers of the present incarnation. Returns its number."""
         with self._facts.use() as connection:
             now = incarnation(connection)
         with self._effects.use() as connection:

@@ -28,15 +28,15 @@ from tidemark.common.errors import TidemarkError
 
 
 class PostgresOwner(StrEnum):
-    """Which Postgres."""
+    """The Postgres servers of a simulation."""
 
     SERVICES = "services"
     TIDEMARK = "tidemark"
-    """The readers' database is there, too."""
+    """Tidemark's server, which also has the readers' database."""
 
 
 class ServicesPostgres:
-    """A context manager: the services' Postgres, started again at once when it dies. Raises `AlreadyRunning`."""
+    """A context manager: the services' Postgres, which is restarted when it dies. Raises `AlreadyRunning`."""
 
     def __init__(self, home: Home) -> None:
         self.server = PostgresServer(Home(home.root / "services"), free_port())
@@ -60,7 +60,7 @@ class ServicesPostgres:
         self._open.close()
 
     def with_stack(self, settings: Settings, verification: Verification) -> "Servers":
-        """It, and Tidemark's where `tidemark up` runs that."""
+        """The services' Postgres, and Tidemark's if `tidemark up` runs it."""
         postgres = {PostgresOwner.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
         if process_of(home, PostgresServer.name) is not None:
@@ -118,7 +118,7 @@ class Replacement:
 
 
 class Servers:
-    """The Postgres servers within reach, and their faults in turn. For one thread; it has another of its own."""
+    """The faults of the reachable Postgres servers, one server after the other. For one thread; uses another thread."""
 
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
@@ -133,7 +133,7 @@ class Servers:
         self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
-        """Kill the next one, or stop it at once (an immediate shutdown)."""
+        """Kill the next server, or stop it with an immediate shutdown."""
         whose, number = next(self._crashes)
         process = process_of(self._postgres[whose].home, PostgresServer.name) if whose in self._postgres else None
         if process is None:

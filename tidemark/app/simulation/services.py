@@ -32,7 +32,7 @@ Row = dict[str, int]
 
 
 class ConnectionLost(Exception):
-    """The transaction is lost, with its connection or without: begin again with another."""
+    """The transaction is lost, perhaps with its connection: begin again with another one."""
 
 
 class RolledBack(Exception):
@@ -43,7 +43,7 @@ class ServiceConnection(Protocol):
     """One connection of a service that appends as `writer`. Everything raises `BrokenOff`."""
 
     def transaction(self) -> AbstractContextManager[object]:
-        """A transaction, or inside another one a savepoint; `Undone` passes through it."""
+        """A transaction, or a savepoint inside another one. `Undone` passes through."""
 
     def append(self, stream: str, *rows: Row) -> int: ...
 
@@ -54,7 +54,7 @@ class ServiceConnection(Protocol):
     def complete(self, stream: str, id: int, *rows: Row) -> None: ...
 
     def insert(self, stream: str, id: int, part: int) -> None:
-        """A row of the service's own table, which is called like the stream."""
+        """A row of the service's own table, which has the name of the stream."""
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
@@ -245,7 +245,7 @@ def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event
 
 
 def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """A transaction takes its time; a hanging one is cut short when the process is to end."""
+    """Wait as long as the transaction lasts. A hanging one ends early if the process is to end."""
     if Fault.HANG in faults and random.random() < HANGS:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # needs the extra of the local stack
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-ENDING_SECONDS = 60.0  # for faults that have begun
+ENDING_SECONDS = 60.0  # seconds for faults that have begun
 CATCH_UP_SECONDS = 300.0  # a pipeline that was killed takes a minute to come back on a busy machine
 
 
@@ -94,7 +94,7 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
 
 
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
-    """Make the databases, streams and tables that are missing; `services` is the DSN of the services' server."""
+    """Create the missing databases, streams and tables; `services` is the DSN of the services' server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
     facts = tables.make_database(services, workload.database)
     effects = tables.make_database(settings.postgres(), workload.database)
@@ -119,7 +119,7 @@ def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStre
 def _running(
     databases: SimulationDatabases, workload: Workload, servers: "Servers | None", source_faults: SourceFaults | None
 ) -> Iterator[FaultInjector]:
-    """The processes at work, and in the end none of them."""
+    """Run the processes while the block runs, and end all of them afterwards."""
     injector = FaultInjector(databases, workload, servers, source_faults)
     try:
         injector.start()
@@ -172,8 +172,8 @@ def _await_begin(injector: FaultInjector, verification: Verification, stopping: 
 def _run_faults(
     injector: FaultInjector, plan: SimulationPlan, stopping: Event, verification: Verification, *, verify: bool
 ) -> None:
-    """Inject the faults of the script, and print how each reader does meanwhile. Then end the services, and print which
-    faults there were. Raises the verification's error as soon as `verify` and a count is not right.
+    """Inject the faults of the script, and print the counts of each reader meanwhile. Then end the services, and print
+    which faults there were. Raises the verification's error as soon as `verify` and a count is not right.
     """
     for now in _until_over(injector, plan, stopping):
         try:
@@ -191,7 +191,7 @@ def _run_faults(
 
 
 def _until_over(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
-    """Inject the faults to the end; gives the seconds since the start whenever a report is due."""
+    """Inject the faults until the end. Yields the seconds since the start whenever a report is due."""
     began, reported = time.monotonic(), 0.0
     planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
     planned = next(planned_faults, None)
@@ -209,7 +209,7 @@ def _until_over(injector: FaultInjector, plan: SimulationPlan, stopping: Event) 
 
 
 def _conclude(injector: FaultInjector, verification: Verification) -> None:
-    """Wait until the readers have read everything; print how each did. Raises the verification's error."""
+    """Wait until the readers have read everything, and print their counts. Raises the verification's error."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
     counts: Sequence[ReadCount] = []
     while not verification.is_complete(counts) and time.monotonic() < deadline:

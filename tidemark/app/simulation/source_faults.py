@@ -218,7 +218,7 @@ class SourceFaults:
             yield connection
 
     def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
-        """Half of the time the outbox's rows, else those of another table."""
+        """Hide the rows of a table: half of the time the outbox, otherwise another table."""
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
         chosen = planned.choice * 2
         table = "tidemark.append_outbox" if chosen < 1 else others[int((chosen - 1) * len(others))]
@@ -230,7 +230,7 @@ class SourceFaults:
         return table
 
     def _set_back(self, stream: str, by: int) -> str:
-        """By `setval`, or by RESTART if `by` is odd."""
+        """Change a sequence by `setval`, or by RESTART if `by` is odd."""
         with self._verification.paused(), self._connected() as connection:
             name, head = _sequence(connection, stream)
             to = max(1, head - by)

@@ -38,7 +38,7 @@ class FactRow(NamedTuple):
 
 
 class DeliveredRow(NamedTuple):
-    """A row as a reader was handed it; `late`: for a late completion."""
+    """A row that a reader got. `late`: for a late completion."""
 
     id: int
     writer: str
@@ -128,7 +128,7 @@ class Comparison:
 
     @cached_property
     def strangers(self) -> set[int]:
-        """IDs that were handed over with rows that are not there."""
+        """IDs that were handed over with rows that do not exist."""
         marks = {row.mark for row in self.facts}
         return {row.id for row in self.delivered if row.mark not in marks}
 
@@ -147,7 +147,8 @@ class Comparison:
 
     @cached_property
     def _again(self) -> set[int]:
-        """Read in its order, and then for its late completions, one for each time that the database went back."""
+        """The doubled facts that restores explain: handed over once in order, and at most once late for each
+        restore."""
         if self.back is None:
             return set()
         wrong = _more_often(1, (row for row in self.delivered if not row.late))

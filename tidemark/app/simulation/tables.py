@@ -53,7 +53,7 @@ comment on column {table}.mark is 'Tells a row from one that had its ID before t
 
 
 def own_database(dsn: str, plan: str = "demo") -> str:
-    """The DSN of a simulation's database, which is called after the one of `dsn`."""
+    """The DSN of a simulation's database. Its name is derived from that of `dsn`."""
     return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{plan}")
 
 
@@ -73,7 +73,7 @@ def prepare_writing(dsn: str) -> None:
 
 
 def missing(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
-    """The streams that are not made yet."""
+    """The streams that do not exist yet."""
     with _using(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]

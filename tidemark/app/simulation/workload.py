@@ -60,7 +60,7 @@ class ChildProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """As the kernel does when memory runs out."""
+        """Kill the process, as the kernel does when memory runs out."""
         self._process.kill()
         self._process.wait()
 
@@ -112,7 +112,7 @@ class SimulatedProcess:
         self.process = ChildProcess(self.role(self.incarnation), self.home.log(f"simulate-{self.name}"))
 
     def detach(self) -> ChildProcess:
-        """Hand its process to the caller; it is down from now on."""
+        """Give the process to the caller. From now on it counts as down."""
         assert self.process is not None
         process, self.process = self.process, None
         return process
@@ -182,24 +182,24 @@ class Verification(ABC):
     def __exit__(self, *error: object) -> None: ...
 
     def has_begun(self) -> bool:
-        """Whether every reader works."""
+        """Whether every reader runs."""
         return True
 
     @abstractmethod
     def counts(self) -> Sequence[ReadCount]:
-        """How each reader does, since the databases were made; nothing before the first has begun."""
+        """The counts of each reader since the databases were created; nothing before the first reader has begun."""
 
     @abstractmethod
     def final_counts(self) -> Sequence[ReadCount]:
-        """The same when nothing more is to come."""
+        """The final counts, when no more facts follow."""
 
     @abstractmethod
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
-        """Whether each reader has read everything that was written, and rightly."""
+        """Whether each reader has correctly read everything that was written."""
 
     @abstractmethod
     def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
-        """The error for counts that are not right, or not complete."""
+        """The error for counts that are wrong or incomplete."""
 
     def require_reported(self) -> None:  # noqa: B027 - nothing to do, unless a workload looks for it
         """Raise if facts were lost, and readers were not informed."""
@@ -230,7 +230,7 @@ class Workload(ABC):
         """Readers that are started from then on write nothing: what is written would never be complete."""
 
     faults: ClassVar[Set[Fault]] = ALL
-    """The faults that it can have; others are left out."""
+    """The faults that the workload supports; others are left out."""
 
     @property
     @abstractmethod

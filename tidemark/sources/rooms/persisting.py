@@ -45,7 +45,7 @@ MOST_MEMBERS = 10
 
 
 class Appender(Protocol):
-    """How a service says that a fact happened. `name` is that of its writer."""
+    """Publishes the facts of a service. `name`: the name of its writer."""
 
     name: str
 
@@ -97,7 +97,7 @@ class RoomStreams:
 
 
 class RoomStore:
-    """Persists events as one writer. For one thread at a time; it keeps nothing."""
+    """Persists events as one writer. For one thread at a time; it has no state."""
 
     def __init__(self, appender: Appender, streams: RoomStreams, clock: Callable[[], float] = time.time) -> None:
         self._appender = appender

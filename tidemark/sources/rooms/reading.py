@@ -16,7 +16,8 @@ from tidemark.sources.rooms.tables import ROOMS_OF, as_json, state_of
 
 @dataclass(frozen=True, slots=True)
 class Upto:
-    """How far the stream `events` is read: all writers up to `linear`, and single ones further. A token's content."""
+    """A position in the stream `events`: all writers up to `linear`, and single writers beyond. The content of a
+    token."""
 
     linear: int
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +73,8 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A room as a member sees it first: the newest events of the timeline, the state, and where to go on backwards."""
+    """A room as a member sees it first: the newest events of the timeline, the state, and the beginning of the
+    history."""
 
     events: Sequence[TimelineRow]
     state: State
@@ -89,7 +91,7 @@ def _passed(row: str) -> str:
 
 
 def incarnation(connection: Connection) -> int:
-    """Which one of its database the connection leads to: tokens and caches of another one are of no use any more."""
+    """The incarnation of the database: tokens and caches of another incarnation are invalid."""
     ((began,),) = connection.execute("select max(began) from rooms.incarnations").fetchall()
     return int(began)
 
@@ -149,7 +151,8 @@ def _stays(connection: Connection, member: str, since: Upto) -> list[Stay]:
 
 
 def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple[list[TimelineRow], Upto]:
-    """The first `limit` events, and the position behind them. Beyond the linear position every writer has its own."""
+    """The first `limit` events, and the position after them. Beyond the linear position, each writer has its own
+    position."""
     kept = events[:limit]
     last = kept[-1].stream_ordering
     linear = min(last, now.linear)
@@ -214,10 +217,8 @@ def messages(
 
 
 def opened(connection: Connection, room: str, now: Upto, limit: int = 20) -> Opened:
-    """The room at `now`, for one who then goes on from there with `sync` and, backwards, with `messages`.
-
-    Of one snapshot; the connection is outside a transaction.
-    """
+    """The room at `now`. A client continues from there with `sync`, and backwards with `messages`. Reads one
+    snapshot; the connection must not be in a transaction."""
     with connection.transaction():
         connection.execute("set transaction isolation level repeatable read read only")
         events, before = messages(connection, room, now, None, limit)
@@ -263,7 +264,7 @@ def _bounds(upto: Upto) -> dict[str, object]:
 
 
 def current_state(connection: Connection, room: str) -> tuple[int, State]:
-    """The room's current state and its version, of one snapshot."""
+    """The room's current state and its version, from one snapshot."""
     rows = connection.execute(
         """
         with recursive chain as (
@@ -283,7 +284,7 @@ def current_state(connection: Connection, room: str) -> tuple[int, State]:
 
 
 def members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
-    """The version of the room's state that says so, and its members, of one snapshot."""
+    """The version of the room's state, and its members, from one snapshot."""
     rows = connection.execute(
         "select version, member from rooms.rooms left join rooms.memberships"
         " on memberships.room = rooms.room and membership = %s where rooms.room = %s order by member",
@@ -293,7 +294,7 @@ def members_with_version(connection: Connection, room: str) -> tuple[int, list[s
 
 
 def joined_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
-    """How often the member's rooms were invalidated, and which they are, of one snapshot."""
+    """How often the member's rooms were invalidated, and the rooms, from one snapshot."""
     ((version, rooms),) = connection.execute(
         """
         select (

@@ -19,9 +19,9 @@ from tidemark.common.errors import Reject, message
 from tidemark.streaming.wire.records import is_name, why_no_name
 
 MOST_PREVS = 10
-"""Prev events of an event that is made here."""
+"""The largest number of prev events of an event that this server creates."""
 MOST_NAMED = 20
-"""Prev events of any event."""
+"""The largest number of prev events of any event."""
 DEEPEST_EVENT = 2**63 - 1
 MEMBER = "m.room.member"
 _OUT_OF_BAND = ("invite", "leave", "knock")
@@ -40,13 +40,13 @@ class HeldAs(StrEnum):
 
     REGULAR = "regular"
     SOFT_FAILED = "soft-failed"
-    """It has edges and a state, and is no forward extremity."""
+    """Soft-failed: it has edges and a state, and is no forward extremity."""
     REJECTED = "rejected"
-    """The same, and changes no state."""
+    """Rejected: like soft-failed, and it changes no state."""
     OUTLIER = "outlier"
     """Stored without the room's state at it: it has no edges, sets no state, and is in no timeline."""
     OUT_OF_BAND = "out-of-band"
-    """An outlier that its user is sent: an invite, its rejection, a knock."""
+    """An outlier that is sent to its user: an invite, its rejection, a knock."""
 
     @property
     def outlier(self) -> bool:
@@ -151,7 +151,7 @@ def chosen_prevs(extremities: Iterable[KnownEvent]) -> tuple[KnownEvent, ...]:
 
 
 def depth_after(prevs: Iterable[KnownEvent]) -> int:
-    """One more than that of the deepest; behind the deepest depth there is, the same."""
+    """The depth of the deepest prev event plus one, at most the largest depth."""
     return min(DEEPEST_EVENT, 1 + max((known.depth for known in prevs), default=0))
 
 
@@ -256,7 +256,7 @@ StateKey = tuple[str, str]
 
 
 class KeyHolder(NamedTuple):
-    """The event that holds a key. The greater one wins."""
+    """The valid event of a key. The greater one wins."""
 
     depth: int
     id: str
@@ -316,7 +316,7 @@ def given_state(
 
 
 def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups: Groups) -> int:
-    """The group of the state at a persisted event, itself included; a new one only where the state changes.
+    """The group of the state at a persisted event, itself included; a new group only if the state changes.
 
     `prevs`: the groups of the stored prev events. `given`: the state before the event, if not all prev events are
     stored.
@@ -363,7 +363,7 @@ def difference(state: State, before: State) -> dict[StateKey, KeyHolder]:
 
 @dataclass
 class MemoryGroups:
-    """Groups in memory, as they would be stored."""
+    """New groups in memory, before they are stored."""
 
     stored: dict[int, Placed] = field(default_factory=dict)
     last: int = 0

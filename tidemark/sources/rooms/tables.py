@@ -116,7 +116,7 @@ def _event(row: Sequence[Any]) -> RoomEvent:
 
 
 def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
-    """The events with an edge to one; as soft-failed ones if that edge does not count."""
+    """The events with an edge to an event; as soft-failed ones if that edge does not count."""
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
     return [
         KnownEvent(event, room, depth, HeldAs.REGULAR if counts else HeldAs.SOFT_FAILED)
@@ -125,7 +125,7 @@ def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
 
 
 def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[KnownEvent, int]]:
-    """With the groups of their states."""
+    """The forward extremities, with the groups of their states."""
     rows = connection.execute(
         "select event, depth, held_as, state_group from rooms.forward_extremities join rooms.events using (event)"
         " where forward_extremities.room = %s",
@@ -192,7 +192,7 @@ def renew_members(connection: Connection, room: str, events: Sequence[str]) -> N
 
 
 def renew_stays(connection: Connection, room: str, turn: int, came: Sequence[str], went: Mapping[str, int]) -> None:
-    """Begin stays, and end others, each with the ID that tells of it."""
+    """Begin stays and end others, each with the stream ID of its event."""
     connection.execute(
         "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [came, room, turn]
     )
@@ -208,7 +208,8 @@ def as_json(content: object) -> str:
 
 
 def compact_states(connection: Connection, room: str) -> int:
-    """Store the room's state groups again in fewer rows; how many groups went. In a transaction of its own."""
+    """Store the room's state groups in fewer rows, in a transaction of its own. Returns the number of removed
+    groups."""
     with connection.transaction():
         locked(connection, room)
         stored = _stored(connection, room)
@@ -279,7 +280,7 @@ class Caches:
         self._most = most
         self._values: dict[Entry, Any] = {}
         self._loading: dict[Entry, list[set[str]]] = {}
-        """Loads under way; one that is not empty was overtaken by an invalidation."""
+        """Running loads. An entry that is not empty was overtaken by an invalidation."""
         self._lock = Lock()
 
     def get(self, cache: str, keys: Sequence[str], load: Callable[[], V]) -> V:
@@ -316,7 +317,7 @@ class Caches:
                 )
 
     def clear(self) -> None:
-        """Forget everything: where invalidations may have been missed."""
+        """Forget everything, because invalidations may have been missed."""
         with self._lock:
             self._forget([*self._values, *self._loading])
 

@@ -135,14 +135,15 @@ MOST_UNSENT = 20_000
 SHORTEST, LONGEST = 0.01, 0.05
 _CHECK_EVERY = 1.0
 _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
-"""Seconds between two questions for the positions of all workers, at first and in the end. The answer to each is a line
-of every writer of every stream."""
+"""Seconds between two requests for the positions of all workers, at first and in the end. The answer is a line of every
+writer of every stream."""
 _DEEP_EVERY, _NEWEST = 60, 1000
 """One in this many audits compares all remembered published facts; the others compare only the newest."""
 
 
 class SynapseBridge(RunLoop):
-    """The bridge. `own` is a session of the database in which it remembers, `synapse` one of Synapse's database."""
+    """The bridge. `own`: a session of the database with the bridge's state. `synapse`: a session of Synapse's
+    database."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class SynapseBridge(RunLoop):
         self._metrics = metrics
         self._publishers: dict[str, StreamPublisher] = {}
         self._heads: dict[str, int] = {}
-        """The highest ID of each stream that was seen to be given out, on connections before too."""
+        """By stream, the highest ID that was seen to be given out, also on earlier connections."""
         self._sent: dict[str, int] = {}
         """By stream, the highest outbox number that was sent on this connection."""
         self._done: list[int] = []
@@ -277,7 +278,7 @@ class SynapseBridge(RunLoop):
         return moved
 
     def _see(self, synapse: Connection, publishers: Iterable[StreamPublisher]) -> dict[str, int]:
-        """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
+        """By stream, the highest ID that was given out. Raises `SequenceWentBack`."""
         by_name = {publisher.of.stream.name: publisher for publisher in publishers}
         heads = tables.heads(synapse, [publisher.of.stream for publisher in by_name.values()])
         for name, publisher in by_name.items():
@@ -377,7 +378,7 @@ class SynapseBridge(RunLoop):
             for name in sorted(writer.streams & slowest.keys()):
                 sent_upto = self._publishers[name].of.name
                 opened.append(replace(writer.transaction, stream=sent_upto, writer=slowest[name].writer))
-        # Always in the name of one writer: a report in the name of another one would never be withdrawn.
+        # Always report in the name of the same writer: a report in the name of another writer would never be withdrawn.
         known = [publisher.known for publisher in self._publishers.values() if publisher.known is not None]
         self._reports.reporters = {
             stream.name: (first, stream.epochs[first]) for stream in known for first in [min(stream.sent_upto)]

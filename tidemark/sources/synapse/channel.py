@@ -28,7 +28,7 @@ _PAUSE = 1.0
 
 
 class ChannelEvent(Enum):
-    """An event that is no line. `LOSS`: lines may be lost, or a worker started; all workers were asked for their
+    """An event of the channel. `LOSS`: lines may be lost, or a worker has started; all workers were asked for their
     positions. `ASKED`: this bridge asked while no line was lost, so the same processes answer as before."""
 
     LOSS = "loss"
@@ -39,7 +39,8 @@ ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
-    """Its thread runs from `__enter__` to `__exit__`. `take` and `ask` are for one other thread."""
+    """The client of the channel. Its thread runs from `__enter__` to `__exit__`. One other thread may call `take` and
+    `ask`."""
 
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
         """`make` returns a client of redis-py with its own time-outs."""

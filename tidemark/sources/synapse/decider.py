@@ -43,10 +43,8 @@ class StreamFact:
 
 @dataclass(frozen=True, slots=True)
 class ProvenAdvance:
-    """Everything of the writer in `(prev, id]` has ended, and `facts` are its facts there, in order.
-
-    `unseen`: there may be more facts, which are not known.
-    """
+    """All transactions of the writer in `(prev, id]` have ended, and `facts` are its facts there, in order.
+    `unseen`: there may be more facts, which are unknown."""
 
     writer: str
     prev: int
@@ -102,7 +100,7 @@ class WriterEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """A transaction of a dead process that may still commit an ID up to `head` is one of `waiting`."""
+    """Each transaction of a dead process that may still commit an ID up to `head` is in `waiting`."""
 
     head: int
     waiting: frozenset[int]
@@ -119,15 +117,16 @@ class SynapseWriter:
     has_reported: bool = False
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
-    """IDs beyond were given out in its present life."""
+    """IDs beyond were given out since the writer's present process started."""
     empty: Intervals = EMPTY
     """The ranges beyond its published position that the writer has announced to be empty."""
     moved: bool = False
-    """Whether the table must be read, because its announced position has advanced."""
+    """Whether the table must be read, because the announced position has advanced."""
     answers: int = 0
-    """How often it may announce the same position without being a successor: it was asked so often."""
+    """How often the writer may announce the same position without being a successor: the number of requests since."""
     has_backlog: bool = False
-    """Other writers were published beyond its facts when it joined: these are read once all of them have ended."""
+    """When the writer joined, other writers were published beyond its facts. Its facts are read once all of their
+    transactions have ended."""
     retiring: bool = False
     ends: int | None = None
     """The ID at which a retiring writer ends; None: not known yet."""
@@ -135,7 +134,7 @@ class SynapseWriter:
     """An announced position beyond the IDs that were given out. It is ignored. 0: there is none."""
 
     def report_position(self, id: int, *, again: bool = False) -> None:
-        """`again`: the position has not moved. The worker was asked, or has started."""
+        """Note an announced position. `again`: the position has not moved, so the worker was asked or has started."""
         if again and self.answers:
             self.answers -= 1
         else:
@@ -172,7 +171,7 @@ class SynapseWriter:
 
     @property
     def guarded(self) -> int:
-        """An ID up to here that is in no table may still be committed."""
+        """IDs up to this one that are in no table may still be committed."""
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
@@ -215,7 +214,7 @@ class StreamDecider:
 
     @property
     def unknown_writers(self) -> Set[str]:
-        """Writers that announced a position or have rows, and are not known: nothing is published until they are."""
+        """Unknown writers that announced a position or have rows. Nothing is published until they are known."""
         return self._unknown_writers.keys()
 
     @property
@@ -242,7 +241,7 @@ class StreamDecider:
 
     @property
     def linear(self) -> int:
-        """Everything up to here is published."""
+        """The ID up to which everything is published."""
         return min((writer.sent_upto for writer in self._writers.values()), default=0)
 
     @property
@@ -263,13 +262,13 @@ class StreamDecider:
         )
 
     def add_unknown(self, writers: Iterable[str]) -> None:
-        """These are there, whether known or not, unless they have retired."""
+        """Add unknown writers, unless they have retired."""
         for name in writers:
             if name not in self._writers and name not in self._retired:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """An operator says that the writer is gone. All workers are asked: one that answers is not gone."""
+        """An operator states that the writer is gone. All workers are asked; a worker that answers is not gone."""
         self.mark_uncertain()
         self._writers[writer].retiring, self._writers[writer].ends = True, None
 
@@ -280,7 +279,7 @@ class StreamDecider:
         return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
 
     def forget(self, writer: str) -> None:
-        """The writer has retired: it is not waited for any more."""
+        """The writer has retired: the decider no longer waits for it."""
         self._retired[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
@@ -297,10 +296,8 @@ class StreamDecider:
 
     @property
     def backlog(self) -> list[str]:
-        """Writers that joined below positions of others, and have completed everything below since.
-
-        Nothing else of them is published before their facts below (`backlog_sent`).
-        """
+        """Writers that joined below positions of other writers, and have completed everything below since. Their
+        facts below are published before anything else of them (`backlog_sent`)."""
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:
@@ -320,7 +317,7 @@ class StreamDecider:
             writer.answers += 1
 
     def announced(self, writer: str, prev: int, id: int) -> None:
-        """`POSITION writer prev id`. Of one number twice: it has begun, or was asked."""
+        """Apply `POSITION writer prev id`. If `prev` is not below `id`, the worker has started or was asked."""
         self._begun.pop(writer, None)
         self._whole.add(writer)
         known = self._known(writer)
@@ -329,7 +326,7 @@ class StreamDecider:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def completed(self, writer: str, id: int | None, row: str) -> None:
-        """`RDATA writer id row`; None is one of several rows, of which the last has the number."""
+        """Apply `RDATA writer id row`. `id` None: one of several rows; the last row has the ID."""
         rows = self._begun.setdefault(writer, [])
         rows.append(row)
         if id is None:
@@ -375,7 +372,7 @@ class StreamDecider:
         return min(writer.reported for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
-        """All writers have joined there."""
+        """Note that all writers have joined at this ID."""
         for writer in self._writers.values():
             writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
 
@@ -412,7 +409,7 @@ class StreamDecider:
         return advances
 
     def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
-        """These, each with its writer."""
+        """The facts, each with its writer."""
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 
     def _owner(self, id: int) -> str:

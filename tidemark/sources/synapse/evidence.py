@@ -9,7 +9,7 @@ from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse.decider import UNBOUNDED, StreamFact
 
 MOST_FACTS = 10_000
-"""The newest facts of a stream that are remembered, each with its marks."""
+"""The number of newest facts of a stream that are remembered, each with its marks."""
 _SLACK = 2_000
 
 Marks = frozenset[int]
@@ -29,12 +29,12 @@ class PublishedFacts:
         self._marks |= {fact.id: fact.marks for fact in facts if fact.id > self.since}
 
     def knows(self, fact: StreamFact) -> bool:
-        """Whether this very fact was published, by its rows."""
+        """Whether exactly this fact was published, by the marks of its rows."""
         marks = self._marks.get(fact.id)
         return marks is not None and bool(marks) and fact.marks <= marks
 
     def above(self, count: int) -> int:
-        """An ID above which `count` published facts are."""
+        """An ID with `count` published facts above it."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
@@ -68,7 +68,7 @@ class PublishedFacts:
         self._marks = {id: marks for id, marks in self._marks.items() if id <= at}
 
     def forget(self) -> bool:
-        """Keep the newest alone; whether that was necessary."""
+        """Keep only the newest facts. Returns whether facts were removed."""
         if len(self._marks) <= MOST_FACTS + _SLACK:
             return False
         self.since = self.above(MOST_FACTS)
@@ -94,7 +94,7 @@ def load(connection: Connection, name: str) -> PublishedFacts | None:
 
 
 def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
-    """Every published fact above `since` is remembered from now on: there are these."""
+    """Remember every published fact above `since` from now on, beginning with these."""
     published = PublishedFacts(since)
     with connection.transaction():
         connection.execute("update tidemark.synapse_streams set facts_since = %s where stream = %s", [since, name])
@@ -123,7 +123,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
 
 
 def go_back(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
-    """IDs beyond may be given out again."""
+    """Forget what is beyond the ID: these IDs may be given out again."""
     published.go_back(at)
     connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
     connection.execute(
@@ -170,7 +170,7 @@ class HeadSamples:
         return cls(name, [(at, head) for at, head in rows])
 
     def kept_above(self, now: int, kept_for: float) -> int:
-        """No row of an ID beyond is as old as `kept_for` seconds."""
+        """The ID above which every row is younger than `kept_for` seconds."""
         oldest = now - int(kept_for * 1000)
         return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
 

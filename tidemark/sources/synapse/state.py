@@ -42,12 +42,12 @@ def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
 
 
 def delete_acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
-    """Kafka has them."""
+    """Delete the records that Kafka has acknowledged."""
     connection.execute("delete from tidemark.synapse_outbox where number = any (%s)", [[*numbers]])
 
 
 def append_outbox(connection: Connection, stream: str, values: Iterable[Record]) -> None:
-    """Write them down, behind all that the stream has there."""
+    """Append the records to the stream's outbox."""
     connection.execute(
         """
         insert into tidemark.synapse_outbox (stream, value)
@@ -67,7 +67,7 @@ _USE = DatabaseUse(
         "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
     },
     options=(("synchronous_commit", "on"),),
-    # Its lock belongs to a session.
+    # The bridge's lock belongs to a session.
     pooled="give the bridge a direct connection to the server",
 )
 
@@ -79,7 +79,7 @@ def state_session(dsn: Dsn) -> PostgresSession:
 
 @dataclass(frozen=True, slots=True)
 class SynapseServer:
-    """Synapse's database: which one it is, the end of its write-ahead log, and Synapse's server_name."""
+    """Synapse's database: its identity, the end of its write-ahead log, and Synapse's server_name."""
 
     database: str
     lsn: str
@@ -116,7 +116,7 @@ class StreamProgress:
 
     @property
     def slowest_writer(self) -> WriterEncoder:
-        """The writer at which the linear position is."""
+        """The writer with the lowest position, which is the linear position."""
         return self.encoder(min(self.sent_upto, key=lambda name: (self.sent_upto[name], name)))
 
 
@@ -278,7 +278,7 @@ def _add(connection: Connection, known: StreamProgress, writer: str, at: int) ->
 
 
 def clock(connection: Connection) -> int:
-    """The clock of the database in ms, behind which epochs begin: so they rise over a restore too."""
+    """The clock of the database in ms. Epochs begin above it, so they rise over a restore too."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
@@ -321,7 +321,7 @@ def active_writers(connection: Connection, stream: str | None) -> list[str]:
 
 
 def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
-    """The ID at which it ended; None: it still is to. Raises `BadSetting`."""
+    """The ID at which the writer ended; None: it has not ended yet. Raises `BadSetting`."""
     row = connection.execute(
         "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
@@ -332,7 +332,7 @@ def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
 
 
 def cancel_retirement(connection: Connection, name: str, writer: str) -> None:
-    """The writer was to retire, and is alive."""
+    """Cancel the retirement of a writer that is alive."""
     connection.execute(
         "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",
         [name, writer],

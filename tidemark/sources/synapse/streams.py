@@ -52,7 +52,7 @@ class StreamPublisher:
         self.head = head
         self._samples = samples
         self.blocked_reason = ""
-        """Why nothing of it is published, if an operator has to act."""
+        """The reason why nothing of the stream is published, if an operator has to act."""
         self._retiring: set[str] = set()
         self._beyond: Mapping[str, int] = {}
         sent_upto = dict.fromkeys(writers, 0) if self.known is None else self.known.sent_upto
@@ -63,7 +63,7 @@ class StreamPublisher:
         self.decider.add_unknown(writers)
 
     def see(self, head: int) -> None:
-        """How far IDs are given out. Raises `SequenceWentBack`."""
+        """The highest ID that was given out. Raises `SequenceWentBack`."""
         if head < self.head:
             raise SequenceWentBack(self.of.stream.sequence, self.head, head)
         self.head = head
@@ -208,7 +208,7 @@ class StreamPublisher:
         self.see(tables.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
-            return  # a worker announces an ID that is not given out
+            return  # a worker announced an ID that was not given out
         writers = self.decider.reported_positions.keys()
         self.known, self.published = state.create_stream(
             own, self.of.stream, self.of.name, self._seen, writers, floor, self.head

@@ -44,7 +44,7 @@ class TableQuestion:
         return self.table.split(" ")[1]
 
     def sql(self, place: int) -> str:
-        """Asks for the IDs between `%(low)s` and `%(high)s`, signed."""
+        """The query of the facts with IDs between `%(low)s` and `%(high)s`, signed."""
         return self._select(f"{place} as place, ({self.row})::text as row")
 
     def identities(self) -> str:
@@ -109,7 +109,8 @@ _STATE = TableQuestion(
 
 
 _WRITTEN_BY = "t.xmin::text"
-"""The transaction that wrote the row: nearly always another one in a history in which the ID was given out again."""
+"""The transaction that wrote the row. In a history in which the ID was given out again, it is nearly always another
+one."""
 
 
 def _question(table: str, row: str, identity: str = "") -> TableQuestion:
@@ -190,7 +191,7 @@ _KNOWN = (
         [
             _question("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
             _question("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
-            # A poke that was sent is updated.
+            # A sent poke is updated in place.
             _question("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
         keeps=False,
@@ -229,7 +230,7 @@ REFUSED: Mapping[str, str] = {
         _OTHER,
     ),
 }
-"""Streams of Synapse that are none of ours, and why."""
+"""Streams of Synapse that are not published, and why."""
 
 
 _USE = DatabaseUse(
@@ -243,7 +244,7 @@ _USE = DatabaseUse(
         ("synchronous_commit", "on"),
         ("jit", "off"),
     ),
-    # A server that crashed would not be noticed.
+    # A crash of the server would not be noticed.
     pooled="give the bridge a direct connection to the server",
 )
 
@@ -278,7 +279,7 @@ def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str,
 
 
 def unfit(connection: Connection, stream: SynapseStream) -> str:
-    """Why its IDs would not be given out one by one, in order; empty: they are."""
+    """The reason why a sequence does not give out IDs one by one, in order; empty: it does."""
     row = connection.execute(
         "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
     ).fetchone()
@@ -358,8 +359,8 @@ def now(connection: Connection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableWriter:
-    """An open transaction that writes to the tables of these streams; `number` as snapshots list it. `transaction` is
-    of no stream and no writer yet."""
+    """An open transaction that writes to the tables of these streams; `number`: its number in snapshots. `transaction`
+    has no stream and no writer yet."""
 
     streams: frozenset[str]
     number: int
