@@ -228,7 +228,7 @@ class VerifyOutput(msgspec.Struct):
 
 class ExplainOutput(msgspec.Struct):
     stays: list[Explanation]
-    reader: ReaderStatus | UnsetType = UNSET
+    readers: list[ReaderStatus] | UnsetType = UNSET
 
 
 class WaitOutput(msgspec.Struct):
@@ -314,7 +314,7 @@ OUTPUTS: Final[dict[str, Any]] = {
     "readers parked retry": ReaderChangeOutput,
     "readers reset": ReaderChangeOutput,
     "readers seek": ReaderChangeOutput,
-    "readers show": ReaderStatus,
+    "readers show": ReadersOutput,
     "replay": _changed(ReplayReport, parted=list[_PARTING]),  # type: ignore[valid-type]
     "reseed": _changed(Reseed, dry_run=bool),
     "retire": OverrideOutput,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from importlib.resources import files
 
 import psycopg
 import pytest
@@ -217,3 +218,30 @@ def test_waits_that_retirements_alone_ended_are_told_between_two_times(
         "  unblocked by batch 4 (tidemark.facts/0 6): it moved to 5",
         "    retired: c",
     ]
+
+
+@pytest.mark.usefixtures("eventful")
+def test_what_a_reader_waits_for_is_shown_first(explain: Explain, sql: psycopg.Connection) -> None:
+    """A reader that does not run, one that has everything, and the partitions of one."""
+    sql.execute((files("tidemark.sinks.reader") / "schema.sql").read_bytes())
+    for reader, linear in [("slow", 9), ("quick", 12), ("parts[0/2]", 12), ("parts[1/2]", 5)]:
+        sql.execute(
+            "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, must_read, version)"
+            " values (%s, %s, 'linear', %s, '{}', 0, '[]', 1)",
+            [reader, STREAM, linear],
+        )
+    lines = explain("--reader", "slow").output.splitlines()
+    assert lines[0].startswith("slow is at 9 and events at 12: the reader lags, for ")
+    assert lines[1] == "no copy of the reader is connected to the database with its place: start the service"
+    assert lines[2].startswith("last commit ")
+    assert lines[3].startswith("events: stuck at 12 from ")
+    lines = explain("--reader", "quick").output.splitlines()
+    assert lines[0] == "quick has everything up to 12: it waits for the stream events"
+    assert lines[2:] == explain().output.splitlines()
+    assert [line for line in explain("--reader", "parts").output.splitlines() if line.startswith("parts")][
+        1
+    ].startswith("parts[1/2] is at 5 and events at 12: the reader lags")
+    statuses = json.loads(explain("--reader", "parts", "--json").output)["readers"]
+    assert [(status["partition"], status["lag_ids"]) for status in statuses] == [(0, 0), (1, 7)]
+    refused = explain("--reader", "nobody")
+    assert (refused.exit_code, "there is no reader nobody of events" in refused.output) == (1, True)

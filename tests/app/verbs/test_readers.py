@@ -17,6 +17,7 @@ from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.sinks.reader import Positions, Reader
+from tidemark.sinks.reader_database import install, reader_session
 from tidemark.streaming.core.effects import LateCompletion
 
 __all__ = ["brisk", "service"]
@@ -40,7 +41,8 @@ def readers(service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.Mon
 def status(readers: Callable[..., Result]) -> dict[str, Any]:
     shown = readers("show", "copier", "s", "--json")
     assert shown.exit_code == 0, shown.output
-    answer: dict[str, Any] = json.loads(shown.output)
+    answer: dict[str, Any]
+    (answer,) = json.loads(shown.output)["readers"]
     return answer
 
 
@@ -62,7 +64,21 @@ def test_a_reader_that_does_not_run_is_listed_with_its_lag(readers: Callable[...
     """Place and lag in IDs and seconds; `--check` finds it."""
     heading, row = readers("list").output.splitlines()
     assert heading.split() == [
-        *("STREAM", "READER", "STATE", "PLACE", "LAG", "(IDS)", "LAG", "LAST", "COMMIT", "COPIES", "PARKED", "LATE"),
+        *(
+            "STREAM",
+            "READER",
+            "PARTITION",
+            "STATE",
+            "PLACE",
+            "LAG",
+            "(IDS)",
+            "LAG",
+            "LAST",
+            "COMMIT",
+            "COPIES",
+            "PARKED",
+            "LATE",
+        ),
     ]
     assert row.split()[:6] == ["s", "copier", "not", "running", "m3", "2"]
     assert row.split()[-3:] == ["0", "0", "0"]
@@ -222,3 +238,31 @@ def test_late_facts_that_wait_for_a_reader_are_counted(readers: Callable[..., Re
     """Those after the last one that it was handed."""
     pipeline.publish(stream("s", advance("w", 5, 6), linear=6, late=[LateCompletion("w", 1, 1, 2, 1, "skipped")]))
     assert status(readers)["late"] == 1
+
+
+def test_partitions_are_listed_and_shown(
+    readers: Callable[..., Result], service: ReadingService, pipeline: Pipeline
+) -> None:
+    """Each with its number, in order; a change names one of them. Copies that read in SQL cannot be counted."""
+    service.sql.execute("delete from tidemark_reader.places")
+    service.sql.execute("delete from effects")
+    service.given = {"partitions": 11, "key": "ordinal"}
+    places = "select count(*) from tidemark_reader.places where linear = 5"
+    service.until(lambda: service.sql.execute(places).fetchone() == (11,))
+    rows = [line.split() for line in readers("list", "s").output.splitlines()[1:]]
+    assert [row[:4] for row in rows] == [["s", "copier", f"{number}/11", "current"] for number in range(11)]
+    shown = json.loads(readers("show", "copier", "s", "--json").output)["readers"]
+    assert [(status["reader"], status["partition"], status["partitions"]) for status in shown] == [
+        (f"copier[{number}/11]", number, 11) for number in range(11)
+    ]
+    (one,) = json.loads(readers("show", "copier[3/11]", "s", "--json").output)["readers"]
+    assert (one["partition"], one["linear"], one["copies"]) == (3, 5, 0)
+    refused = readers("reset", "copier", "s", *SIGNED)
+    assert (refused.exit_code, "has 11 partitions: name one, as 'copier[0/11]'" in refused.output) == (1, True)
+    assert readers("seek", "copier[3/11]", "s", "m3", *SIGNED).exit_code == 0
+    assert readers("list", "s").output.count("not running") == 1
+    with reader_session(service.dsn, "test") as session:
+        install(session)
+    service.sql.execute("update tidemark_reader.places set timeline = 1 where reader = 'copier[3/11]'")
+    (one,) = json.loads(readers("show", "copier[3/11]", "s", "--json").output)["readers"]
+    assert (one["state"], one["copies"]) == ("reading", None)

@@ -27,6 +27,8 @@ class ReaderStatus:
     """A reader of a stream.
 
     Attributes:
+        reader: its name, with that of its partition, as `mailer[3/8]`.
+        partition: the number of its partition, from 0, of `partitions`; None if it has none.
         token: what the reader has read; None if it has not begun.
         linear: the linear position of the reader, as `stream_linear` is that of the stream; None if it is not known.
         lag_ids: IDs between the two positions; 0 if the reader has everything.
@@ -39,6 +41,8 @@ class ReaderStatus:
     """
 
     reader: str
+    partition: int | None
+    partitions: int | None
     stream: str
     mode: str
     state: ReaderState
@@ -174,8 +178,11 @@ class ReaderLag:
             seconds = None if since is None else max(0.0, (now - since).total_seconds())
         if not ids:
             self._passed.pop(_key(stored), None)
+        partition, partitions = stored.partition or (None, None)
         return ReaderStatus(
             stored.reader,
+            partition,
+            partitions,
             stored.stream,
             stored.mode,
             _state(stored, linear, ids, seconds, now),

@@ -249,11 +249,9 @@ def evidence(counts: Evidence) -> str:
     return ", ".join(parts) or "no new evidence"
 
 
-def _reader(reader: str, stream: str) -> ReaderStatus:
+def _reader(reader: str, stream: str) -> list[ReaderStatus]:
     with readers.opened(None) as databases:
-        databases.place(reader, stream)
-        (status,) = databases.statuses(reader, stream)
-    return status
+        return databases.existing(reader, stream)
 
 
 class Moment(click.ParamType[datetime]):
@@ -297,7 +295,7 @@ def explain(
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
     now = datetime.now(UTC)
-    status = None if reader is None else _reader(reader, stream)
+    statuses = [] if reader is None else _reader(reader, stream)
     if min(between or [at or now]) > now:
         raise click.UsageError("that time is in the future: is it in UTC?")
     with StreamInspection(settings.postgres) as past:
@@ -324,9 +322,9 @@ def explain(
     if not explanations and between is None:
         raise CommandFailed(f"the stored history of {stream} begins after that time")
     if as_json:
-        click.echo(as_object({"stays": explanations} | ({} if status is None else {"reader": status})))
+        click.echo(as_object({"stays": explanations} | ({"readers": statuses} if statuses else {})))
         return
-    if status is not None:
+    for status in statuses:
         echo(sanitize(sentences(status, duration, now)))
     echo(to_text(explanations, now) if explanations else "the stream was never blocked for ten seconds or longer")
     if at is None and between is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Never
 
 import click
 
@@ -36,7 +36,7 @@ from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import beyond
 
 HEADINGS: Final = (
-    "STREAM", "READER", "STATE", "PLACE", "LAG (IDS)", "LAG", "LAST COMMIT", "COPIES", "PARKED", "LATE",
+    "STREAM", "READER", "PARTITION", "STATE", "PLACE", "LAG (IDS)", "LAG", "LAST COMMIT", "COPIES", "PARKED", "LATE",
 )  # fmt: skip
 PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
 _RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
@@ -61,12 +61,22 @@ class Readers:
     def statuses(self, reader: str | None, stream: str | None) -> list[ReaderStatus]:
         return ReaderLag(self.history).statuses(self.store.places(reader, stream))
 
+    def existing(self, reader: str, stream: str) -> list[ReaderStatus]:
+        """The status of a reader, one for each partition. Raises `CommandFailed` if there is none."""
+        return self.statuses(reader, stream) or self._missing(reader, stream)
+
+    def _missing(self, reader: str, stream: str) -> Never:
+        raise CommandFailed(
+            f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
+        )
+
     def place(self, reader: str, stream: str) -> StoredPlace:
+        """The place of a reader without partitions, or of one partition."""
         listed = self.store.places(reader, stream)
         if not listed:
-            raise CommandFailed(
-                f"there is no reader {reader} of {stream} in {self.store.where}; `tidemark readers list` shows all"
-            )
+            self._missing(reader, stream)
+        if len(listed) > 1:
+            raise CommandFailed(f"{reader} of {stream} has {len(listed)} partitions: name one, as '{listed[0].reader}'")
         return listed[0]
 
     def noted(self, stored: StoredPlace, action: "Action") -> int:
@@ -126,11 +136,14 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
 @_dsn
 @_as_json
 def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) -> None:
-    """Show what READER of STREAM waits for, and all that is stored of it."""
+    """Show what READER of STREAM waits for, and all that is stored of it: of one partition, or of all."""
     with opened(dsn) as databases:
-        databases.place(reader, stream)
-        (status,) = databases.statuses(reader, stream)
-    click.echo(as_object(status) if as_json else sanitize(_whole(status, datetime.now(UTC))))
+        statuses = databases.existing(reader, stream)
+    if as_json:
+        click.echo(as_object({"readers": statuses}))
+    else:
+        now = datetime.now(UTC)
+        click.echo("\n\n".join(sanitize(_whole(status, now)) for status in statuses))
 
 
 @readers.command("seek")
@@ -347,7 +360,8 @@ def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:
     rows = [
         (
             status.stream,
-            status.reader,
+            status.reader if status.partition is None else status.reader.rpartition("[")[0],
+            "" if status.partition is None else f"{status.partition}/{status.partitions}",
             status.state,
             _short(status.token),
             _number(status.lag_ids),

@@ -4,6 +4,7 @@ A running copy of a reader notices a changed place by its version: the copy roll
 from the new place. So a place may be changed while copies run.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,16 +39,18 @@ select p.reader, p.stream, p.mode, p.linear, p.positions, p.late, p.version > 0 
     (select count(*) from tidemark_reader.parked k where (k.reader, k.stream) = (p.reader, p.stream)) as parked,
     (select count(*) from tidemark_reader.parked k
         where (k.reader, k.stream) = (p.reader, p.stream) and retry_at is not null) as retried,
-    case when octet_length(p.reader) <= 63 - length(%(application)s) and p.reader ~ '^[ -~]+$' then (
-        select count(*) from pg_stat_activity a
-        where a.datname = current_database() and a.application_name = %(application)s || p.reader
+    case when octet_length(name) <= 63 - length(%(application)s) and name ~ '^[ -~]+$' then (
+        select case when count(*) > 0 or to_jsonb(p) ->> 'timeline' is null then count(*) end from pg_stat_activity a
+        where a.datname = current_database() and a.application_name = %(application)s || name
     ) end as copies,
     (select min(a.xact_start) from pg_stat_activity a
-        where a.datname = current_database() and a.application_name = %(application)s || p.reader
-            and a.state <> 'active' and a.xact_start is not null) as busy_since
+        where a.datname = current_database() and a.application_name = %(application)s || name
+            and a.state <> 'active' and a.xact_start is not null and name = p.reader) as busy_since
 from tidemark_reader.places p
-where (%(reader)s::text is null or p.reader = %(reader)s) and (%(stream)s::text is null or p.stream = %(stream)s)
-order by p.stream, p.reader
+cross join lateral regexp_replace(p.reader, '\\[\\d+/\\d+\\]$', '') as name
+where (%(reader)s::text is null or %(reader)s in (p.reader, name))
+    and (%(stream)s::text is null or p.stream = %(stream)s)
+order by p.stream, name, coalesce(substring(p.reader from '\\[(\\d+)/\\d+\\]$')::integer, -1)
 """
 
 _PARKED_FACTS: LiteralString = """
@@ -55,6 +58,8 @@ select reader, stream, id, reason, parked_at, retry_at from tidemark_reader.park
 where (%(reader)s::text is null or reader = %(reader)s) and (%(stream)s::text is null or stream = %(stream)s)
 order by parked_at desc, abs(id) limit %(most)s
 """
+
+_PARTITION = re.compile(r"\[(\d+)/(\d+)\]$")
 
 _NEXT_VERSION: LiteralString = "greatest(version + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)"
 
@@ -68,9 +73,10 @@ class StoredPlace:
         late: the number of the last late completion that was handed over.
         committed_at: when the place was stored.
         parked: facts that were parked; `retried` of them are to be handed over again.
-        copies: connections of copies of the reader to this database; None if they cannot be counted, because
-            the name of the reader is not ASCII or is too long.
-        busy_since: when a copy began the batch that it works on; None if none does, or if that is not visible.
+        copies: connections of copies of the reader to this database, whatever partitions they have; None if they cannot
+            be counted, because the name of the reader is not ASCII or is too long, or it reads in SQL.
+        busy_since: when a copy began the batch that it works on; None if none does, or if that is not visible, as of a
+            partition.
     """
 
     reader: str
@@ -85,6 +91,17 @@ class StoredPlace:
     retried: int
     copies: int | None
     busy_since: datetime | None
+
+    @property
+    def name(self) -> str:
+        """The name of the reader without its partition."""
+        return _PARTITION.sub("", self.reader)
+
+    @property
+    def partition(self) -> tuple[int, int] | None:
+        """The partition and their number; None if the reader has none."""
+        match = _PARTITION.search(self.reader)
+        return (int(match[1]), int(match[2])) if match else None
 
     @property
     def token(self) -> Token:
@@ -128,7 +145,11 @@ class ReaderPlaces:
         self._session.close()
 
     def places(self, reader: str | None = None, stream: str | None = None) -> list[StoredPlace]:
-        """By stream and reader; empty if no reader has used this database yet."""
+        """By stream, reader and partition; empty if no reader has used this database yet.
+
+        Args:
+            reader: a name, of which all partitions are meant, or the name of one partition, as `mailer[3/8]`.
+        """
         return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
 
     def parked(self, reader: str | None, stream: str | None, most: int) -> list[ParkedFact]:
