@@ -255,7 +255,7 @@ class RunLoop(ABC):
         """Whether there is a producer, and nothing has failed since it was made."""
         self._kafka_wait = KafkaWait()
         self._has_worked = False
-        """What a server refuses from then on may be mended: the loop tries again."""
+        """Later refusals of a server may be temporary: the loop tries again."""
         self._problem = ""
         """Why facts wait; empty while they are sent."""
         self._problem_since = 0.0
