@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemark.app.connections import host_name
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics, open_read_side
 from tidemark.app.serving.tls_listener import FileWatcher
-from tidemark.app.sidecar import events, history, openapi, operations, page
+from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import (
@@ -106,7 +106,7 @@ def _read_tokens(path: Path) -> list[bytes]:
 
 # Not for event streams: it would not compress them, and would hold 256 KB for each.
 COMPRESSED = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
-OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *history.OPERATIONS, *events.OPERATIONS]
+OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def _seeded(
             joining[writer.writer] = writer.position
         elif first is None and writer.writer in past.retired:
             retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
-    joined.sort(key=lambda join: (abs(join.id), join.writer))  # a high JOIN would let the linear position pass the others
+    joined.sort(key=lambda join: (abs(join.id), join.writer))  # else a high JOIN lets the linear position pass others
     marked: list[Join | Retire] = [*joined, *retired]
     topic = facts[0].topic if facts else ""
     seeds = [
