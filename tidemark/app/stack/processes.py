@@ -508,7 +508,7 @@ class DemoProcess(_TidemarkProcess):
     name: ClassVar[str] = "simulate"
 
     def command(self) -> Sequence[str]:
-        return [*super().command(), "--workload", "rooms", "--prefix", "chat_", "--rate", "15"]
+        return [*super().command(), "--workload", "rooms", "--prefix", "chat_", "--rate", "5"]
 
     def answers(self) -> bool:
         return self.running

@@ -187,6 +187,10 @@ def _ivy() -> Path:
     return next(Path(spec.origin).parent.glob("jars/ivy-*.jar"))
 
 
+PIPELINE_SHARE = 0.15
+"""`TIDEMARK_BATCH_CPU_SHARE` of a local stack, unless the user sets one: people work on the machine."""
+
+
 class PortTaken(Stop):
     def __init__(self, server: str, port: int, problem: str) -> None:
         super().__init__(
@@ -208,13 +212,16 @@ class LocalStack:
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
         self._sidecar_tcp_port = settings.up_lines_port or free_port()
+        own = "batch_cpu_share" in settings.model_fields_set
+        share = settings.batch_cpu_share if own else PIPELINE_SHARE
+        self._share = {variable("batch_cpu_share"): str(share)}
 
     @property
     def servers(self) -> list[ServerProcess]:
         return [self.kafka, self.postgres, self.redis]
 
     def pipeline(self) -> PipelineProcess:
-        return PipelineProcess(self.home, self._metrics_port, self._own())
+        return PipelineProcess(self.home, self._metrics_port, {**self._own(), **self._share})
 
     def sidecar(self, note: str = "") -> SidecarProcess:
         banner = {"TIDEMARK_SIDECAR_BANNER": note} if note else {}
