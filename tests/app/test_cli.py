@@ -145,6 +145,24 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("words", "needless"),
+    [
+        (["--help"], {"confluent_kafka", "numpy", "psycopg", "pydantic", "pyspark", "redis", "structlog"}),
+        (["status"], {"aiohttp", "numba", "pandas", "prometheus_client", "pyarrow", "pyspark", "redis"}),
+    ],
+)
+def test_a_command_imports_no_library_that_it_does_not_need(words: list[str], needless: set[str]) -> None:
+    """Imports are most of the CPU time of a command that people type again and again."""
+    program = (
+        "import sys; from click.testing import CliRunner; from tidemark.app.cli import main;"
+        f"done = CliRunner().invoke(main, {words!r}); print(*sys.modules)"
+    )
+    environment = child_environment({"TIDEMARK_POSTGRES_DSN": f"host=127.0.0.1 port={free_port()}"})
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert needless.isdisjoint(done.stdout.split())
+
+
 def test_help_needs_no_spark() -> None:
     """Looking at the help, or producing a record, does not wait for the engine, nor the help for the settings."""
     program = (

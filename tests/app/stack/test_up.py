@@ -209,6 +209,16 @@ def test_servers_see_nothing_of_the_shell(own_home: Home, monkeypatch: pytest.Mo
     assert "JAVA_TOOL_OPTIONS" not in said
 
 
+@pytest.mark.parametrize(("given", "share"), [(None, "0.15"), ("2", "2.0")])
+def test_the_pipeline_of_a_local_stack_takes_little_of_a_core(
+    own_home: Home, monkeypatch: pytest.MonkeyPatch, given: str | None, share: str
+) -> None:
+    """People work on the machine. A share that the user sets is the share of the pipeline."""
+    if given is not None:
+        monkeypatch.setenv("TIDEMARK_BATCH_CPU_SHARE", given)
+    assert LocalStack(own_home, load(), "java").pipeline().environment()["TIDEMARK_BATCH_CPU_SHARE"] == share
+
+
 def test_settings_for_other_servers_do_not_reach_the_stack(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passwords, certificates and addresses of a user's own installation are in many a shell."""
     mine = {
