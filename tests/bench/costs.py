@@ -25,6 +25,7 @@ RATES = (20, 200, 2_000, 20_000)
 """Facts a second."""
 _WARM_RATE = 4_000
 _FOREVER = 1e9
+_RIVAL = "streams-heap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def run(site: BenchSite, plan: CostsPlan) -> dict[str, Any]:
             task = contestants.task(name, loaded, race.batch, RateLimits(0, loaded.records, _FOREVER))
             answer, samples = ask(name, contestants.command(name), task, feed.send)
             check(name, answer, loaded.positions())
-            latencies = _by_count(feed, answer.marks, before)
+            latencies = by_count(feed, answer.marks, before)
         costs[name] = {
             str(rate): {
                 "cores": samples.cpu(span.began, span.ended) / (span.ended - span.began),
@@ -141,7 +142,7 @@ def _whole(site: BenchSite, loaded: Loaded, feed: Feed) -> tuple[Samples, _Laten
     return samples, lambda span: feed.moves.between(span.began - offset, span.ended - offset)
 
 
-def _by_count(feed: Feed, marks: Sequence[RateMark], before: int) -> _Latencies:
+def by_count(feed: Feed, marks: Sequence[RateMark], before: int) -> _Latencies:
     """A record counts as processed when the contestant has processed as many records as were sent up to it.
 
     Args:
@@ -175,6 +176,20 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         "",
         *on_jvm(figures),
     ]
+
+
+README_ROW = "| cores at "
+
+
+def readme_row(figures: Mapping[str, Any]) -> str:
+    """The line of the table in the README."""
+
+    def cores(name: str) -> str:
+        return ", ".join(f"{figures['costs'][name][str(rate)]['cores']:.2f}" for rate in RATES)
+
+    rates = ", ".join(f"{rate:,}" for rate in RATES)
+    rival = f" (Kafka Streams: {cores(_RIVAL)})" if _RIVAL in figures["costs"] else ""
+    return f"{README_ROW}{rates} facts/s{rival} | {cores(WHOLE)} | `python -m tests.bench costs` |"
 
 
 def _cells(cost: Mapping[str, float]) -> list[str]:

@@ -28,6 +28,7 @@ from tests.bench import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs/explanation/benchmarks.md"
+README = Path(__file__).parents[2] / "README.md"
 
 Renderer = Callable[[Mapping[str, Any]], list[str]]
 
@@ -82,6 +83,11 @@ thread, and a map.
 def write() -> None:
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join([_HEAD, *_sections()]))
+    if (result := results.load("costs")) is not None:
+        lines = [line for line in README.read_text().splitlines() if not line.startswith(costs.README_ROW)]
+        after = next(at for at, line in enumerate(lines) if line.startswith("| throughput"))
+        lines.insert(after + 1, costs.readme_row(result.figures))
+        README.write_text("\n".join(lines) + "\n")
 
 
 def _sections() -> list[str]:
