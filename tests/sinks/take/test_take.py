@@ -1,7 +1,10 @@
 """`tidemark_reader.take`: ranges of IDs in the reader's own transaction."""
 
 import hashlib
+import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psycopg
 import pytest
@@ -38,6 +41,47 @@ def test_two_calls_in_one_transaction_get_two_ranges(readers: Positioned) -> Non
         assert readers.take(most=3) == (0, 3, [])
         assert readers.take(most=3) == (3, 5, [])
     assert readers.take() is None
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_several_streams_are_read_in_one_transaction(readers: Positioned, wait: bool) -> None:
+    """Two copies take both streams, and a third of their transactions is rolled back: each ID has its effect once, with
+    the IDs of the other stream that were taken with it. Copies that do not wait may take them in any order."""
+    readers.sql.execute("create table facts (stream text, id bigint, of bigint)")
+    streams = ["orders", "payments"]
+    for stream in streams:
+        readers.publish(1, stream)
+
+    def copy(seed: int) -> None:
+        chance = random.Random(seed)
+        with psycopg.connect(readers.dsn, autocommit=True) as sql:
+            while sql.execute("select count(*) from facts").fetchone() != (200,):
+                with suppress(ZeroDivisionError), sql.transaction():
+                    for stream in streams if wait else chance.sample(streams, 2):
+                        taken = readers.take(stream, "ledger", sql=sql, most=7, wait=wait)
+                        if taken is not None:
+                            sql.execute(
+                                "insert into facts select %s, id, txid_current() from generate_series(%s+1, %s) as id",
+                                [stream, *taken[:2]],
+                            )
+                    if chance.random() < 1 / 3:
+                        raise ZeroDivisionError
+
+    with ThreadPoolExecutor(2) as pool:
+        copies = [pool.submit(copy, seed) for seed in (1, 2)]
+        for linear in range(10, 101, 10):
+            for stream in streams:
+                readers.publish(linear, stream)
+        for done in copies:
+            done.result(120)
+    for stream in streams:
+        ids = readers.sql.execute("select id from facts where stream = %s order by id", [stream]).fetchall()
+        assert ids == [(id,) for id in range(1, 101)]
+    both = readers.sql.execute(
+        "select count(*) from (select from facts group by of having count(distinct stream) = 2) as both_streams"
+    ).fetchone()
+    assert both is not None
+    assert both[0] > 0
 
 
 def test_a_second_copy_gets_no_row_while_the_place_is_busy(readers: Positioned) -> None:
