@@ -106,7 +106,7 @@ def test_a_batch_that_waits_for_a_lock_is_named(shared: Site) -> None:
         other.execute("rollback")
         shared.reaches("locked", first=2)
         eventually(lambda: shared.first.metric("tidemark_pipeline_ready") == 1)
-    shared.first.says("application nightly-job")
+    shared.first.says("session named nightly-job")
 
 
 def test_facts_that_come_in_one_record_count_one_by_one(shared: Site) -> None:

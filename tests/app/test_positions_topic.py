@@ -34,21 +34,23 @@ def fact(id: int) -> Rdata:
 
 @pytest.mark.slow
 def test_positions_in_the_topic_never_go_back(site: Site) -> None:
-    """Three pipelines are killed while facts arrive. Each consumer, also one that reads uncommitted records, sees every
+    """Pipelines are killed while facts arrive. Each consumer, also one that reads uncommitted records, sees every
     stream move forward only, and at the end it has what Redis has."""
     topic = f"{site.database}.positions"
     settings = {"kafka_positions_topic": topic, "kafka_create_topics": "true"}
     site.send(Join(stream="orders", writer="shop", epoch=1, id=0))
     for kill in range(KILLS):
         running = site.start(**settings)
-        for id in range(20 * kill + 1, 20 * kill + 21):
-            site.send(fact(id))
-        site.reaches("orders", shop=20 * kill + 10)
+        first = 20 * kill + 1
+        site.send(*map(fact, range(first, first + 10)))
+        site.reaches("orders", shop=first + 9)
+        site.send(*map(fact, range(first + 10, first + 20)))
         running.process.kill()
         running.process.wait(60)
     site.start(**settings)
     site.reaches("orders", shop=20 * KILLS, linear=20 * KILLS)
-    wanted = {"stream": "orders", "linear": 60, "vector": {"shop": 60}, "token": "m60"}
+    last = 20 * KILLS
+    wanted = {"stream": "orders", "linear": last, "vector": {"shop": last}, "token": f"m{last}"}
     eventually(lambda: records(site, topic)[-1:] == [wanted], 120, lambda: str(records(site, topic)[-3:]))
     for isolation in ("read_committed", "read_uncommitted"):
         linear = [record["linear"] for record in records(site, topic, isolation)]
@@ -62,7 +64,8 @@ def test_a_topic_that_is_not_compacted_is_refused(site: Site) -> None:
     Topics(site.kafka).create_missing([positions_plan(topic)])
     wrong = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[wrong])
-    for done in AdminClient(site.kafka.client()).incremental_alter_configs([resource]).values():
+    admin = AdminClient(site.kafka.client())
+    for done in admin.incremental_alter_configs([resource]).values():
         done.result(60)
     ended = site.refused(kafka_positions_topic=topic)
     assert ended.code == 2

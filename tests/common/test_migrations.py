@@ -100,7 +100,7 @@ def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkey
     assert applied == [1]
     first = next(each for each in logs if each["event"] == "Waiting for a lock")
     assert first["step"] == "migration 0001_test.sql"
-    expected = f"pid {pid} (user postgres, application nightly dump, idle in transaction since 20"
+    expected = f"pid {pid} (user postgres, session named nightly dump, idle in transaction since 20"
     assert first["blockers"].startswith(expected)
 
 

@@ -79,7 +79,7 @@ def test_a_hung_transaction(scene: Scene) -> None:
         said = story.tidemark("relay", "--dsn", scene.shop_dsn, "blockers")
         pid = hung.info.backend_pid
         assert f"pid {pid}" in said
-        assert "application checkout" in said
+        assert "session named checkout" in said
         story.psql(scene.shop_dsn, f"select pg_terminate_backend({pid})")
         hung.close()
         site.reaches("orders", linear=last)

@@ -413,8 +413,8 @@ def sessions_of(connection: Connection, pids: list[int]) -> str:
         [pids],
     ).fetchall()
     sessions = [
-        f"pid {pid} (user {user}, application {application}, {state}{f' since {since}' if since else ''})"
-        for pid, user, application, state, since in rows
+        f"pid {pid} (user {user}, session named {name}, {state}{f' since {since}' if since else ''})"
+        for pid, user, name, state, since in rows
     ]
     return "; ".join(sessions + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
 

@@ -86,6 +86,7 @@ _VALUE = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d
 class OpenTransaction:
     """`pid` is None for a prepared transaction, which `gid` names. What this user may not see is empty.
 
+    `application` is the name of the session. Behind a pooler it may be that of an earlier client of the session.
     `writer`: the writer in whose name it has appended, several if they share a lock; empty if no fact of that name was
     published. `database`: where it runs.
     """
@@ -122,7 +123,7 @@ class OpenTransaction:
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
             return f"prepared transaction {self.gid or '?'}{place}{since}, user {self.user or '-'}"
-        session = f"user {self.user or '-'}, application {self.application or '-'}"
+        session = f"user {self.user or '-'}, session named {self.application or '-'}"
         return f"pid {self.pid}{place}{since}, {self.state or 'state not shown'}, {session}"
 
     @property

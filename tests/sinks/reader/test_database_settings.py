@@ -76,7 +76,7 @@ def test_lock_that_a_reader_waits_for_is_named(
             other.execute(f"lock table {table}".encode())
             other.execute("insert into facts values (4, 'w', 0)")
             pipeline.move("w", 3, 4)
-            named = f"locked by pid {other.info.backend_pid} (user postgres, application nightly-job"
+            named = f"locked by pid {other.info.backend_pid} (user postgres, session named nightly-job"
             eventually(lambda: any(named in str(it) for it in logs) or not alive())
             assert three.ids() == [1, 2, 3]
         eventually(lambda: three.ids() == [1, 2, 3, 4] or not alive())

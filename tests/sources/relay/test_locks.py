@@ -43,7 +43,7 @@ def test_append_waits_briefly_and_names_who_has_the_lock(
     """The service's own `lock_timeout` counts. Without one an append fails after five seconds."""
     writer, other = ("web", "") if "web" in call else ("", "web")
     stranger.execute("select pg_advisory_lock(%s, hashtext(%s))", [STREAM, writer])
-    named = rf"of pid {stranger.info.backend_pid} \(user connect_only, application attacker\)"
+    named = rf"of pid {stranger.info.backend_pid} \(user connect_only, session named attacker\)"
     sql.execute("set lock_timeout = '200ms'")
     began = time.monotonic()
     with pytest.raises(psycopg.errors.LockNotAvailable, match=named):
@@ -109,7 +109,7 @@ def test_stranger_with_the_lock_of_heartbeats_stops_no_relay(
         eventually(lambda: judge.verdict().announced == {"orders": {*range(1, 6)}, "payments": {1}})
     found = [it for it in logs if "lock of its heartbeats" in it["event"]]
     assert len(found) == 1
-    assert f"pid {stranger.info.backend_pid} (user connect_only, application attacker" in found[0]["holder"]
+    assert f"pid {stranger.info.backend_pid} (user connect_only, session named attacker" in found[0]["holder"]
     assert relay.metric("tidemark_relay_active") == 1
     head = "select pg_sequence_last_value('tidemark.append_ids_1')"
     assert sql.execute(head.encode()).fetchone() == (last,)

@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 from structlog.testing import capture_logs
 
 from tests.fix_servers import away
+from tests.services.pgbouncer import PgBouncer
 from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
@@ -418,7 +419,7 @@ def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, r
         holder = eventually(lambda: next((it["holder"] for it in logged if "Another process" in it["event"]), None))
     sql.execute("select pg_advisory_unlock_all()")
     assert f"pid {sql.info.backend_pid} (user " in holder
-    assert "application attacker" in holder
+    assert "session named attacker" in holder
 
 
 def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) -> None:
@@ -446,7 +447,7 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
                     f"orders: writer not published yet, pid {held.info.backend_pid} in database {held.info.dbname}"
                     " since 20"
                 )
-                assert "idle in transaction, user postgres, application checkout: select tidemark.append_many" in line
+                assert "idle in transaction, user postgres, session named checkout: select tidemark.append_many" in line
                 held.commit()
                 eventually(lambda: settled(held))
         finally:
@@ -477,3 +478,32 @@ def test_a_relay_waits_for_whoever_makes_its_topic(ready: str, kafka: KafkaServe
         finally:
             process.terminate()
         assert process.wait(60) == 0
+
+
+def test_the_name_of_a_session_behind_a_pooler_is_not_that_of_its_client(
+    ready: str, pooler: PgBouncer, sql: psycopg.Connection
+) -> None:
+    """PgBouncer lends one session to many clients. A client without a name leaves the session the name of the client
+    before, so it is reported as the name of the session. A name that the transaction sets is right."""
+
+    def reported() -> str:
+        [transaction] = queries.blockers(sql)
+        return transaction.process.partition(", session named ")[2]
+
+    with psycopg.connect(pooler.dsn(ready), application_name="checkout") as before:
+        before.execute("select 1")
+        before.commit()
+        with psycopg.connect(pooler.dsn(ready)) as nameless:
+            nameless.execute("select tidemark.append('orders', '1')")
+            assert reported() == "checkout"
+            nameless.rollback()
+            nameless.execute("set local application_name = 'mailer'")
+            nameless.execute("select tidemark.append('orders', '1')")
+            assert reported() == "mailer"
+            nameless.rollback()
+            nameless.execute("select tidemark.append('orders', '1')")
+            assert reported() == "checkout"
+            nameless.rollback()
+        with psycopg.connect(pooler.dsn(ready), application_name="mailer") as named:
+            named.execute("select tidemark.append('orders', '1')")
+            assert reported() == "mailer"

@@ -35,7 +35,7 @@ def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: R
         eventually(lambda: second.metric("tidemark_relay_active") == 1)
     begins = [it for it in logs if it["event"] == "Another process works on this database; waiting for its end"]
     assert len(begins) == 1
-    assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, application tidemark relay, ")
+    assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, session named tidemark relay, ")
     assert [it["event"] for it in logs].count("The other process has ended; this one works") == 1
 
 
@@ -112,5 +112,7 @@ def test_who_has_locked_a_table_is_named(
         append_later.close()
         eventually(lambda: relay.metric("tidemark_relay_active") == 0)
         pid = owner.info.backend_pid
-        eventually(lambda: any(f"locked by pid {pid} (user postgres, application migration" in str(it) for it in logs))
+        eventually(
+            lambda: any(f"locked by pid {pid} (user postgres, session named migration" in str(it) for it in logs)
+        )
     eventually(lambda: settled(sql))

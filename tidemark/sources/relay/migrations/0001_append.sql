@@ -125,7 +125,7 @@ begin
     perform pg_advisory_xact_lock_shared(_of, _writer);
 exception when lock_not_available then
     select string_agg(distinct case when held.pid is null then 'a prepared transaction' else
-        format('pid %s (user %s, application %s)', held.pid, activity.usename, activity.application_name) end, '; ')
+        format('pid %s (user %s, session named %s)', held.pid, activity.usename, activity.application_name) end, '; ')
     into _holders
     from pg_locks as held left join pg_stat_activity as activity on activity.pid = held.pid
     where held.locktype = 'advisory' and held.objsubid = 2 and held.mode = 'ExclusiveLock'
