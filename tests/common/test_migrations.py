@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import psycopg
 import pytest
@@ -154,3 +155,26 @@ def test_database_that_is_being_restored_is_waited_for(
     check(database)
     with pytest.raises(SchemaMismatch):
         check(another_database)
+
+
+@contextmanager
+def noting(steps: list[int], total: int) -> Iterator[Callable[[int], None]]:
+    steps.append(total)
+    yield steps.append
+
+
+@pytest.mark.parametrize("schema", SCHEMAS[:2], ids=lambda schema: schema.table)
+def test_progress_of_the_migrations_that_are_missing(schema: Migrations, database: str) -> None:
+    """How many there are, and one after the other. Nothing is shown if there is nothing to do."""
+    steps = list[int]()
+    with sink.session_of(database, "migration of the test") as session:
+        schema.migrate(session, partial(noting, steps))
+        assert steps == [len(schema.scripts), *[1] * len(schema.scripts)]
+        schema.migrate(session, partial(noting, steps := []))
+    assert steps == []
+
+
+def test_a_pipe_gets_no_bar(database: str) -> None:
+    """`tidemark migrate` says what it has applied."""
+    done = CliRunner(env={"TIDEMARK_POSTGRES_DSN": database, "TIDEMARK_LOG_LEVEL": "error"}).invoke(main, ["migrate"])
+    assert done.output == f"applied {', '.join(map(str, sink.SCHEMA.scripts))}\n"

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from psycopg import errors
 
 from tidemark.app.logs import beside, shutdown_event
+from tidemark.app.output import progress
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -129,7 +130,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
             row = connection.execute("show server_encoding").fetchone()
             if row is None or row[0] != "UTF8":
                 raise BadSetting("dsn", f"the database has encoding {row and row[0]}; create it WITH ENCODING 'UTF8'")
-        applied = SCHEMA.migrate(session)
+        applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
         if install(session):
             say("installed the functions of readers")

@@ -10,6 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from tidemark.app.logs import shutdown_event
+from tidemark.app.output import progress
 from tidemark.app.relay import LoopHealth, find_topic
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
@@ -130,7 +131,7 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
 def migrate(settings: Settings, say: Callable[[str], None]) -> None:
     """Create or update the tables of the bridge's state."""
     with state_session(settings.postgres) as session:
-        applied = SCHEMA.migrate(session)
+        applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
     say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 

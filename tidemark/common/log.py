@@ -1,8 +1,21 @@
-"""Loggers of structlog, which is imported with the first line that is logged: most verbs log none."""
+"""Loggers of structlog, which is imported with the first line that is logged: most verbs log none.
+
+`Progress` is how long work is shown to a person, if one looks on: `app.output.progress` has the bar.
+"""
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+Progress: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Given the number of units, a context whose value adds to the units that are done."""
+
+
+@contextmanager
+def no_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A `Progress` that shows nothing."""
+    yield lambda _: None
 
 
 class LateLogger:

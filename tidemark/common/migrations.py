@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.resources import files
@@ -29,7 +29,7 @@ from psycopg import errors, sql
 
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import PrerequisitePending, SchemaMismatch, TidemarkError
-from tidemark.common.log import get_logger
+from tidemark.common.log import Progress, get_logger, no_progress
 from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
 
 log = get_logger(__name__)
@@ -150,13 +150,17 @@ class Migrations:
         """The version of the schema that this code was written for."""
         return max(self.scripts)
 
-    def migrate(self, session: PostgresSession) -> list[int]:
+    def migrate(self, session: PostgresSession, progress: Progress = no_progress) -> list[int]:
         """Migrate the schema to this version.
 
         Takes no lock if there is nothing to do. Otherwise it waits for locks for up to a minute, one second at a time,
         and logs the sessions that have them (`common.migrations`). Several processes may migrate at once; one of them
         applies each version. After a failure, the versions before it stay applied, and the next call continues. A newer
         schema is not changed.
+
+        Args:
+            session: in the database.
+            progress: shows the migrations that are applied.
 
         Returns:
             The versions that were applied now.
@@ -166,19 +170,20 @@ class Migrations:
             PrerequisitePending: a lock was not free in time.
         """
         applied = list[int]()
-        while True:
-            current = run_locking(session, f"reading tidemark.{self.table}", self._current_version)
-            if current is None:
+        with ExitStack() as shown:
+            advance: Callable[[int], None] | None = None
+            while (current := run_locking(session, f"reading tidemark.{self.table}", self._current_version)) is None:
                 # Another process may create them at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
                     run_locking(session, f"making tidemark.{self.table}", self._make_table)
-            elif missing := [number for number in self.scripts if number > current]:
-                name, _ = self.scripts[missing[0]]
-                if run_locking(session, f"migration {name}", partial(self._apply, missing[0])):
-                    log.info("Migrated the database", version=missing[0], file=name)
-                    applied.append(missing[0])
-            else:
-                return applied
+            while missing := [number for number in self.scripts if number > current]:
+                advance = advance or shown.enter_context(progress(len(missing)))
+                current, (name, _) = missing[0], self.scripts[missing[0]]
+                if run_locking(session, f"migration {name}", partial(self._apply, current)):
+                    log.info("Migrated the database", version=current, file=name)
+                    applied.append(current)
+                advance(1)
+        return applied
 
     def version(self, connection: Connection) -> int | None:
         """The version of the schema; 0 if no migration was applied, None if there is no table of versions."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.client import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterRow
 
@@ -484,3 +486,19 @@ def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
             eventually(lambda: pipeline.store.conditions.faults() == [], what=partial(str, what))
             assert keys.get(key("}x", "token")) == f"m{moved[1].linear}"
             assert keys.hgetall(key("}x", "positions")) == {"w": str(moved[1].linear)}
+
+
+def test_progress_of_a_rebuild(pipeline: Pipeline, store: Postgres, shown: Redis, lease: Lease, keys: Any) -> None:
+    """The streams that Redis lacks, and nothing that it has."""
+    for name in ("a", "b", "c"):
+        pipeline.publish(stream(name, advance("w", 0, 3), linear=3))
+    keys.flushall()
+    steps = list[int]()
+
+    @contextmanager
+    def noting(total: int) -> Iterator[Callable[[int], None]]:
+        steps.append(total)
+        yield steps.append
+
+    Mirror(store, shown, lease, noting).refill()
+    assert steps == [3, 3]

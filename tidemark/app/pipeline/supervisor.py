@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
@@ -19,6 +20,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from tidemark.app.logs import shutdown_event
+from tidemark.app.output import progress
 from tidemark.app.pipeline import engine, metrics
 from tidemark.app.pipeline.batches import Batches, Isolation, tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
@@ -290,7 +292,8 @@ class Attempt:
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """The sinks that show positions, one after the other."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
-        sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
+        shown = partial(progress, "filling Redis", unit="stream")
+        sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, shown)]
         if (topic := self._settings.kafka_positions_topic) is not None:
             config = PositionsTopicConfig(topic, self._kafka.client(), producer_settings(self._kafka, topic))
             sinks.append(stack.enter_context(PositionsTopic(postgres, config, Topics(self._kafka), lease)))

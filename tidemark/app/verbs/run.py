@@ -3,12 +3,13 @@
 import math
 import threading
 import time
+from functools import partial
 from typing import Literal
 
 import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded, waiting
-from tidemark.app.output import count
+from tidemark.app.output import count, progress
 
 
 @click.command("config", cls=OurCommand)
@@ -27,7 +28,8 @@ def migrate(*, wait: float) -> None:
     from tidemark.common.backoff import wait_out
     from tidemark.sinks.postgres.database import migrate
 
-    applied = wait_out(lambda: migrate(settings.postgres), threading.Event(), wait)
+    shown = partial(progress, "migrating", unit="migration")
+    applied = wait_out(lambda: migrate(settings.postgres, shown), threading.Event(), wait)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 

@@ -18,6 +18,7 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format
 from psycopg.rows import TupleRow
 
+from tidemark.common.log import Progress, no_progress
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
@@ -135,10 +136,10 @@ def session_of(dsn: Dsn, application: str) -> PostgresSession:
     return PostgresSession(dsn, application, _USE)
 
 
-def migrate(dsn: Dsn) -> list[int]:
+def migrate(dsn: Dsn, progress: Progress = no_progress) -> list[int]:
     """`SCHEMA.migrate` in a session of its own."""
     with session_of(dsn, "tidemark migrate") as session:
-        return SCHEMA.migrate(session)
+        return SCHEMA.migrate(session, progress)
 
 
 Rows: TypeAlias = Iterable[tuple[Any, ...]]

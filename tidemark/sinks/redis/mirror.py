@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tidemark.common.errors import LeaseLost
-from tidemark.common.log import get_logger
+from tidemark.common.log import Progress, get_logger, no_progress
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.history import StoredAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
@@ -28,8 +28,10 @@ class Mirror:
 
     name = "redis"
 
-    def __init__(self, postgres: Postgres, redis: Redis, fence: Fence) -> None:
+    def __init__(self, postgres: Postgres, redis: Redis, fence: Fence, progress: Progress = no_progress) -> None:
+        """`progress` shows the streams that a refill writes."""
         self._postgres = postgres
+        self._progress = progress
         self._redis = redis
         self._fence = fence
         self._named: set[str] = set()  # streams written since the last comparison of all streams
@@ -108,11 +110,13 @@ class Mirror:
         writers = sum(outdated.values())
         newest = max(1, ENTRIES // max(1, writers))
         entries = 0
-        for names in _chunks(list(outdated)):
-            with self._lock:
-                calls = self._repairs(names, newest)
-                self._write(calls)
-            entries += sum(len(change.entries) for _, change in calls)
+        with self._progress(len(outdated)) as advance:
+            for names in _chunks(list(outdated)):
+                with self._lock:
+                    calls = self._repairs(names, newest)
+                    self._write(calls)
+                entries += sum(len(change.entries) for _, change in calls)
+                advance(len(names))
         if outdated:
             log.info("Refilled Redis from Postgres", streams=len(outdated), writers=writers, entries=entries)
         return Refilled(len(outdated), entries)
