@@ -32,7 +32,7 @@ RETIRED_PARTS = {
     "owed": 0,
     "beats": 2,
     "stands": 0,
-    "standing": 2,
+    "standing": 0,
     "holder": 17,
     "apart": 0,
     "letters": 6,

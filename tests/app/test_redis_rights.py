@@ -22,7 +22,7 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import RedisServer, free_port
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.reader import Advance, Positions, Standing
+from tidemark.sinks.reader import Advance, Positions, PositionSnapshot
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/deploy.md").read_text()
@@ -119,7 +119,7 @@ def test_pipeline_and_readers_may_do_what_they_do(as_user: As, store: Postgres, 
     """A pipeline publishes and fills Redis again; a reader gets positions, waits and follows."""
     publish(as_user, store, lease)
     with Positions(as_user("reader")) as positions:
-        assert isinstance(found := positions.get("s"), Standing)
+        assert isinstance(found := positions.get("s"), PositionSnapshot)
         assert found.linear == 8
         positions.wait("s", 8, timeout=60)
         assert isinstance(first := next(positions.follow("s", since="m0")), Advance)

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 from tidemark.app.settings import load
 from tidemark.app.verbs.kafka_records import produce_lines
-from tidemark.sinks.reader import Positions, Standing
+from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.streaming.wire.records import Topic
 
 STREAM, WRITER = "helm-test", "helm-test"
@@ -62,8 +62,8 @@ def missing() -> str:
 
 
 def over_redis(positions: Positions) -> int:
-    standing = positions.get(STREAM)
-    return standing.linear if isinstance(standing, Standing) else 0
+    snapshot = positions.get(STREAM)
+    return snapshot.linear if isinstance(snapshot, PositionSnapshot) else 0
 
 
 def answered() -> dict[str, object]:

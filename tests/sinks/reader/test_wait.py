@@ -20,7 +20,7 @@ from tidemark.common.errors import (
     StreamNotKnown,
     Unavailable,
 )
-from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
+from tidemark.sinks.reader import AsyncPositions, Positions, PositionSnapshot, Recovering, Token
 from tidemark.sinks.redis.client import key
 
 
@@ -62,7 +62,7 @@ def test_all_of_it_is_read_at_once(either: Any, pipeline: Pipeline, keys: Any) -
     """Linear position, vector, and the token that Redis holds; the allocated where it is known."""
     pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
     found = either.get("s")
-    assert found == Standing("s", 7, {"first": 9, "second": 7}, 9)
+    assert found == PositionSnapshot("s", 7, {"first": 9, "second": 7}, 9)
     assert str(found.token) == keys.get(key("s", "token")) == "m7~first.9"
     keys.set(key("s", "allocated"), "12")
     assert either.get("s").allocated == 12
@@ -74,7 +74,7 @@ def test_clients_of_ones_own_are_used_and_left_open(pipeline: Pipeline, redis_ur
     for decodes in (True, False):
         with redis.Redis.from_url(redis_url, decode_responses=decodes) as client:
             with Positions(client) as positions:
-                assert positions.get("s") == Standing("s", 3, {"w": 3}, 3)
+                assert positions.get("s") == PositionSnapshot("s", 3, {"w": 3}, 3)
             assert client.ping()
 
 
@@ -165,7 +165,7 @@ def test_postgres_tells_what_is_unknown(pipeline: Pipeline, redis_url: str, dsn:
     pipeline.move("w", 0, 3)
     keys.flushall()
     with Positions(redis_url, dsn) as positions:
-        assert positions.get("s") == Standing("s", 3, {"w": 3}, 3)
+        assert positions.get("s") == PositionSnapshot("s", 3, {"w": 3}, 3)
         with pytest.raises(StreamNotKnown):
             positions.wait("another", 1, grace=0)
 

@@ -15,7 +15,7 @@ from tests.waiting import eventually
 from tidemark.app.read_side.redis_reader import Notifications, RedisReader, wait_for_notification
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
-from tidemark.sinks.reader import AsyncPositions, Positions, Standing
+from tidemark.sinks.reader import AsyncPositions, Positions, PositionSnapshot
 from tidemark.sinks.reader.requests import ReadNewest
 from tidemark.sinks.redis.client import RedisAddress, channel, key
 from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
@@ -78,13 +78,13 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
         assert sink.stamp("two") == "one"
         assert {stream: held.linear for stream, held in sink.snapshots(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
     with Positions(address) as positions:
-        assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
+        assert positions.get("stream3") == PositionSnapshot("stream3", 7, {"w": 9}, 9)
         assert positions.wait("stream4", 7, timeout=60).linear == 7
-        assert positions.get("}x") == Standing("}x", 7, {"w": 9}, 9)
+        assert positions.get("}x") == PositionSnapshot("}x", 7, {"w": 9}, 9)
 
     async def ask() -> None:
         async with AsyncPositions(address) as positions:
-            assert await positions.get("stream5") == Standing("stream5", 7, {"w": 9}, 9)
+            assert await positions.get("stream5") == PositionSnapshot("stream5", 7, {"w": 9}, 9)
         live = RedisReader(address)
         assert await live.names() == set(STREAMS)
         assert {name: seen.linear for name, seen in (await live.keys(STREAMS)).items()} == dict.fromkeys(STREAMS, 7)
@@ -211,7 +211,7 @@ def test_bytes_that_are_no_text_hide_no_other_stream(redis_url: str, keys: Any) 
 
     asyncio.run(asyncio.wait_for(ask(), 60))
     with Positions(redis_url) as positions:
-        assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
+        assert positions.get("stream3") == PositionSnapshot("stream3", 7, {"w": 9}, 9)
         with pytest.raises(Refused):
             positions.get("}x")
 
@@ -252,7 +252,7 @@ def test_a_new_primary_is_found(watched: SentinelSetup, behind_sentinel: RedisAd
                 return False
 
         eventually(published, what=lambda: "a new primary")
-        assert positions.get("s") == Standing("s", 10, {"w": 12}, 9)
+        assert positions.get("s") == PositionSnapshot("s", 10, {"w": 12}, 9)
 
 
 def test_a_password_that_rotates_is_taken_up_at_the_next_connection(redis_url: str, tmp_path: Path) -> None:

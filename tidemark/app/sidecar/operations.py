@@ -51,10 +51,10 @@ from tidemark.sinks.reader import (
     TOKEN_PATTERN,
     AwaitEntry,
     Driver,
+    PositionSnapshot,
     ReadKeys,
     ReadName,
     Request,
-    Standing,
     StreamKeys,
     Token,
     WaitConfig,
@@ -192,7 +192,7 @@ async def wait(call: OperationCall) -> Response:
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
     with call.service.limiter.one("wait", call.address) as place:
         try:
-            await _carry_out_wait(call, Driver[Standing](program), place)
+            await _carry_out_wait(call, Driver[PositionSnapshot](program), place)
         except NotReached as problem:
             seconds, answer = time.monotonic() - began, await _position(call)
             detail = f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blockers(answer)}"
@@ -202,7 +202,7 @@ async def wait(call: OperationCall) -> Response:
         return json(await _position(call))
 
 
-async def _carry_out_wait(call: OperationCall, driver: Driver[Standing], place: OpenRequest) -> None:
+async def _carry_out_wait(call: OperationCall, driver: Driver[PositionSnapshot], place: OpenRequest) -> None:
     """Return when the stream has reached the token. A notification wakes the wait, which reads once a second anyway."""
     read_side = call.service.read_side
     notified = read_side.notifications.next(call.stream)

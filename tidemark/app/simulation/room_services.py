@@ -32,7 +32,7 @@ from tidemark.app.simulation.services import (
 )
 from tidemark.common.errors import NotReached, Retry, StreamNotKnown
 from tidemark.common.postgres_session import Connection, SessionConnection
-from tidemark.sinks.reader import Positions, Standing
+from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.reading import (
@@ -450,7 +450,7 @@ class _ClientThread:
             snapshot = self._positions.get(stream)
         except Retry as problem:
             raise ConnectionLost(str(problem)) from problem
-        if not isinstance(snapshot, Standing):
+        if not isinstance(snapshot, PositionSnapshot):
             time.sleep(PAUSE_SECONDS)
             return None
         return Upto(snapshot.linear) if self._kind is ClientKind.LINE else _upto(snapshot)
@@ -493,7 +493,7 @@ class _Answers:
             )
 
 
-def _upto(snapshot: Standing) -> Upto:
+def _upto(snapshot: PositionSnapshot) -> Upto:
     """The published vector, without writers that are at or below the linear position."""
     return Upto(
         snapshot.linear, {writer: id for writer, id in snapshot.vector.items() if abs(id) > abs(snapshot.linear)}

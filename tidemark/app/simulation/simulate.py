@@ -32,7 +32,7 @@ from tidemark.app.simulation.workload import (
 )
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
-from tidemark.sinks.reader import Positions, Standing
+from tidemark.sinks.reader import Positions, PositionSnapshot
 from tidemark.sources.topics import Topics
 
 if TYPE_CHECKING:  # needs the extra of the local stack
@@ -111,7 +111,7 @@ def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStre
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
             # IDs that start again below known positions would look like a database set back (docs/design.md 3).
-            if isinstance(positions.get(stream.name), Standing):
+            if isinstance(positions.get(stream.name), PositionSnapshot):
                 raise StreamTaken(stream.name)
 
 

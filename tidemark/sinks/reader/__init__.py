@@ -45,8 +45,8 @@ from tidemark.sinks.reader.token import TOKEN_PATTERN as TOKEN_PATTERN
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
 from tidemark.sinks.reader.wait import GRACE as GRACE
 from tidemark.sinks.reader.wait import MonotonicPositions as MonotonicPositions
+from tidemark.sinks.reader.wait import PositionSnapshot, Recovering
 from tidemark.sinks.reader.wait import PublishedPositions as PublishedPositions
-from tidemark.sinks.reader.wait import Recovering, Standing
 from tidemark.sinks.reader.wait import WaitConfig as WaitConfig
 from tidemark.sinks.reader.wait import wait_for_token as wait_for_token
 from tidemark.streaming.values.limits import Evidence
@@ -65,13 +65,13 @@ __all__ = [
     "LinearMove",
     "Order",
     "Place",
+    "PositionSnapshot",
     "Positions",
     "ReadBatch",
     "ReadProgress",
     "Reader",
     "Recovering",
     "Reread",
-    "Standing",
     "Table",
     "Token",
     "interval_text",

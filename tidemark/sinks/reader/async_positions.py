@@ -41,9 +41,9 @@ from tidemark.sinks.reader.token import Token, as_token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
+    PositionSnapshot,
     PublishedPositions,
     Recovering,
-    Standing,
     WaitConfig,
     raise_keys,
     read_positions,
@@ -81,14 +81,14 @@ class AsyncPositions:
         if self._history is not None:
             await asyncio.to_thread(self._history.close)
 
-    async def get(self, stream: str) -> Standing | Recovering:
+    async def get(self, stream: str) -> PositionSnapshot | Recovering:
         """The published positions of `stream` now.
 
         Raises:
             Unavailable: neither server answers; call again.
             Refused: a server answers, but not to this user.
         """
-        return await self._result(Driver[Standing | Recovering](read_positions(stream)))
+        return await self._result(Driver[PositionSnapshot | Recovering](read_positions(stream)))
 
     async def wait(
         self,
@@ -97,7 +97,7 @@ class AsyncPositions:
         writer: str | None = None,
         timeout: float | None = None,
         grace: float = GRACE,
-    ) -> Standing:
+    ) -> PositionSnapshot:
         """Wait until `stream` is complete up to `until`.
 
         Args:
@@ -116,7 +116,7 @@ class AsyncPositions:
             Refused: a server answers, but not to this user.
         """
         program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
-        return await self._result(Driver[Standing](program))
+        return await self._result(Driver[PositionSnapshot](program))
 
     def follow(
         self,

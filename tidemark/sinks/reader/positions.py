@@ -43,9 +43,9 @@ from tidemark.sinks.reader.token import Token, as_token
 from tidemark.sinks.reader.wait import (
     GRACE,
     MonotonicPositions,
+    PositionSnapshot,
     PublishedPositions,
     Recovering,
-    Standing,
     WaitConfig,
     raise_keys,
     read_positions,
@@ -83,14 +83,14 @@ class Positions:
         if self._history is not None:
             self._history.close()
 
-    def get(self, stream: str) -> Standing | Recovering:
+    def get(self, stream: str) -> PositionSnapshot | Recovering:
         """The published positions of `stream` now.
 
         Raises:
             Unavailable: neither server answers; call again.
             Refused: a server answers, but not to this user.
         """
-        return self._result(Driver[Standing | Recovering](read_positions(stream)))
+        return self._result(Driver[PositionSnapshot | Recovering](read_positions(stream)))
 
     def wait(
         self,
@@ -99,7 +99,7 @@ class Positions:
         writer: str | None = None,
         timeout: float | None = None,
         grace: float = GRACE,
-    ) -> Standing:
+    ) -> PositionSnapshot:
         """Wait until `stream` is complete up to `until`.
 
         Args:
@@ -118,7 +118,7 @@ class Positions:
             Refused: a server answers, but not to this user.
         """
         program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
-        return self._result(Driver[Standing](program))
+        return self._result(Driver[PositionSnapshot](program))
 
     def follow(
         self,

@@ -39,7 +39,7 @@ class Recovering:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PositionSnapshot:
     """The published positions of a stream. What is current is a range, from `promised` to `usable`.
 
     Attributes:
@@ -74,10 +74,10 @@ class Standing:
         return self.token.covers(token)
 
 
-def standing(stream: str, keys: StreamKeys) -> Standing | Recovering:
+def snapshot_of(stream: str, keys: StreamKeys) -> PositionSnapshot | Recovering:
     if keys.linear is None:
         return Recovering(stream)
-    return Standing(stream, keys.linear, keys.positions, keys.allocated)
+    return PositionSnapshot(stream, keys.linear, keys.positions, keys.allocated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,11 @@ def raise_keys(monotonic: MonotonicPositions[PublishedPositions], stream: str, k
     return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
 
-def read_positions(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
-    """Yields one `Standing` or `Recovering`."""
+def read_positions(stream: str) -> Generator[Request | PositionSnapshot | Recovering, Answer, None]:
+    """Yields one `PositionSnapshot` or `Recovering`."""
     keys = yield ReadKeys(stream)
     assert isinstance(keys, StreamKeys)
-    yield standing(stream, keys)
+    yield snapshot_of(stream, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ class WaitConfig:
 
 def wait_for_token(
     stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
-) -> Generator[Request | Standing, Answer, None]:
-    """Yields a `Standing` that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
+) -> Generator[Request | PositionSnapshot, Answer, None]:
+    """Yields a snapshot that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
     deadline, `Unavailable`.
 
     A token beyond every known ID is waited for like any other. The relay and the pipeline may have lag, so only the
@@ -201,8 +201,8 @@ def wait_for_token(
                 raise
             yield Pause(min(PAUSE, left))
             continue
-        snapshot = standing(stream, keys)
-        if isinstance(snapshot, Standing) and snapshot.reached(token):
+        snapshot = snapshot_of(stream, keys)
+        if isinstance(snapshot, PositionSnapshot) and snapshot.reached(token):
             yield snapshot
             return
         now = clock()
@@ -214,7 +214,7 @@ def wait_for_token(
                 raise StreamNotKnown(stream)
         is_ahead = keys.allocated is not None and beyond(token.farthest(), keys.allocated)
         if now >= deadline:
-            text = str(snapshot.token) if isinstance(snapshot, Standing) else None
+            text = str(snapshot.token) if isinstance(snapshot, PositionSnapshot) else None
             raise NotReached(stream, str(token), text, deadline - began, keys.allocated, is_ahead)
         if is_ahead and now >= next_log:
             next_log = now + LOG_EVERY
