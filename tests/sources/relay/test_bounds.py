@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from tests.fix_servers import Unsynced, _started
 from tests.sources.relay.judge import Judge
-from tests.sources.relay.running import Run, settled
+from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.processes import free_port
@@ -21,7 +21,8 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding
 from tidemark.sources.relay import epochs, relay, sequences
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.queries import SCHEMA, session_of
+from tidemark.sources.relay.queries import ROWS_AT_ONCE, SCHEMA, session_of
+from tidemark.sources.relay.relay import MOST_BYTES
 from tidemark.sources.transactions import server_history
 from tidemark.streaming.wire.records import Join
 
@@ -63,6 +64,28 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
             before = _floors(many)
             _taken(decider.settle(3))
             assert len([it for it in _floors(many).items() if it not in before.items()]) == most
+
+
+def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Connection, ready: str) -> None:
+    """Facts that other streams commit after it are decided in the same round as its first piece, and in each round
+    between its pieces."""
+    with session_of(ready, "test") as session, session.use() as connection:
+        told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
+        epochs.acknowledged(connection, told)
+        decider = Decider(connection, told)
+        append(many, 3 * ROWS_AT_ONCE)
+        pieces = 0
+        while pieces < 3:
+            append_to_all(many)
+            facts = Counter[str]()
+            for decision in _taken(decider.round(MOST_BYTES)):
+                facts[decision.stream_epoch.stream.name] += len(decision.facts)
+                decider.acknowledged(decision)
+            assert facts.pop("orders") <= ROWS_AT_ONCE
+            assert facts == dict.fromkeys(STREAMS, 1)
+            pieces += 1
+            _taken(decider.settle())
+        assert not decider.has_backlog
 
 
 def test_joins_that_kafka_has_are_kept(
