@@ -1,5 +1,6 @@
 """Readers in partitions: copies share them, in any form, and the facts of a key stay in order."""
 
+import hashlib
 import os
 import random
 import signal
@@ -252,3 +253,19 @@ def test_withdrawn_ids_do_not_depend_on_the_partition(copier: ReadingService, pi
     pipeline.publish(stream("s", linear=3, linear_prev=3, late=[LateCompletion("w", 1, 1, 3, 1, "regressed")]))
     copier.until(lambda: len(copier.withdrawn) == 4)
     assert copier.withdrawn == [[(2, 3)]] * 4
+
+
+def test_partitions_take_turns(service: ReadingService, pipeline: Pipeline) -> None:
+    """A partition with many facts delays the others, and the note that the copy runs, by a batch and not by all."""
+    for id in range(1, 61):
+        service.write(id, instance=KEYS[id % len(KEYS)])
+    pipeline.move("w", 0, 60)
+    keyed = service.arguments(rows=2, partitions=4, key="instance")
+    with Positions(service.redis, service.dsn) as positions, Reader(positions, "s", **keyed) as reader:
+        first = [next(reader).partition for _ in range(6)]
+    used = {partition_of(key) for key in KEYS}
+    assert first == [*sorted(used), *sorted(used), *sorted(used)][:6]
+
+
+def partition_of(key: str) -> int:
+    return int(hashlib.md5(key.encode()).hexdigest()[:8], 16) % 4

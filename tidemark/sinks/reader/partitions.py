@@ -19,7 +19,17 @@ from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore
 from tidemark.sinks.reader.read_loop import BUSY, Portion, ReadConfig, ReadProgram, Steps
-from tidemark.sinks.reader.requests import Answer, AwaitEntry, CloseSessions, Pause, PlaceBusy, Request, RunSql, rows
+from tidemark.sinks.reader.requests import (
+    Answer,
+    AwaitEntry,
+    BeginTransaction,
+    CloseSessions,
+    Pause,
+    PlaceBusy,
+    Request,
+    RunSql,
+    rows,
+)
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
 
@@ -83,20 +93,20 @@ def partitioning(partitions: int | None, key: str | None, config: ReadConfig) ->
 
 @dataclass
 class _Lane:
-    """One partition: its program, and the request with which the program waits."""
+    """One partition: its program, and the request at which the program gave way."""
 
     number: int
     program: ReadProgram
     steps: Steps = field(init=False)
-    waits_with: AwaitEntry | PlaceBusy | None = None
+    waits_with: AwaitEntry | PlaceBusy | BeginTransaction | None = None
 
     def __post_init__(self) -> None:
         self.steps = self.program.steps()
 
 
 class PartitionedReadProgram:
-    """`ReadProgram` for a reader in partitions: the programs of this copy's partitions in turn. A program gives way
-    where it would wait; then it has no transaction open."""
+    """`ReadProgram` for a reader in partitions: the partitions of this copy in turn. A program gives way when
+    it would wait, and after each batch; then it has no transaction open."""
 
     def __init__(self, config: ReadConfig, partitioning: Partitioning) -> None:
         self._config = config
@@ -147,12 +157,18 @@ class PartitionedReadProgram:
                 yield from self._wait()
 
     def _run(self, lane: _Lane) -> Generator[Request | Portion, Answer, bool]:
-        """Until the lane would wait. True: it has handed over rows or moved its place."""
-        step: Request | Portion = next(lane.steps) if lane.waits_with is None else lane.steps.send(None)
+        """Until the lane would wait, or has had a batch. True: it has handed over rows or moved its place."""
+        step: Request | Portion
+        if isinstance(lane.waits_with, BeginTransaction):
+            step = lane.waits_with
+        else:
+            step = next(lane.steps) if lane.waits_with is None else lane.steps.send(None)
         before, self._current = lane.program.promised, lane
         has_moved = False
         while not isinstance(step, AwaitEntry | PlaceBusy):
-            has_moved |= isinstance(step, Portion)
+            has_moved |= isinstance(step, Portion) or lane.program.promised != before
+            if has_moved and isinstance(step, BeginTransaction):
+                break
             try:
                 answer = yield step
             except Unavailable as problem:
@@ -160,7 +176,7 @@ class PartitionedReadProgram:
             else:
                 step = lane.steps.send(answer)
         lane.waits_with = step
-        return has_moved or lane.program.promised != before
+        return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
         """For an entry beyond what the first lane has read: the others have read later."""
