@@ -63,7 +63,7 @@ environments-test: setup ## Start the local stack in each kind of shell, home an
 
 .PHONY: languages-test
 languages-test: setup ## Run writers and readers of docs/how-to in every language, kill each reader 100 times, and run the rivals of the benchmark in Java; skips what is not installed
-	LANGUAGES_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 0 $(call HANGS,900,1200) tests/services/check_registries.py tests/services/test_readers.py tests/bench/check_rivals.py
+	LANGUAGES_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 0 $(call HANGS,3600,4500) tests/services/check_registries.py tests/services/test_readers.py tests/bench/check_rivals.py
 
 .PHONY: stories
 stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages again)
