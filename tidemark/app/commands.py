@@ -65,7 +65,7 @@ class CommandGroup(OurCommand, click.Group):
         except OSError as problem:
             if problem.errno not in _UNWRITABLE:
                 raise
-            _to_nowhere(sys.stdout)
+            _discard_output(sys.stdout)
             raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
@@ -175,16 +175,16 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
         raise CommandFailed("nothing was sent")
 
 
-def tell(line: str, *, err: bool = False) -> None:
+def echo_result(line: str, *, err: bool = False) -> None:
     """`click.echo` for work that is already done. If standard output is closed, the exit code still reports the
     result."""
     try:
         click.echo(line, err=err)
     except OSError:
-        _to_nowhere(sys.stderr if err else sys.stdout)
+        _discard_output(sys.stderr if err else sys.stdout)
 
 
-def _to_nowhere(stream: TextIO) -> None:
+def _discard_output(stream: TextIO) -> None:
     """Redirect standard output, so that the rest of its buffer causes no error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -89,8 +89,8 @@ def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = N
 
 def server_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The complete environment of a third-party server (Kafka, Postgres, Redis), with `variables` added."""
-    kept = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
-    return {"PATH": os.defpath, **kept, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
+    inherited = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
+    return {"PATH": os.defpath, **inherited, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -219,8 +219,8 @@ class Standby:
         if self._since is None:
             self._since = time.monotonic()
             row = connection.execute(_LOCK_HOLDERS, [self._space, [*keys]]).fetchone()
-            holder = sessions_of(connection, row[0] if row and row[0] else []) or "a session that has ended since"
-            log.info("Another process works on this database; waiting for its end", holder=holder)
+            blockers = sessions_of(connection, row[0] if row and row[0] else []) or "a session that has ended since"
+            log.info("Another process works on this database; waiting for its end", holder=blockers)
         return False
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.replay import KEPT_SECONDS, BufferedReplay, ReplayBuffer, reached
+from tidemark.app.read_side.replay import BUFFER_SECONDS, BufferedReplay, ReplayBuffer, reached
 from tidemark.app.read_side.subscription import EventBatch
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
@@ -56,7 +56,7 @@ def test_what_is_not_kept_is_read() -> None:
     assert replay_buffer.after("other", Place()) is None
     assert replay_buffer.after("s", Place(9, {"w": 9})) is None
     assert replay_buffer.after("s", Place(10, {"w": 10, "gone": 9})) is None
-    clock[0] = slices[1].at + KEPT_SECONDS + 1e-9
+    clock[0] = slices[1].at + BUFFER_SECONDS + 1e-9
     replay_buffer.forget()
     assert replay_buffer.after("s", slices[1].before) is None
     assert replay_buffer.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])

@@ -246,8 +246,8 @@ def _of_stream(
 ) -> Iterator[OpenRange]:
     holding = linear_lag(stream)
     stream.writers.open_waiting()
-    for (writer, epoch), held in stream.unjoined.items():
-        yield _unknown(name, stream, writer, epoch, held)
+    for (writer, epoch), unjoined in stream.unjoined.items():
+        yield _unknown(name, stream, writer, epoch, unjoined)
     owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
     for writer, known in owing.items():
         yield from _gaps(name, stream, writer, known, life(stream, writer, known.seen, now, silent, reading))
@@ -383,11 +383,11 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, how: 
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
 
 
-def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: UnjoinedWriter) -> OpenRange:
-    chain = held.chain
+def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: UnjoinedWriter) -> OpenRange:
+    chain = unjoined.chain
     waiting = chain.waiting
     facts = sum(span.evidence.facts for span in chain.pending)
-    since, seen = moment(held.since), last_seen(held.seen)
+    since, seen = moment(unjoined.since), last_seen(unjoined.seen)
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown")
 
 

@@ -227,7 +227,7 @@ def lowest(places: Iterable[Place]) -> Place:
     return first
 
 
-KEPT_SECONDS = 15.0
+BUFFER_SECONDS = 15.0
 MOVES = 40_000  # of all streams: some 20 MB, and 8 s at 5000 a second
 SLICES = 10_000  # of all streams; less than a listener may lag
 MARKS = 30
@@ -280,7 +280,7 @@ class ReplayBuffer:
 
     def forget(self) -> None:
         """Drop batches that are too old, or beyond the bound of memory."""
-        oldest = self._now() - KEPT_SECONDS
+        oldest = self._now() - BUFFER_SECONDS
         while self._all and (self._moves > MOVES or len(self._all) > SLICES or self._all[0][1].at < oldest):
             number, batch = self._all.popleft()
             self._moves -= len(batch.events)

@@ -160,37 +160,37 @@ class SlotPool(Generic[T]):
     def __len__(self) -> int:
         return self._taken
 
-    def take(self, holder: T, address: str, first: Callable[[T], bool] = lambda _: False) -> T | None:
-        """Give `holder` a slot until it leaves.
+    def take(self, client: T, address: str, first: Callable[[T], bool] = lambda _: False) -> T | None:
+        """Give a client a slot until it leaves.
 
         Args:
-            holder: who gets the slot.
-            address: the address of the client.
-            first: of the address that loses a slot, the oldest holder for which this is true is evicted, else the
+            client: the connection or request that gets the slot.
+            address: its address.
+            first: of the address that loses a slot, the oldest client for which this is true is evicted, else the
                 newest one. An address that has its share gets a slot of its own for which this is true.
 
         Returns:
-            The holder that was evicted and has no slot any more. None if a slot was free.
+            The client that was evicted and has no slot any more. None if a slot was free.
 
         Raises:
-            NoFreeSlot: no holder is evicted for this address.
+            NoFreeSlot: no client is evicted for this address.
         """
         network, evicted = network_of(address), None
         if self._taken >= self.limit:
             evicted = self._victim(self._holders.get(network, {}), first)
             self.leave(evicted)
-        self._holders.setdefault(network, {})[holder] = None
-        self._networks[holder] = network
+        self._holders.setdefault(network, {})[client] = None
+        self._networks[client] = network
         self._taken += 1
         return evicted
 
-    def leave(self, holder: T) -> None:
-        """Free its slot. May be called again, and for a holder that was evicted."""
-        network = self._networks.pop(holder, None)
+    def leave(self, client: T) -> None:
+        """Free the slot of the client. May be called again, and for a client that was evicted."""
+        network = self._networks.pop(client, None)
         if network is None:
             return
         holders = self._holders[network]
-        del holders[holder]
+        del holders[client]
         self._taken -= 1
         if not holders:
             del self._holders[network]

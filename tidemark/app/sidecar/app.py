@@ -31,7 +31,7 @@ from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import (
-    NEVER_KEPT,
+    NEVER_CACHED,
     NO_SNIFFING,
     BadRequest,
     Problem,
@@ -200,7 +200,7 @@ class NoStoreMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in (NEVER_KEPT | NO_SNIFFING).items():
+                for name, value in (NEVER_CACHED | NO_SNIFFING).items():
                     headers.setdefault(name, value)
             await send(message)
 

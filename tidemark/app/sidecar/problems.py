@@ -24,7 +24,7 @@ from starlette.responses import Response
 from tidemark.app.sidecar import answers
 
 MEDIA_TYPE = "application/problem+json"
-NEVER_KEPT = {"Cache-Control": "no-store"}
+NEVER_CACHED = {"Cache-Control": "no-store"}
 NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
 _RENAMED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # by RFC 9110; Python has the name since 3.13
 
@@ -152,4 +152,4 @@ async def unexpected(_: Request, __: Exception) -> Response:
 
 
 def _response(body: answers.ProblemAnswer, headers: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(body), body.status, {**NEVER_KEPT, **NO_SNIFFING, **headers}, MEDIA_TYPE)
+    return Response(msgspec.json.encode(body), body.status, {**NEVER_CACHED, **NO_SNIFFING, **headers}, MEDIA_TYPE)

@@ -208,7 +208,7 @@ class _LiveThread(_RoomThread):
             if invites and not left:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
             event = replace(event, held_as=HeldAs.REGULAR if invites else self._random.choice(_BAD))
-            before = [holder.id for holder in state.values()]
+            before = [entry.id for entry in state.values()]
             connection.execute(
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
                 [event.id, room, msgspec.json.encode(event).decode(), before],
@@ -375,7 +375,7 @@ class _ClientThread:
                     answer = {
                         "events": [(event.depth, event.stream_ordering) for event in events],
                         "history": history.linear,
-                        "state": [(*key, *holder) for key, holder in first.state.items()],
+                        "state": [(*key, *entry) for key, entry in first.state.items()],
                     }
                     answers.add("history", room, None, now, answer)
 

@@ -22,21 +22,21 @@ class Truth:
         self._turns = turns or {}
         self._states: dict[str, dict[StateKey, KeyHolder]] = {}
 
-    def part(self, held: Collection[str]) -> "Truth":
+    def part(self, stored: Collection[str]) -> "Truth":
         """The same room if the store had only these events."""
-        part = Truth((), {id: kept for id, kept in self._held.items() if id in held}, self._turns)
+        part = Truth((), {id: kind for id, kind in self._held.items() if id in stored}, self._turns)
         part.everything, part._states = self.everything, self._states
         return part
 
     @cached_property
     def placed(self) -> set[str]:
         """The stored events that are not outliers."""
-        return {id for id, kept in self._held.items() if not kept.outlier}
+        return {id for id, kind in self._held.items() if not kind.outlier}
 
     @property
     def forward(self) -> set[str]:
         """Regular events that no regular event follows, directly or through other events."""
-        regular = {id for id, kept in self._held.items() if kept is HeldAs.REGULAR}
+        regular = {id for id, kind in self._held.items() if kind is HeldAs.REGULAR}
         followed: set[str] = set()
         through = [*regular]
         while through:
@@ -102,12 +102,12 @@ class Truth:
             current: dict[StateKey, KeyHolder] = {}
             for last in forward:
                 _deepen(current, self.state_at(last))
-            for (kind, member), holder in current.items():
-                joined = kind == MEMBER and joins(self.everything[holder.id])
+            for (kind, member), entry in current.items():
+                joined = kind == MEMBER and joins(self.everything[entry.id])
                 if joined:
                     since.setdefault(member, turn)
                 elif kind == MEMBER and member in since:
-                    stays.append((member, since.pop(member), turn, holder.id))
+                    stays.append((member, since.pop(member), turn, entry.id))
         return [*stays, *((member, turn, None, None) for member, turn in since.items())]
 
     def _forward_after_each(self, placed: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
@@ -138,5 +138,5 @@ class Truth:
 
 
 def _deepen(result: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
-    for key, holder in state.items():
-        result[key] = max(holder, result.get(key, holder))
+    for key, entry in state.items():
+        result[key] = max(entry, result.get(key, entry))

@@ -361,7 +361,7 @@ def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRoo
     history = {row.event for id, row in placed.items() if id < 0}
     least, most = (truth.part(part).current for part in (live, live | history))
     within = state.keys() <= most.keys() and all(
-        least.get(key, holder) <= holder <= most[key] for key, holder in state.items()
+        least.get(key, entry) <= entry <= most[key] for key, entry in state.items()
     )
     return RoomCount(ClientKind.HISTORY, different=int(not within or not least.keys() <= state.keys()))
 
@@ -395,7 +395,7 @@ def _is_right(connection: Connection, room: str) -> bool:
         and groups.keys() == truth.placed
         and all(states[group] == truth.state_at(id) for id, group in groups.items())
         and current == truth.current
-        and dict(members) == {key: holder.id for (kind, key), holder in current.items() if kind == MEMBER}
+        and dict(members) == {key: entry.id for (kind, key), entry in current.items() if kind == MEMBER}
         and reported == Counter(truth.placed)
         and sent >= {id for id, as_ in stored.items() if as_ is HeldAs.OUT_OF_BAND}
         and _stays(connection, room) == {*truth.stays(placed)}

@@ -153,7 +153,7 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
         [
             advance.writer
             for advance in moved
-            if advance.prev == 0 and advance.writer not in {holder.writer for holder in holders}
+            if advance.prev == 0 and advance.writer not in {blocker.writer for blocker in holders}
         ],
         sorted(name for name, time in retired.items() if time == stay.until),
         [] if stay.until is None else past.overrides(stream, stay.until),

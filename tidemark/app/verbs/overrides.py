@@ -21,9 +21,9 @@ from tidemark.app.commands import (
     OurCommand,
     answering,
     confirmed,
+    echo_result,
     loaded,
     no_stream,
-    tell,
     until_seen,
 )
 from tidemark.app.diagnosis import open_ranges
@@ -243,8 +243,8 @@ def _retire_conflict(act: records.Marker, before: StreamState, now: float, silen
     known = before.writers.get(act.writer)
     if not isinstance(act, records.Retire):
         return None
-    if (held := before.unjoined.get((act.writer, act.epoch))) is not None:
-        reach = before.direction.signed(max(held.chain.reach, 0))
+    if (unjoined := before.unjoined.get((act.writer, act.epoch))) is not None:
+        reach = before.direction.signed(max(unjoined.chain.reach, 0))
         done = f"{act.writer} never joined in epoch {act.epoch} and has completed IDs up to {reach}"
         return f"{done}: --id={reach} settles them"
     if known is None:
@@ -505,15 +505,15 @@ def _carry_out(
         noted = OverrideLog(session)
         sent = send(noted, settings.kafka, settings.kafka_control_topic, trial)
         try:
-            tell(sent.line(), err=as_json)
+            echo_result(sent.line(), err=as_json)
             final = outcome(noted, sent, wait, lambda: noted.became(sent.noted))
         except KeyboardInterrupt:
-            tell(
+            echo_result(
                 f"the override is sent and cannot be taken back: see `tidemark overrides show {sent.noted.number}`",
                 err=True,
             )
             raise
         now = result(final, postgres, trial, wait)
-    tell(to_json(trial, sent, final, now) if as_json else now)
+    echo_result(to_json(trial, sent, final, now) if as_json else now)
     if final != "applied":
         raise SystemExit(NOT_SEEN if final == "not seen" else 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, loaded, tell
+from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, echo_result, loaded
 from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, fitting
@@ -145,9 +145,9 @@ def _change(
             confirmed(name, "the policy's name", yes=yes)
             act, done = postgres.policies.change(name, changes, by, why)
     if as_json:
-        tell(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
+        echo_result(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
     elif not dry_run:
-        tell(f"{done}; noted as override {act}. A running pipeline follows within seconds")
+        echo_result(f"{done}; noted as override {act}. A running pipeline follows within seconds")
 
 
 def _would(

@@ -19,9 +19,9 @@ from tidemark.app.commands import (
     CommandGroup,
     answering,
     confirmed,
+    echo_result,
     loaded,
     no_stream,
-    tell,
 )
 from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderStatus, sentences
 from tidemark.app.output import as_object, count, duration, sanitize, table, timestamp
@@ -340,7 +340,7 @@ def _change(
         confirmed(stored.reader, "the reader's name", yes=yes)
         number = databases.noted(stored, action)
     if as_json:
-        tell(
+        echo_result(
             as_object(
                 {
                     "reader": stored.reader,
@@ -353,7 +353,7 @@ def _change(
             )
         )
     elif not dry_run:
-        tell(f"done, noted as override {number}")
+        echo_result(f"done, noted as override {number}")
 
 
 def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:

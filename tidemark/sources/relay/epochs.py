@@ -142,12 +142,12 @@ def begin(
             for name, epoch, last, state, hashed in writers
         ]
         retiring = [writer for writer in known if writer.state == "retiring"]
-        living = {writer.name: writer for writer in known if writer.state != "retiring"}
+        active = {writer.name: writer for writer in known if writer.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(history.database, start, after)
         regression = why.get(number, "")
         stream_epochs.append(
-            StreamEpoch(stream, version, floor, upto, timeline, own, living, retiring, published, regression)
+            StreamEpoch(stream, version, floor, upto, timeline, own, active, retiring, published, regression)
         )
     return stream_epochs
 

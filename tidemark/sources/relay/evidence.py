@@ -81,7 +81,7 @@ class StreamEvidence:
         self._marks: list[_Mark] = []
         self._waited_for: frozenset[LockHolder] = frozenset()
         self._holders: frozenset[int] = frozenset()
-        self._looks = 0
+        self._observations = 0
 
     @property
     def open(self) -> bool:
@@ -114,13 +114,13 @@ class StreamEvidence:
             unknown = any(lock.writer is None for lock in self._waited_for)
         else:
             unknown = not _transactions(self._waited_for) <= self._holders
-        return unknown or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
+        return unknown or (bool(self._waited_for) and self._observations >= _ASKED_EVERY)
 
     def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
         """`head` was read first, then both others: `running` of the snapshot, and the `holders` among them."""
-        self._looks += 1
+        self._observations += 1
         if lock_holders is not None:
-            self._holders, self._looks = frozenset(_transactions(lock_holders)), 0
+            self._holders, self._observations = frozenset(_transactions(lock_holders)), 0
         marks = [mark.only(running, lock_holders) for mark in self._marks]
         self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
@@ -173,7 +173,7 @@ class StreamEvidence:
         present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
         if settled:
             present = present.union(Intervals.of([(0, settled)]))
-        voids, kept = EMPTY, list[_Mark]()
+        voids, marks = EMPTY, list[_Mark]()
         for mark in self._marks:
             covered = mark.unread.common(asked)
             missing = covered.difference(present)
@@ -184,8 +184,8 @@ class StreamEvidence:
                 voids = voids.union(missing)
             unread = mark.unread.difference(covered)
             if unread or absent:
-                kept.append(_Mark(mark.waiting, unread, absent))
-        self._marks = kept
+                marks.append(_Mark(mark.waiting, unread, absent))
+        self._marks = marks
         return voids
 
 

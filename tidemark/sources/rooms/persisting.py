@@ -134,14 +134,14 @@ class RoomStore:
     ) -> int | None:
         room = tables.locked(connection, event.room)
         events = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
-        held = {id: other for id, (other, _) in events.items()}
+        stored = {id: other for id, (other, _) in events.items()}
         around = Around(
-            held.get(event.id),
-            {id: held[id].known for id in event.prevs if id in held},
+            stored.get(event.id),
+            {id: stored[id].known for id in event.prevs if id in stored},
             tables.named_by(connection, event.room, event.id),
         )
         change = persisted(event, around, timeline)
-        before = given_state(event, change, given, held)
+        before = given_state(event, change, given, stored)
         groups, group = PostgresGroups(connection, event.room), None
         if not event.held_as.outlier:
             prevs = [group for id in event.prevs if id in events and (group := events[id][1]) is not None]
@@ -201,7 +201,7 @@ class RoomStore:
         connection.execute(
             "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, before.version + 1, room]
         )
-        members = {key: holder for (kind, key), holder in changed.items() if kind == MEMBER}
+        members = {key: entry for (kind, key), entry in changed.items() if kind == MEMBER}
         if members:
             self._move(connection, room, before.turn, members)
         for cache, keys in _stale(room, [*members]):
@@ -210,7 +210,7 @@ class RoomStore:
     def _move(self, connection: Connection, room: str, turn: int, members: Mapping[str, KeyHolder]) -> None:
         """Update memberships and stays of members, and notify each member whose stay ends."""
         before = tables.joined_of(connection, room, members)
-        tables.renew_members(connection, room, [holder.id for holder in members.values()])
+        tables.renew_members(connection, room, [entry.id for entry in members.values()])
         came, went = moved(before, tables.joined_of(connection, room, members))
         left_by = []
         for member in went:

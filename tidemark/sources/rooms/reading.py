@@ -153,13 +153,13 @@ def _stays(connection: Connection, member: str, since: Upto) -> list[Stay]:
 def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple[list[TimelineRow], Upto]:
     """The first `limit` events, and the position after them. Beyond the linear position, each writer has its own
     position."""
-    kept = events[:limit]
-    last = kept[-1].stream_ordering
+    page = events[:limit]
+    last = page[-1].stream_ordering
     linear = min(last, now.linear)
     positions = {
         writer: max(min(last, now.at(writer)), since.at(writer)) for writer in {*now.positions, *since.positions}
     }
-    return kept, Upto(max(linear, since.linear), positions)
+    return page, Upto(max(linear, since.linear), positions)
 
 
 def _arrived(connection: Connection, stays: Sequence[Stay], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:

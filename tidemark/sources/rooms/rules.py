@@ -194,10 +194,10 @@ def _is_fit(name: str) -> bool:
     return is_name(name) and name.isprintable()
 
 
-def _check_again(event: RoomEvent, held: RoomEvent) -> None:
-    _require(event, event.same(held), "another event has this ID")
-    again = held.held_as.outlier and not event.held_as.outlier
-    _require(event, again, f"a duplicate: it is stored already, as {held.held_as}")
+def _check_again(event: RoomEvent, stored: RoomEvent) -> None:
+    _require(event, event.same(stored), "another event has this ID")
+    again = stored.held_as.outlier and not event.held_as.outlier
+    _require(event, again, f"a duplicate: it is stored already, as {stored.held_as}")
 
 
 def _check_place(event: RoomEvent, around: Around) -> None:
@@ -287,14 +287,14 @@ class Groups(Protocol):
 def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
     result: dict[StateKey, KeyHolder] = {}
     for state in states:
-        for key, holder in state.items():
-            if key not in result or result[key] < holder:
-                result[key] = holder
+        for key, entry in state.items():
+            if key not in result or result[key] < entry:
+                result[key] = entry
     return result
 
 
 def given_state(
-    event: RoomEvent, change: RoomChange, given: Collection[str] | None, held: Mapping[str, RoomEvent]
+    event: RoomEvent, change: RoomChange, given: Collection[str] | None, stored: Mapping[str, RoomEvent]
 ) -> State | None:
     """The state before `event` that another server sent, as IDs of events; None if the own state is known. Raises
     `BadEvent` if it is required and missing, or if it cannot be the state there."""
@@ -304,7 +304,7 @@ def given_state(
         raise BadEvent(event.id, f"its prev event {change.missing[0]} is not stored, and no state before it is given")
     state: dict[StateKey, KeyHolder] = {}
     for id in given:
-        other = held.get(id)
+        other = stored.get(id)
         if other is None or other.room != event.room or other.held_as is HeldAs.REJECTED or other.key is None:
             raise BadEvent(
                 event.id, f"the state before it names {id}, which is not stored as a state event of its room"
@@ -358,7 +358,7 @@ def placed_on(base: int, delta: State, groups: Groups) -> Placed:
 
 def difference(state: State, before: State) -> dict[StateKey, KeyHolder]:
     """The entries of `state` that differ from `before`. `state` has all keys of `before`."""
-    return {key: holder for key, holder in state.items() if before.get(key) != holder}
+    return {key: entry for key, entry in state.items() if before.get(key) != entry}
 
 
 @dataclass

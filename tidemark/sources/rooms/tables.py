@@ -111,8 +111,8 @@ def events_of(connection: Connection, ids: Collection[str]) -> dict[str, tuple[R
 
 
 def _event(row: Sequence[Any]) -> RoomEvent:
-    id, room, kind, sender, prevs, depth, key, content, held, _ = row
-    return RoomEvent(id, room, kind, sender, tuple(prevs), depth, key, content, HeldAs(held))
+    id, room, kind, sender, prevs, depth, key, content, kind_held, _ = row
+    return RoomEvent(id, room, kind, sender, tuple(prevs), depth, key, content, HeldAs(kind_held))
 
 
 def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
@@ -131,7 +131,9 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Kn
         " where forward_extremities.room = %s",
         [room],
     )
-    return {id: (KnownEvent(id, room, depth, HeldAs(held)), group) for id, depth, held, group in rows.fetchall()}
+    return {
+        id: (KnownEvent(id, room, depth, HeldAs(stored_as)), group) for id, depth, stored_as, group in rows.fetchall()
+    }
 
 
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
@@ -253,11 +255,11 @@ def _stored(connection: Connection, room: str) -> dict[int, Placed]:
 def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
     items: Iterable[tuple[StateKey, KeyHolder]] = delta.items()
     types, keys, events, depths = [], [], [], []
-    for (kind, key), holder in items:
+    for (kind, key), entry in items:
         types.append(kind)
         keys.append(key)
-        events.append(holder.id)
-        depths.append(holder.depth)
+        events.append(entry.id)
+        depths.append(entry.depth)
     return types, keys, events, depths
 
 

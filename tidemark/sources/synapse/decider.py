@@ -425,13 +425,13 @@ class StreamDecider:
         prev, id = writer.sent_upto, min(writer.reported, top)
         if id <= prev:
             return
-        nowhere = ids.missing(prev, id)
-        if uncertain := [low for low, _ in nowhere if low < writer.guarded]:
+        without_fact = ids.missing(prev, id)
+        if uncertain := [low for low, _ in without_fact if low < writer.guarded]:
             id = uncertain[0]
         if id <= prev:
             return
         facts = [known[at] for at in sorted(known) if prev < at <= id and known[at].writer == name]
-        unseen = bool(nowhere.upto(min(id, self.kept_above)).difference(writer.empty))
+        unseen = bool(without_fact.upto(min(id, self.kept_above)).difference(writer.empty))
         writer.sent_upto = id
         writer.empty = writer.empty.above(id)
         yield ProvenAdvance(name, prev, id, facts, unseen)
