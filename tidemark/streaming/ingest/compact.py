@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.ingest.decode import Decoder
-from tidemark.streaming.ingest.jit_loader import load_kernels
+from tidemark.streaming.ingest.jit_loader import load_kernels, loaded
 from tidemark.streaming.ingest.record_batch import Edges, Incarnation, PlannedRange, RecordBatch
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.values.limits import Rejected, shard_of
@@ -37,6 +37,7 @@ FEW = 16_384
 """Edges that numpy sorts in two milliseconds. `decode.Decoder.FEW` bytes hold fewer, so a process that never has more
 bytes loads no compiled code."""
 
+EDGE_SECONDS = 2e-7  # that numpy takes to sort an edge
 _SPARSE = 4
 """If there are as many times more groups than edges, the counting sort is not used."""
 
@@ -71,7 +72,7 @@ def _cut(firsts: Order, count: int, max_edges: int) -> Order:
 def _arranged(edges: Edges) -> Edges:
     """Sort by group and `prev`."""
     count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
-    if count > FEW and groups < _SPARSE * count and (kernels := load_kernels()) is not None:
+    if count > FEW and groups < _SPARSE * count and (kernels := loaded(load_kernels, count * EDGE_SECONDS)) is not None:
         arranged = Edges.allocate(count)
         if kernels.arrange(edges, arranged, np.zeros(groups + 2, np.int64), Edges.allocate(1)):
             return arranged

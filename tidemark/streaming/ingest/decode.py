@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Raw
 
 from tidemark.common.errors import BadRecord
-from tidemark.streaming.ingest.jit_loader import load_field_scan
+from tidemark.streaming.ingest.jit_loader import load_field_scan, loaded
 from tidemark.streaming.ingest.record_batch import Edges, Incarnations, RecordBatch
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire import records
@@ -105,6 +105,10 @@ def _utf8(key: bytes) -> str:
         return ""
 
 
+RECORD_SECONDS, BYTE_SECONDS = 12e-6, 50e-9
+"""What a record, and a byte of a RUN, take if they are decoded one by one."""
+
+
 class Decoder:
     """Decodes the records of one range, batch by batch. For one thread.
 
@@ -120,7 +124,7 @@ class Decoder:
     """
 
     FEW: ClassVar[int] = 64 << 10
-    """Bytes of records. Fewer are decoded one by one in 1.5 ms; loading compiled code takes a second."""
+    """Bytes of records. Fewer are decoded one by one in 1.5 ms; the process then loads no compiled code."""
 
     def __init__(self, topic: Topic, refused: Collection[int] = ()) -> None:
         self.topic = topic
@@ -160,7 +164,7 @@ class Decoder:
 
     def _scan(self, fetched: RecordBatch) -> Iterable[int]:
         """Take what compiled code understands. Returns the indexes of the other records, all if numba is missing."""
-        scan = load_field_scan()
+        scan = loaded(load_field_scan, fetched.size * RECORD_SECONDS + len(fetched.values) * BYTE_SECONDS)
         if scan is None:
             return range(fetched.size)
         self.incarnations.prefetch(fetched.size)

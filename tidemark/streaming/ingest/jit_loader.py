@@ -4,12 +4,22 @@
 one.
 """
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
 from types import ModuleType
+from typing import TypeAlias
 
 from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
+
+Load: TypeAlias = Callable[[], ModuleType | None]
+
+PATIENCE = 2.0
+"""Seconds of work by slower code, from which on it is better to wait until the compiled code is loaded. That takes a
+second of CPU, or many seconds if nothing has compiled it before: all streams of the batch would wait."""
 
 SLOW_DECODING = "Slow decoding"
 """The first words of a warning about a fallback. The pipeline repeats such lines of Spark's workers in its own log."""
@@ -47,6 +57,34 @@ def load_kernels() -> ModuleType | None:
         _warn("kernels", error)
         return None
     return kernels
+
+
+_futures: dict[Load, "Future[ModuleType | None]"] = {}
+_lock = threading.Lock()
+
+
+def loaded(load: Load, seconds: float) -> ModuleType | None:
+    """The module that `load` returns, which is loaded in a thread from the first call on.
+
+    Args:
+        load: `load_field_scan` or `load_kernels`.
+        seconds: of work by slower code. If it takes long, this waits for the module.
+
+    Returns:
+        None if the module is not loaded yet, or cannot be.
+    """
+    with _lock:
+        if (future := _futures.get(load)) is None:
+            future = _futures[load] = Future()
+            threading.Thread(target=_load_into, args=(future, load), name="compiled code", daemon=True).start()
+    return future.result() if future.done() or seconds >= PATIENCE else None
+
+
+def _load_into(future: "Future[ModuleType | None]", load: Load) -> None:
+    try:
+        future.set_result(load())
+    except BaseException as error:  # noqa: BLE001  # whoever waits for the module gets it
+        future.set_exception(error)
 
 
 def _warn(name: str, error: Exception) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, cimpl
 
-from tidemark.streaming.ingest.jit_loader import load_kernels
+from tidemark.streaming.ingest.jit_loader import load_kernels, loaded
 from tidemark.streaming.ingest.record_batch import Bytes, RecordBatch, read_only
 from tidemark.streaming.values.intervals import Ids
 from tidemark.streaming.wire.runs import Mask
@@ -26,6 +26,7 @@ _ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p,
 _CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
 _OK: Final = 0
 _WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
+_MESSAGE_SECONDS: Final = 5e-6  # that a message takes if it is handled by itself
 _FEW: Final = 100
 """Messages. Fewer are handled one by one, so that a process with little traffic loads no compiled code."""
 
@@ -212,7 +213,7 @@ def _release(messages: Ids) -> None:
 
 def _kernels(count: int) -> ModuleType | None:
     """Compiled code for `count` messages; None if they are few, or if there is no compiler."""
-    return None if count < _FEW else load_kernels()
+    return None if count < _FEW else loaded(load_kernels, count * _MESSAGE_SECONDS)
 
 
 def _address_of(function: Any) -> int:
