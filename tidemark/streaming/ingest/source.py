@@ -33,8 +33,8 @@ ONE_TASK = 20_000
 LIGHT_RECORDS = 200_000
 """The most records of a batch that is computed by one task (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
 
-FEW = 30
-"""Records for which a batch is worth its cost (`Pace`): what comes in 0.15 s at 200 a second."""
+FEW = 40
+"""Records for which a batch is worth its cost (`Pace`): what comes in 0.2 s at 200 a second."""
 LONGEST_WAIT = 0.6  # seconds from the start of one batch to the start of the next one that has records
 _IDLE = 2.0  # seconds between two batches; after such a pause the cost of the batch is not known
 _LIST_SECONDS = 10.0  # between two lists of processes, each of which takes some milliseconds
