@@ -86,8 +86,8 @@ synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while 
 	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/sources/synapse/check_long.py
 
 .PHONY: worlds
-worlds: setup ## Go through every order of events in worlds of two writers (some minutes on two cores, 1 GB)
-	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py
+worlds: setup ## Go through every order of events in worlds of two writers, and of what may happen to a database (some minutes on two cores, 1 GB)
+	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports
