@@ -127,7 +127,7 @@ def test_lock_that_a_batch_waits_for_is_named(
                 try:
                     found = eventually(lambda: watch.problem)
                     assert f"pid {other.info.backend_pid} (user " in found
-                    assert "application nightly-job" in found
+                    assert "session named nightly-job" in found
                     assert any("nightly-job" in it for it in eventually(lambda: problems(store)))
                 finally:
                     other.execute("rollback")
