@@ -182,7 +182,8 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from tests.streaming.test_field_scan import VOID, raw, scanned;"
-        "from tidemark.streaming.ingest import field_scan as scan;"
+        "from tidemark.streaming.ingest import field_scan as scan, jit_loader;"
+        "jit_loader.PATIENCE = 0.0;"  # wait until the code is loaded
         "scanned([(b'events', raw(VOID))]);"
         "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"
     )
