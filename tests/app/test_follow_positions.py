@@ -216,7 +216,7 @@ class SqlEffects:
             connection.execute("create table effects (n bigint generated always as identity, id bigint)")
 
     def run(self, halt: threading.Event) -> None:
-        query = b"select * from tidemark_reader.take('s', 'mailer', most => 7)"
+        query = b"select low, high, late from tidemark_reader.take('s', 'mailer', most => 7)"
         with psycopg.connect(self._dsn) as connection:
             while not halt.is_set():
                 taken = connection.execute(query).fetchone()
