@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
@@ -15,6 +16,7 @@ from tidemark.app.pipeline.tracing import trace_of
 from tidemark.common.errors import QueryFailed
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
+from tidemark.streaming.core.effects import ShardEffects
 
 SECONDS = {"postgres": 0.25, "redis": 0.5, "dead_letters": 0.0}
 DONE = Published(7, repeated=False, streams=1, dead_lettered=DeadLettered(), published_at=0.0, seconds=SECONDS)
@@ -52,6 +54,33 @@ def test_a_batch_is_a_trace_of_its_own(collector: Collector) -> None:
     (sent,) = collector.taken[0].resource_spans
     resource = {it.key: it.value.string_value for it in sent.resource.attributes}
     assert (resource["service.name"], resource["service.instance.id"]) == ("tidemark-pipeline", "me")
+
+
+@pytest.mark.parametrize(
+    ("stages", "computed_from", "read", "state"),
+    [
+        ([(1000, 1500)], 1400, (1000, 1400), (1400, 1500)),
+        ([(1000, 1500)], 999, (1000, 1000), (1000, 1500)),
+        ([(1000, 1500)], 1501, (1000, 1500), (1500, 1500)),
+        ([(1000, 1200), (1300, 1500)], 1400, (1000, 1200), (1300, 1500)),
+    ],
+)
+def test_one_stage_has_a_span_for_reading_and_one_for_the_state_machine(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: list[tuple[int, int]],
+    computed_from: int,
+    read: tuple[int, int],
+    state: tuple[int, int],
+) -> None:
+    """A query for light traffic has one stage. All records were read when its first shard was computed."""
+    monkeypatch.setattr("tidemark.app.pipeline.tracing._stages", lambda _: iter(stages))
+    shards = [ShardEffects(number, 0, [], [], [], computed_from=computed_from + number) for number in (0, 9)]
+    with tracing(collector.address, "me", 41) as trace, trace("first", 7) as spans:
+        spans.computed(Mock(), shards)
+    (found,) = collector.traces()
+    for name, times in (("read", read), ("state", state)):
+        assert (found[name].start_time_unix_nano // 1_000_000, found[name].end_time_unix_nano // 1_000_000) == times
 
 
 def test_a_batch_that_fails_says_why(collector: Collector) -> None:

@@ -1,5 +1,6 @@
 """What a Python worker of the query keeps from one task to the next."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -58,8 +59,11 @@ def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch
         packet = msgspec.msgpack.encode(packets(sent([rdata("w", at + 1, epoch=1)], 1))[0])
         frames, state = iter([pd.DataFrame({"packet": [packet]})]), EmptyState()
         spark: Any = state
+        began = time.time_ns() // 1_000_000
         (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), line=line)
-        (stream,) = effects.decode(frame["effects"][0]).streams
+        done = effects.decode(frame["effects"][0])
+        assert began <= done.computed_from <= time.time() * 1000
+        (stream,) = done.streams
         assert stream.stream == STREAM
         assert len(state.kept) == 1
         return stream

@@ -4,7 +4,8 @@ A thread of the SDK sends them; no batch waits for it.
 
 A batch is one trace. The ID of the trace is computed from query and number of the batch, so attempts at one batch are
 in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), with the
-times of Spark's driver, then one for each sink and one for the dead letters.
+times of Spark's driver, then one for each sink and one for the dead letters. A query for light traffic has one stage:
+its shards measure when `state` begins.
 """
 
 import time
@@ -112,7 +113,10 @@ class _BatchSpans:
         self._root = root
 
     def computed(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
-        for name, (began, ended) in zip(SPARK, _stages(batch.sparkSession), strict=False):
+        stages = [*_stages(batch.sparkSession)]
+        if len(stages) == 1:
+            stages = _split(stages[0], effects)
+        for name, (began, ended) in zip(SPARK, stages, strict=False):
             self._span(name, began * MS, ended * MS)
         streams = [stream for shard in effects for stream in shard.streams]
         self._root.set_attributes(
@@ -135,6 +139,14 @@ class _BatchSpans:
         """Record a child span; times are ns since 1970. Returns `ended`."""
         self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
         return ended
+
+
+def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
+    """The times of `read` and `state` in the one stage of a query for light traffic, which reads all records first."""
+    began, ended = stage
+    between = min((shard.computed_from for shard in effects), default=ended)
+    between = max(began, min(between, ended))
+    return [(began, between), (between, ended)]
 
 
 def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:

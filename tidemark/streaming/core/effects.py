@@ -347,6 +347,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
         streams: the streams that had records, by name.
         progress: the next offset of each partition that was read.
         cut: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
+        computed_from: time (ms) at which the state machine began with the shard; 0 if nobody measured it.
     """
 
     shard: int
@@ -355,6 +356,7 @@ class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rejected: list[Rejected]
     progress: list[Progress]
     cut: bool = False
+    computed_from: int = 0
 
 
 def encode(effects: ShardEffects) -> bytes:

@@ -4,6 +4,7 @@ These functions run in Spark's Python workers, which find them by name. Their ar
 `functools.partial`.
 """
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -77,15 +78,17 @@ def advance_shard(
     Yields:
         One row of `EFFECTS`.
     """
+    computed_from = time.time_ns() // 1_000_000
     freeze()
     shard = int(key[0]) % shards  # `streaming.engine.query`
     seed = _seeds_of(line, seeds).get(shard)
     states = States.unpack(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
     with gc_disabled():
         packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
-        done = effects.encode(advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds))
+        done = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
+        encoded = effects.encode(msgspec.structs.replace(done, computed_from=computed_from))
     state.update((states.pack(),))
-    yield pd.DataFrame({"shard": [shard], "effects": [done]})
+    yield pd.DataFrame({"shard": [shard], "effects": [encoded]})
 
 
 def positions(
