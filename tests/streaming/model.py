@@ -346,6 +346,8 @@ class Model:
         stands = max(id, abs(told or 0))
         why = self._went_back(record, stands)
         if why is not None:
+            if name in self.writers and self._is_another_start(self.writers[name], record):
+                stands = id  # a timeline that this database never had may have given out what was published again
             self.timeline, self.began = self.timeline + 1, stands
             position = self.writers[name].position if name in self.writers else 0
             self.timelines.append((name, record.epoch, stands, position, why))
@@ -397,10 +399,14 @@ class Model:
             return None
         if writer.own > id:
             return "position"
+        return "start" if self._is_another_start(writer, record) else None
+
+    def _is_another_start(self, writer: Incarnated, record: Record) -> bool:
+        told = record.timeline
         if told is None or writer.start in (None, told.start):
-            return None
+            return False
         same_epoch = record.epoch == writer.epoch and writer.joined is not None
-        return "start" if writer.start != told.after or same_epoch else None
+        return writer.start != told.after or same_epoch
 
     def _go_back(self, writer: Incarnated, name: str, id: int) -> None:
         """What was passed stays published; what is beyond and was not is late."""

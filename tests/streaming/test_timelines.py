@@ -109,6 +109,21 @@ def test_a_join_below_the_line_is_legal(shard: Shard) -> None:
     assert (begun(done), late(done)) == ([], [])
 
 
+@pytest.mark.parametrize("voided", [True, False])
+def test_an_id_that_two_restores_of_one_image_give_out_twice_is_late_twice(*, voided: bool) -> None:
+    """Rule 10: the image knows what was published before it was made (4), and nothing of the timeline that the first
+    restore began. Its facts are others, with the same IDs, and no duplicates of those of that timeline."""
+    shard, image = Shard(), Timeline("db", "s1")
+    shard.feed(join("shop", 0, timeline=image), *(rdata("shop", id, epoch=1) for id in (1, 2, 3)))
+    shard.feed(void("shop", 3, 4, epoch=1) if voided else join("web", 0, timeline=image))
+    for epoch, start in (2, "s2"), (3, "s3"):
+        restored = [join(name, 3, epoch, timeline=Timeline("db", start, "s1"), published=4) for name in ("shop", "web")]
+        done = shard.feed(*restored, rdata("shop", 4, 3, epoch=epoch))
+        assert shard.feed(rdata("shop", 4, 3, epoch=epoch)).counts == {"duplicate": 1}
+    assert late(done) == [("shop", 3, 4, "regressed")]
+    assert (shard.positions["shop"], shard.linear) == (4, 4)
+
+
 def test_ids_that_were_published_are_late_when_they_come_again(shard: Shard) -> None:
     """No position moves back; the line waits below it for what is in flight again."""
     done = shard.feed(join("b", 1, 2), rdata("b", 2, 1, epoch=2))

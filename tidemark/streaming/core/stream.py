@@ -30,6 +30,7 @@ from tidemark.streaming.core.writers import (
     begin_epoch,
     discard_unjoined,
     find_or_add,
+    has_another_start,
     is_repetition,
     join_checksum,
     rollback_signal,
@@ -328,7 +329,7 @@ class StreamState:
         """
         known = self.writers.get(marker.writer)
         if (why := rollback_signal(known, self.unjoined, marker, self.timeline, self.database)) is not None:
-            self._begin_timeline(marker, known.position if known is not None else 0, why, batch)
+            self._begin_timeline(marker, known, why, batch)
         elif known is not None and known.retired is not None and known.chain.position > marker.no_reuse_below:
             # An operator retired the writer at an ID that it never reached.
             retired = [
@@ -345,15 +346,21 @@ class StreamState:
         self._note_evidence(writer, marker)
         return writer, retire
 
-    def _begin_timeline(self, marker: Marker, position: int, why: RollbackSignal, batch: BatchOutcome) -> None:
+    def _begin_timeline(
+        self, marker: Marker, known: WriterState | None, why: RollbackSignal, batch: BatchOutcome
+    ) -> None:
         """Begin a timeline at `marker`.
 
-        Writers that a relay joined earlier by the same start are moved into the new timeline too.
+        Writers that a relay joined earlier by the same start are moved into the new timeline too. If the JOIN does not
+        follow the writer's last start, a timeline that its database knows nothing of may have given out IDs up to
+        `marker.published` again: completions of these IDs count once more, and are late.
 
         Args:
-            position: position of the joining writer.
+            known: the joining writer, in its state before the JOIN; None if it never joined.
         """
-        limit = marker.no_reuse_below
+        position = 0 if known is None else known.position
+        forgotten = known is not None and has_another_start(known, marker)
+        limit = marker.id if forgotten else marker.no_reuse_below
         self.timeline, self.began = self.timeline + 1, limit
         self.active_count, self.ended = 0, min(self.ended, limit)
         batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))

@@ -248,7 +248,7 @@ def rollback_signal(
         return None
     if marker.no_reuse_below < writer.reach:
         return "position"
-    return "start" if _has_another_start(writer, marker) else None
+    return "start" if has_another_start(writer, marker) else None
 
 
 def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: str | None) -> bool:
@@ -266,7 +266,7 @@ def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: 
         return writer.timeline == timeline and rollback_signal(writer, _NO_UNJOINED, marker, timeline, database) is None
     if marker.timeline is None or marker.timeline.start == writer.start:
         return True
-    return not (_has_another_database(marker, database) or _has_another_start(writer, marker))
+    return not (_has_another_database(marker, database) or has_another_start(writer, marker))
 
 
 def _has_another_database(marker: Marker, database: str | None) -> bool:
@@ -277,7 +277,7 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
     )
 
 
-def _has_another_start(writer: WriterState, marker: Marker) -> bool:
+def has_another_start(writer: WriterState, marker: Marker) -> bool:
     """True if the start is neither the writer's last one nor its successor in an epoch of its own."""
     if marker.timeline is None or writer.start in (None, marker.timeline.start):
         return False
