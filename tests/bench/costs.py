@@ -178,12 +178,10 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         for name, costs in figures["costs"].items()
     ]
     return [
-        f"{figures['streams']} streams x {figures['writers']} writers. Facts come at random moments, each rate for"
-        f" {figures['settle_seconds']:g} s that do not count and {figures['seconds']:g} s that do, after"
-        f" {figures['warm_seconds']:g} s with {_WARM_RATE:,} facts a second. *Cores* are those of all processes of the"
-        " contestant except the broker; for Tidemark with Postgres and Redis. Latency: for Tidemark from sending the"
-        " record that lets a position move to its receipt by a subscriber of Redis. For the others, which publish"
-        " nothing, until the record was processed; on the JVM and for quixstreams in steps of 20 ms.",
+        f"{figures['streams']} streams x {figures['writers']} writers. Each rate lasts {figures['seconds']:g} s after"
+        f" {figures['settle_seconds']:g} s that do not count; {figures['warm_seconds']:g} s with {_WARM_RATE:,} facts a"
+        " second come first. *Cores* are those of the contestant, for Tidemark with Postgres and Redis. Latency is that"
+        " of *Quiet systems*; for the others, which publish nothing, until the record was processed.",
         "",
         *table(head, rows),
         "",
