@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import click
 
@@ -18,6 +19,7 @@ from tidemark.app.settings import Settings
 
 WHOLE = "tidemark"
 CEILING = "ceiling"
+QUIX = "quixstreams"
 
 NAMES = {
     CEILING: "Spark's Kafka source, records dropped (the ceiling)",
@@ -25,7 +27,7 @@ NAMES = {
     "row-by-row": "Spark: `from_json`, state function row by row",
     "loop-json": "consumer loop by hand, `json`",
     "loop-orjson": "consumer loop by hand, `orjson`",
-    "quixstreams": "quixstreams, stateful update",
+    QUIX: "quixstreams, stateful update",
     "streams-rocksdb": "Kafka Streams, `fastjson2`, store in RocksDB; no sinks, no evidence",
     "streams-heap": "Kafka Streams, `fastjson2`, store in the heap; no sinks, no evidence",
     "loop-java": "consumer loop by hand in Java, `fastjson2`; no sinks, no evidence",
@@ -81,6 +83,10 @@ class Contestants:
     def __init__(self, site: BenchSite, plan: RacePlan) -> None:
         self.names = [name for name in NAMES if plan.takes_part(name)]
         self.skipped = self.jvm = ""
+        if QUIX in self.names and find_spec(QUIX) is None:
+            self.names.remove(QUIX)
+            self.skipped = f"For want of its package nobody measured {QUIX}; it needs confluent-kafka below 2.13."
+            click.echo(self.skipped, err=True)
         self._site = site
         self._programs: jvm.BuiltPrograms | None = None
         on_jvm = [name for name in self.names if name in jvm.PROGRAMS]
@@ -88,8 +94,9 @@ class Contestants:
             return
         if missing := jvm.wanting():
             self.names = [name for name in self.names if name not in on_jvm]
-            self.skipped = f"For want of `{missing}` nobody measured {', '.join(on_jvm)}."
-            click.echo(self.skipped, err=True)
+            reason = f"For want of `{missing}` nobody measured {', '.join(on_jvm)}."
+            self.skipped = f"{self.skipped} {reason}".strip()
+            click.echo(reason, err=True)
             return
         self._programs = jvm.build(site.java, site.jars / "rivals")
         self.jvm = f"{self._programs.libraries()}; {jvm.OPTIONS}, {jvm.THREADS} threads"
