@@ -89,7 +89,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 there, and logs that.
             rows: how many rows a batch has at most, unless one fact has more.
             primary: the address of the primary, if `source` is a replica.
-            partitions: the copies share the stream: each reads some of so many partitions. Linear mode only.
+            partitions: number of partitions, which the running copies divide among them. Linear mode only.
             key: the column of the table that says in which partition a row is. Rows with one value of the column are
                 read in order.
             stopping: once set, the loop ends between two batches.

@@ -359,8 +359,8 @@ class StreamState:
             known: the joining writer, in its state before the JOIN; None if it never joined.
         """
         position = 0 if known is None else known.position
-        forgotten = known is not None and has_another_start(known, marker)
-        limit = marker.id if forgotten else marker.no_reuse_below
+        follows_older_start = known is not None and has_another_start(known, marker)
+        limit = marker.id if follows_older_start else marker.no_reuse_below
         self.timeline, self.began = self.timeline + 1, limit
         self.active_count, self.ended = 0, min(self.ended, limit)
         batch.timelines.append(TimelineStart(marker.writer, marker.epoch, limit, position, self.timeline, why))
