@@ -87,7 +87,7 @@ synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while 
 
 .PHONY: worlds
 worlds: setup ## Go through every order of events in worlds of two writers, and of what may happen to a database (some minutes on two cores, 1 GB)
-	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events
+	$(BIN)/pytest $(call HANGS,1800,2400) -n 2 --hypothesis-profile worlds tests/worlds/test_whole_world.py tests/streaming/test_small_worlds.py tests/sources/relay/test_disorder.py::test_every_order_of_a_few_events tests/sources/relay/test_disordered_readers.py::test_readers_after_every_order_of_a_few_events
 
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports

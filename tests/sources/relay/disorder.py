@@ -179,19 +179,21 @@ class DisorderedWorld(World):
             self._admin.execute(f"create table {self._copy(table)} as table {table}".encode())
         [(self._saved,)] = self._admin.execute(f"select last_value from {self.sequence}".encode()).fetchall()
 
-    def restore(self) -> None:
-        """In place, under everybody's connections: the tables are the same, and hold what was saved."""
+    def restore(self) -> bool:
+        """In place, under everybody's connections: the tables are the same, and hold what was saved. False: nothing
+        was saved, or a transaction is in the way."""
         if self._saved is None or any(service.open for service in self.services) or self.prepared:
-            return
+            return False
         with self._admin.transaction():
             self._put_back(self._saved)
+        return True
 
-    def promote(self, ahead: int) -> None:
+    def promote(self, ahead: int) -> bool:
         """A standby that is as far as the backup takes the place of the server: every connection breaks, and open
         transactions are lost. Its rows are as a relay wrote them, and its sequence may be some IDs ahead, as the
-        write-ahead log has it."""
+        write-ahead log has it. False: there is no standby, or a prepared transaction."""
         if self._saved is None or self.prepared:
-            return
+            return False
         for relay in self.relays:
             relay.die()
             relay.promotions += 1
@@ -202,6 +204,7 @@ class DisorderedWorld(World):
         with self._admin.transaction():
             self._put_back(self._saved + self._sign * ahead)
             self._admin.execute("update tidemark.append_progress set written_by = pg_current_xact_id()::xid")
+        return True
 
     def _put_back(self, head: int) -> None:
         for table in SAVED:

@@ -149,13 +149,15 @@ def test_a_restore_of_the_whole_database_stops_no_reader(world: ReadingWorld) ->
     timeline = world.timeline
     world.relays[0].finish()  # what lies beyond the floor that a restore has put there is late
     world.sql.execute("update tidemark.append_progress set floor = floor")
+    world.sql.execute("update tidemark_reader.positions set linear = linear")
     world.services[0].append(world.stream, 1)
     world.keep()
     assert world.position == 4
     world.relays[0].die()
     world.relays[0].finish()
     world.keep()
-    assert (world.position, world.timeline) == (5, timeline)
+    assert world.position == 5
+    assert world.timeline > timeline
     world.read(9, commit=True)
     assert world.delivered == [1, 2, 3, 4, 5]
 

@@ -14,7 +14,8 @@ create table if not exists tidemark_reader.positions (
     late        bigint      not null default 0,
     late_after  bigint      not null default 0,
     timeline    bigint      not null,
-    updated     timestamptz not null default clock_timestamp()
+    updated     timestamptz not null default clock_timestamp(),
+    written_by  xid
 );
 comment on table tidemark_reader.positions is 'How far each stream is complete: written by the relay of this database, or by `tidemark follow`';
 comment on column tidemark_reader.positions.source is
@@ -23,6 +24,8 @@ comment on column tidemark_reader.positions.vector is 'Writer -> ID; a writer th
 comment on column tidemark_reader.positions.late is 'Number of the newest known late completion';
 comment on column tidemark_reader.positions.late_after is 'Late completions up to this number are not known here';
 comment on column tidemark_reader.positions.timeline is 'When the timeline began (microseconds since 1970). Within one no position goes back';
+comment on column tidemark_reader.positions.written_by is
+    'The transaction that wrote this row. Another one has put the row there if it differs from xmin: a restore, or replication';
 
 create table if not exists tidemark_reader.late_completions (
     stream      text        not null,
@@ -97,9 +100,9 @@ begin
         from unnest(publish.streams, publish.linears) with ordinality as each (name, at, number)
         order by name  -- in one order, so that two processes do not wait for each other
     ), moved as (
-        insert into tidemark_reader.positions as known (stream, source, linear, vector, token, timeline)
+        insert into tidemark_reader.positions as known (stream, source, linear, vector, token, timeline, written_by)
         select name, publish.source, at, tidemark_reader.farther_vector(at, at, by_writer, at, '{}'),
-            tidemark_reader.token(at, by_writer), began
+            tidemark_reader.token(at, by_writer), began, pg_current_xact_id()::xid
         from given
         on conflict (stream) do update set
             linear = case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
@@ -109,8 +112,9 @@ begin
             token = tidemark_reader.token(
                 case when abs(excluded.linear) > abs(known.linear) then excluded.linear else known.linear end,
                 tidemark_reader.farther_vector(0, known.linear, known.vector, excluded.linear, excluded.vector)),
-            updated = clock_timestamp()
+            updated = clock_timestamp(), written_by = excluded.written_by
         where known.source = excluded.source and known.linear::numeric * excluded.linear >= 0
+            and not coalesce(known.source = 'database' and known.written_by <> known.xmin, false)
             and (excluded.source = 'published' or known.timeline = excluded.timeline)
             and (
                 abs(excluded.linear) > abs(known.linear)
@@ -125,23 +129,43 @@ begin
 end
 $$;
 
--- IDs beyond `back_to` may be given out again: a new timeline. Readers that are beyond it are told.
-create or replace function tidemark_reader.went_back(stream text, back_to bigint) returns boolean
+-- IDs beyond `back_to` may be given out again: a new timeline. Readers that are beyond it get an error. `restored`: a
+-- restore has put back the tables of the relay, and `back_to` is how far they were. If it has put back these positions
+-- with them, the IDs up to the positions stay as they are.
+create or replace function tidemark_reader.went_back(
+    stream text, back_to bigint, restored boolean default false
+) returns boolean
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
 as $$
 declare
+    _known tidemark_reader.positions;
+    _is_foreign boolean;
     _timeline bigint;
+    _back_to bigint := went_back.back_to;
 begin
-    update tidemark_reader.positions as known
-    set linear = went_back.back_to, vector = '{}', token = tidemark_reader.token(went_back.back_to, '{}'),
-        timeline = greatest(known.timeline + 1, tidemark_reader.clock()), updated = clock_timestamp()
-    where known.stream = went_back.stream and known.source = 'database' and abs(known.linear) > abs(went_back.back_to)
-    returning known.timeline into _timeline;
-    if _timeline is null then
+    select * into _known from tidemark_reader.positions as known
+    where known.stream = went_back.stream and known.source = 'database' for update;
+    select known.written_by <> known.xmin into _is_foreign
+    from tidemark_reader.positions as known where known.stream = went_back.stream;
+    if went_back.restored and _is_foreign then
+        select at::bigint into _back_to
+        from jsonb_each_text(_known.vector || jsonb_build_object('', _known.linear)) as each (name, at)
+        order by abs(at::bigint) desc limit 1;
+    end if;
+    if _known.stream is null then
         return false;
     end if;
+    _timeline := greatest(_known.timeline + 1, tidemark_reader.clock());
+    if abs(_known.linear) > abs(_back_to) then
+        _known.linear := _back_to;
+        _known.vector := '{}';
+    end if;
+    update tidemark_reader.positions as known
+    set linear = _known.linear, vector = _known.vector, token = tidemark_reader.token(_known.linear, _known.vector),
+        timeline = _timeline, updated = clock_timestamp(), written_by = pg_current_xact_id()::xid
+    where known.stream = went_back.stream;
     insert into tidemark_reader.timelines (stream, timeline, back_to)
-    values (went_back.stream, _timeline, went_back.back_to);
+    values (went_back.stream, _timeline, _back_to);
     return true;
 end
 $$;
@@ -193,7 +217,8 @@ begin
     update tidemark_reader.positions as known
     set late = greatest(known.late, (select max(number) from unnest(publish_late.numbers) as number), publish_late.after),
         late_after = greatest(known.late_after, (select max(number) from gone),
-            case when publish_late.after > known.late then publish_late.after end)
+            case when publish_late.after > known.late then publish_late.after end),
+        written_by = case when known.written_by = known.xmin then pg_current_xact_id()::xid else known.written_by end
     where known.stream = publish_late.stream;
     perform pg_notify(tidemark_reader.channel(publish_late.stream), '');
 end
@@ -718,7 +743,7 @@ begin
         grant select on tidemark_reader.positions, tidemark_reader.late_completions, tidemark_reader.places,
             tidemark_reader.parked to tidemark_relay;
         grant execute on function
-            tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint), tidemark_reader.share(text, bigint),
+            tidemark_reader.publish(text, text[], bigint[], jsonb[], bigint[]), tidemark_reader.went_back(text, bigint, boolean), tidemark_reader.share(text, bigint),
             tidemark_reader.publish_late(text, bigint, bigint[], text[], bigint[], bigint[], bigint[], bigint[], text[], integer)
         to tidemark_relay;
     end if;

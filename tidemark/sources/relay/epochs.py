@@ -113,6 +113,7 @@ def begin(
     Any number of relays may call it, in any order. If a stream went back, a new timeline begins at the ID that shows
     it. Raises `BadSetting` if Tidemark knows the streams by another name."""
     with connection.transaction():
+        sequences.warn_readers_of_filled_ids(connection)
         back = sequences.find_regressions(connection)
         _warn_readers(connection, back)
         _turn(connection, history, writer, back)
@@ -223,7 +224,10 @@ def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
     for regression in back:
         if (regression.stream.number,) in rows:
             back_to = regression.stream.towards.signed(regression.back_to)
-            connection.execute("select tidemark_reader.went_back(%s, %s)", [regression.stream.name, back_to])
+            connection.execute(
+                "select tidemark_reader.went_back(%s, %s, %s)",
+                [regression.stream.name, back_to, regression.is_restore],
+            )
 
 
 def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) -> None:

@@ -107,22 +107,23 @@ class PositionDecider:
             stream, snapshot = snapshots[number]
             before = known.evidence.head
             head = sequences.head(self._connection, stream, snapshot, max(before, snapshot.reached))
+            if snapshot.foreign:
+                del self._streams[number]
             if snapshot.sequence.problem(stream) or snapshot.foreign or head < snapshot.reached:
                 continue  # the relay reports it, and begins a new timeline
             if head < before:
-                self._go_back(known, min(head, snapshot.floor))
+                del self._streams[number]
+                self._begin_timeline(stream, min(head, snapshot.floor), "The sequence of a stream went back")
                 continue
             heads[number] = head
         return heads
 
-    def _go_back(self, known: _KnownStream, floor: int) -> None:
-        """The sequence went back: IDs beyond the floor may come again."""
-        stream = known.stream
-        log.warning("The sequence of a stream went back", stream=stream.name, floor=stream.towards.signed(floor))
+    def _begin_timeline(self, stream: AppendStream, floor: int, why: str) -> None:
+        """IDs beyond the floor may come again."""
+        log.warning(why, stream=stream.name, floor=stream.towards.signed(floor))
         self._connection.execute(
             "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.towards.signed(floor)]
         )
-        del self._streams[stream.number]
 
     def _read(self, known: _KnownStream, asked: Intervals) -> None:
         lows, highs = signed(known.stream, asked)
@@ -152,9 +153,11 @@ class PositionDecider:
         """Load streams: each begins at its stored position, or at the floor."""
         if not numbers:
             return
+        sequences.warn_readers_of_filled_ids(self._connection)
         rows = self._connection.execute(
             """
-            select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline, (
+            select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline,
+                known.written_by <> known.xmin and not coalesce(kept.written_by <> kept.xmin, false), (
                 select coalesce(jsonb_object_agg(named.writer, hashtext(named.writer) & 4294967295), '{}')
                 from tidemark.append_writers as named
                 where named.number = kept.number and named.writer is distinct from kept.writer
@@ -166,9 +169,11 @@ class PositionDecider:
             """,
             [[*numbers]],
         ).fetchall()
-        for number, version, floor, linear, timeline, locks in rows:
+        for number, version, floor, linear, timeline, is_foreign, locks in rows:
             stream, _ = snapshots[number]
-            if timeline is not None or self._is_ours(stream.name):
+            if is_foreign:  # a restore of these positions alone; if it was one of all tables, the relay handles it
+                self._begin_timeline(stream, floor, "A restore or a replication has written the positions for readers")
+            elif timeline is not None or self._is_ours(stream.name):
                 evidence = StreamEvidence(max(floor, linear or 0), several=bool(locks))
                 self._streams[number] = _KnownStream(stream, version, evidence, linear or 0, timeline, locks)
 

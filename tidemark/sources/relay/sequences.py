@@ -12,9 +12,12 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
 from tidemark.common.errors import UnsuitableSequence
+from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.queries import AppendStream
 from tidemark.streaming.values.direction import Direction
+
+log = get_logger(__name__)
 
 HEADS_AT_ONCE = 1000
 """Sequences that one statement reads: it takes a lock on each of them, out of a table that all sessions share."""
@@ -237,13 +240,14 @@ class Regression:
 
     IDs beyond `upto` that were published may come again (magnitudes). `version`: the version of the stream that
     shows the regression, so that only one of several relays handles it. Readers of this database go back to
-    `back_to`. A restore of the whole database does not take them back: it restored their places too."""
+    `back_to`; but if `is_restore`, and the restore has put back their positions too, they go on from these."""
 
     stream: AppendStream
     version: int
     floor: int
     upto: int
     back_to: int
+    is_restore: bool
     why: str
 
 
@@ -259,14 +263,12 @@ def find_regressions(connection: Connection) -> list[Regression]:
         if snapshot.sequence.unfit or (stray.highest or 0) > given_out:
             continue
         signed, limits = stream.towards.signed, dict[int, str]()
-        back_to: int | None = None
         if given_out < snapshot.reached:
             limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.reached)}"
         if stray.lowest is not None:
             id = signed(stray.lowest)
             limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
-        if limits:
-            back_to = min(snapshot.floor, *limits)
+        back_to, is_restore = min([snapshot.floor, *limits]), not limits
         if snapshot.foreign:
             limits.setdefault(given_out, "the rows were written by a restore or a replication")
         if limits:
@@ -274,6 +276,34 @@ def find_regressions(connection: Connection) -> list[Regression]:
             # A relay may have noted a higher ID after the restore, and services may have taken IDs again up to there.
             upto = snapshot.floor if snapshot.foreign else snapshot.upto
             floor, upto = min(snapshot.floor, limit), min(upto, limit)
-            back_to = limit if back_to is None else back_to
-            regressions.append(Regression(stream, snapshot.version, floor, upto, back_to, "; ".join(limits.values())))
+            why = "; ".join(limits.values())
+            regressions.append(Regression(stream, snapshot.version, floor, upto, back_to, is_restore, why))
     return regressions
+
+
+def warn_readers_of_filled_ids(connection: Connection) -> None:
+    """Begin a new timeline for the readers of each stream that has a fact at or below their position which is younger
+    than the position: its sequence was set back and has passed the position again, while no process looked.
+
+    The transactions of the facts below a position end before the transaction that stores the position begins.
+    """
+    rows = connection.execute(
+        """
+        select stream, filled - direction, tidemark_reader.went_back(stream, filled - direction)
+        from (
+            select stream, direction, (
+                select id from tidemark.append_outbox as kept
+                where kept.number = progress.number and age(kept.xmin) < age(known.xmin)
+                    and id between least(floor + direction, linear) and greatest(floor + direction, linear)
+                order by abs(id) limit 1
+            ) as filled
+            from tidemark_reader.positions as known join tidemark.append_streams using (stream)
+            join tidemark.append_progress as progress using (number)
+            where source = 'database' and abs(linear) > abs(floor)
+                and not coalesce(progress.written_by <> progress.xmin, false)
+        ) as facts
+        where filled is not null
+        """
+    ).fetchall()
+    for stream, back_to, _ in rows:
+        log.warning("A fact came to an ID that readers have passed", stream=stream, back_to=back_to)
