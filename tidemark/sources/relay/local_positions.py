@@ -25,7 +25,7 @@ from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
 
-SHORTEST, LONGEST = 0.005, 0.04
+SHORTEST, LONGEST = 0.005, 0.045
 """Seconds between two rounds: the first while something happens, the second after a while without."""
 IDS_AT_ONCE = 50_000
 _LOCK_KEY = 1

@@ -5,6 +5,7 @@ the connection stays open."""
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakSet
 
 import psycopg
@@ -130,13 +131,19 @@ def heads(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
         result = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
         rows = result.ntuples
         for row in range(rows):
-            texts = [result.get_value(row, column) for column in range(result.nfields)]
-            number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
-            sequence = SequenceState(name or "", unfit or "", None if last is None else int(last))
-            append_stream = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
-            observed[append_stream] = StreamSnapshot(sequence, *(int(column or 0) for column in numbers))
+            texts = tuple(result.get_value(row, column) for column in range(result.nfields))
+            append_stream, observed[append_stream] = _decoded(texts, encoding)
             above = append_stream.number
     return observed
+
+
+@lru_cache(2 * HEADS_AT_ONCE)
+def _decoded(texts: tuple[bytes | None, ...], encoding: str) -> tuple[AppendStream, StreamSnapshot]:
+    """One row of `_HEADS`. Most of the time it is the same as before."""
+    number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
+    sequence = SequenceState(name or "", unfit or "", None if last is None else int(last))
+    append_stream = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
+    return append_stream, StreamSnapshot(sequence, *(int(column or 0) for column in numbers))
 
 
 def _sound(connection: Connection, result: PGresult) -> PGresult:
