@@ -5,17 +5,15 @@ between batches.
 """
 
 import math
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
+import psutil
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
@@ -217,51 +215,35 @@ class Pace:
 
 
 class ProcessTree:
-    """The CPU time of a process and all its descendants, from Linux's /proc.
+    """The CPU time of a process and all its descendants.
 
-    Without /proc, or if the process is on another machine, the time is the clock's: a batch then counts as one core.
+    If the process is on another machine, the time is the clock's: a batch then counts as one core.
     """
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._members: list[int] = []
+        self._members: list[psutil.Process] = []
         self._listed = -math.inf
 
     def cpu_seconds(self) -> float:
+        """With that of the children that each process has waited for."""
         now = time.monotonic()
         if now > self._listed + _LIST_SECONDS:
-            self._members, self._listed = _descendants(self._root), now
-        times = [_process(member) for member in self._members]
-        ticks = sum(process.ticks for process in times if process is not None)
-        return ticks / os.sysconf("SC_CLK_TCK") if ticks else now
+            self._members, self._listed = _family(self._root), now
+        used = 0.0
+        for member in self._members:
+            with suppress(psutil.Error):
+                used += sum(member.cpu_times()[:4])
+        return used or now
 
 
-class _Process(NamedTuple):
-    parent: int
-    ticks: int
-    """CPU time of the process and of the children that it has waited for."""
-
-
-def _process(number: int) -> _Process | None:
-    """None if the process has ended."""
+def _family(root: int) -> list[psutil.Process]:
+    """The process `root` and all its descendants. Empty if there is no such process."""
     try:
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return _Process(int(fields[1]), sum(map(int, fields[11:15])))
-
-
-def _descendants(root: int) -> list[int]:
-    """The process `root` and all processes below it. Empty without /proc."""
-    numbers = [int(folder.name) for folder in Path("/proc").glob("[1-9]*") if folder.name.isdecimal()]
-    children: dict[int, list[int]] = {}
-    for number in numbers:
-        if (process := _process(number)) is not None:
-            children.setdefault(process.parent, []).append(number)
-    members = [root] if root in numbers else []
-    for member in members:  # grows meanwhile
-        members += children.get(member, [])
-    return members
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
