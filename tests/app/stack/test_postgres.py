@@ -7,6 +7,7 @@ import pytest
 
 from tests.fix_servers import own_postgres
 from tidemark.app.stack.postgres import PostgresServer, Replica
+from tidemark.app.stack.processes import process_of
 
 pytestmark = pytest.mark.postgres
 
@@ -68,6 +69,22 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
     replica.succeed()
     origin.start()
     assert (ask(origin, "select n from kept"), ask(origin, HISTORY)) == ([], before)
+
+
+def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin: PostgresServer) -> None:
+    """A client of such a session would wait for its answer for ever."""
+    replica = Replica(origin)
+    replica.copy(follows=False)
+    replica.start()
+    with psycopg.connect(origin.dsn("postgres")) as session:
+        replica.freeze_origin()
+        postmaster = process_of(origin.home, origin.name)
+        assert postmaster is not None
+        postmaster.kill()
+        replica.succeed()
+        with pytest.raises(psycopg.OperationalError):
+            session.execute("select 1")
+    origin.start()
 
 
 def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:

@@ -172,6 +172,8 @@ class Replica(PostgresServer):
     def __init__(self, origin: PostgresServer) -> None:
         super().__init__(Home(origin.home.root / "replica"), free_port())
         self._origin = origin
+        self._frozen: set[psutil.Process] = set()
+        """Processes of the origin that were stopped: their postmaster may have been killed meanwhile."""
 
     def prepare(self) -> None:
         """Nothing to prepare: the data are a copy."""
@@ -217,7 +219,7 @@ class Replica(PostgresServer):
 
     def freeze_origin(self) -> None:
         """Stop the processes of the origin, so that it no longer answers."""
-        self._signal_origin(signal.SIGSTOP)
+        self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
     def succeed(self) -> None:
         """Kill the origin and replace its data by those of the replica, for its next start."""
@@ -243,15 +245,15 @@ class Replica(PostgresServer):
         return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
-        """Signal the postmaster before its children, so that it starts no more of them."""
+        """Signal the postmaster before its children, so that it starts no more of them. Returns all processes."""
         postmaster = process_of(self._origin.home, self._origin.name)
-        if postmaster is None:
-            return []
-        family = {postmaster}
-        with suppress(psutil.NoSuchProcess):
-            family.update(postmaster.children(recursive=True))
-            postmaster.send_signal(number)
-            family.update(postmaster.children(recursive=True))
+        family = self._frozen.copy()
+        if postmaster is not None:
+            family.add(postmaster)
+            with suppress(psutil.NoSuchProcess):
+                family.update(postmaster.children(recursive=True))
+                postmaster.send_signal(number)
+                family.update(postmaster.children(recursive=True))
         for process in family - {postmaster}:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
