@@ -210,6 +210,7 @@ def sidecar_(**sizes: Any) -> None:
     "each",
     "all",
     "seconds",
+    "before",
     "returning",
     "returning_all",
     "away",

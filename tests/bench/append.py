@@ -19,9 +19,9 @@ from confluent_kafka import Consumer, TopicPartition
 
 from tests.bench.site import BenchSite
 from tests.bench.table import table
+from tidemark.app.relay import migrate
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
-from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer
 from tidemark.streaming.wire import records
@@ -151,13 +151,11 @@ def many(connection: Connection, count: int = 20_000) -> float:
 
 def prepared(dsn: str) -> str:
     """With the functions, a stream `orders` and a table of the service."""
-    with session_of(dsn, "bench") as session:
-        SCHEMA.migrate(session)
-        with session.use() as connection:
-            connection.execute("select tidemark.create_stream('orders')")
-            connection.execute("create sequence bare_ids")
-            connection.execute("create table outbox (id bigint generated always as identity primary key, row jsonb)")
-            connection.execute("create table orders (id bigint primary key, total integer not null)")
+    migrate(dsn, ["orders"], "forward", say=lambda _: None)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create sequence bare_ids")
+        connection.execute("create table outbox (id bigint generated always as identity primary key, row jsonb)")
+        connection.execute("create table orders (id bigint primary key, total integer not null)")
     return dsn
 
 

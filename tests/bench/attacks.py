@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -17,25 +18,42 @@ from tests.bench.sidecar import answer, latencies, peak_of, percentiles, process
 from tests.bench.site import BenchSite
 from tests.bench.table import mib, table
 from tests.bench.whole import WrongResult
+from tidemark.app.stack.processes import SidecarProcess
 
-PROBE_EVERY = 0.2  # seconds
+ASK_EVERY = 0.1  # seconds
 _HEAVIEST = "come_and_go"
 _FEW_FILES = 1024
 _PROBES = ("/livez", "/readyz")
+_CONDITIONS = ("slowest probe", "requests that failed", "most memory")
+_DESCRIPTIONS = {
+    "newlines": "newlines without end on the line protocol",
+    "endless_head, half_open": "heads of requests that never end",
+    "page, long_page": "pages of the history with 1 and with 10,000 advances",
+    "long_token": "tokens of 60 KB",
+    "come_and_go": "20 clients that follow from the beginning of the history, and leave",
+    "many_names": "2,000 unknown names in one request for events",
+    "long_name": "names of 60 KB and a bad line on the line protocol",
+    "scrapes": "`/metrics` again and again",
+    "all_positions": "`REPLICATE` again and again on the line protocol",
+    "one_address": "2,500 streams of events",
+    "silent_lines, named_lines": "2,500 connections of the line protocol, without and with a name",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class AttackPlan:
-    """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace, for as many while all
-    attacks are on another sidecar, and on theirs, and for half as many under each attack alone, and while the heaviest
-    is on another. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away`
-    s; and `many_clients` who follow all of `many` streams come, go and come back."""
+    """`each` honest clients follow one stream and `all` follow all of them, for `seconds` without an attack, for as
+    many while all attacks are on another sidecar, and on theirs, and for half as many under each attack alone, and
+    while the heaviest is on another. Each attack begins after `before` seconds of peace under the same load. Then
+    `returning` clients, of which `returning_all` follow all streams, come back at once after `away` s; and
+    `many_clients` who follow all of `many` streams come, go and come back."""
 
     streams: int = 20
     writers: int = 50
     each: int = 190
     all: int = 10
     seconds: float = 30.0
+    before: float = 10.0
     returning: int = 1000
     returning_all: int = 10
     away: float = 3.0
@@ -44,11 +62,21 @@ class AttackPlan:
 
 
 @dataclass
-class Probes:
-    """`seconds` of each probe; `failed`: not answered with 200."""
+class Asked:
+    """Seconds that requests of an honest client took, each on a connection of its own, and what was not answered with
+    200: of probes, and of GETs of a stream."""
 
-    seconds: list[float] = field(default_factory=list)
-    failed: int = 0
+    probes: list[float] = field(default_factory=list)
+    gets: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "get": percentiles([1000 * seconds for seconds in self.gets]),
+            "probe": max(self.probes),
+            "probes": len(self.probes),
+            "failed": len(self.failed),
+        }
 
 
 def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
@@ -58,6 +86,7 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "writers": plan.writers,
         "clients": plan.each + plan.all,
         "seconds": plan.seconds,
+        "before": plan.before,
         "returning": plan.returning,
         "returning_all": plan.returning_all,
         "away": plan.away,
@@ -86,7 +115,7 @@ def _followed(
     dsn, url = site.database(), site.emptied_redis()
     names = [stream_name(number) for number in range(plan.streams)]
     stamps = site.directory("stamps") / "events"
-    load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
+    load = Load(dsn, url, plan.streams, plan.writers, plan.before + plan.seconds)
     with ExitStack() as processes:
         with rights.soft_limit(files):
             sidecar, tcp = processes.enter_context(started(site, dsn, url))
@@ -95,13 +124,16 @@ def _followed(
         crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
         followers = processes.enter_context(running(following, crowd))
         answer(followers, dict)
-        if acts:
-            victim, lines = processes.enter_context(started(site, dsn, url)) if elsewhere else (sidecar, tcp)
-            attack = attacking.Attack(victim.port, lines, names, [*acts])
-            attacker = processes.enter_context(running(attacking, attack))
-            answer(attacker, dict)
-        with _probed(sidecar.port) as probes:
-            tell(publisher, {})
+        victim, lines = processes.enter_context(started(site, dsn, url)) if elsewhere else (sidecar, tcp)
+        tell(publisher, {})
+        with _asking(sidecar.port, names) as before:
+            time.sleep(plan.before)
+        begun, logged = time.time(), _log_size(victim)
+        with _asking(sidecar.port, names) as during:
+            if acts:
+                attack = attacking.Attack(victim.port, lines, names, [*acts])
+                attacker = processes.enter_context(running(attacking, attack))
+                answer(attacker, dict)
             published = answer(publisher, PublishedLoad)
             tell(followers, published.positions)
             saw = answer(followers, following.Saw)
@@ -111,18 +143,25 @@ def _followed(
             done = answer(attacker, dict)
         if saw.torn or saw.lost or saw.short:
             raise WrongResult(f"{saw}, {sidecar.log_tail(5)}")
+        peaceful = {batch: sent for batch, sent in published.sent.items() if sent < begun}
+        attacked = {batch: sent for batch, sent in published.sent.items() if sent >= begun}
         found = {
             "rate": load.advances_per_second,
-            "latency": percentiles(latencies(stamps, published.sent)),
+            "before": {"latency": percentiles(latencies(stamps, peaceful)), **before.figures()},
+            "latency": percentiles(latencies(stamps, attacked)),
+            **during.figures(),
             "late": published.late,
-            "probe": max(probes.seconds),
-            "probes": len(probes.seconds),
-            "failed": probes.failed,
             "peak": peak_of(sidecar),
+            "log": _log_size(victim) - logged,
             "done": done,
         }
-    click.echo(f"{name}: {found}", err=True)
+    click.echo(f"{name}: {found}, {(before.failed + during.failed)[:5]}", err=True)
     return found
+
+
+def _log_size(sidecar: SidecarProcess) -> int:
+    """Bytes."""
+    return sidecar.home.log(sidecar.name).stat().st_size
 
 
 def _returned(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
@@ -137,7 +176,7 @@ def _returned(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         answer(clients, dict)
         tell(publisher, {})
         time.sleep(plan.seconds / 4)
-        with _probed(sidecar.port) as probes:
+        with _asking(sidecar.port, names) as asked:
             before = processor_seconds(sidecar)
             tell(clients, {})
             returned = answer(clients, returning.Returned)
@@ -151,8 +190,7 @@ def _returned(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
             "rate": load.advances_per_second,
             "seconds": percentiles(returned.seconds),
             "spent": spent,
-            "probe": max(probes.seconds),
-            "failed": probes.failed,
+            **asked.figures(),
             "peak": peak_of(sidecar),
         }
     click.echo(f"back: {found}", err=True)
@@ -166,7 +204,7 @@ def _many(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         publisher = processes.enter_context(running(publishing, Load(dsn, url, plan.many, 1, 1.0)))
         answer(publisher, dict)
         before, peak = processor_seconds(sidecar), peak_of(sidecar)
-        with _probed(sidecar.port) as probes:
+        with _asking(sidecar.port, names) as asked:
             crowd = returning.Returning(sidecar.port, names, plan.many_clients, plan.many_clients, plan.away)
             clients = processes.enter_context(running(returning, crowd))
             answer(clients, dict)
@@ -181,8 +219,7 @@ def _many(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
             "came": came,
             "spent": processor_seconds(sidecar) - before - came,
             "seconds": max(returned.seconds),
-            "probe": max(probes.seconds),
-            "failed": probes.failed,
+            **asked.figures(),
             "peak": peak_of(sidecar),
             "more": peak_of(sidecar) - peak,
         }
@@ -191,76 +228,82 @@ def _many(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
 
 
 @contextmanager
-def _probed(port: int) -> Iterator[Probes]:
-    """Ask as a kubelet does, while the block runs."""
-    probes, over = Probes(), threading.Event()
+def _asking(port: int, streams: Sequence[str]) -> Iterator[Asked]:
+    """Probe as a kubelet does, and GET streams, while the block runs."""
+    asked, over = Asked(), threading.Event()
 
-    def probe() -> None:
-        while not over.wait(PROBE_EVERY):
-            for path in _PROBES:
-                began = time.monotonic()
-                connection = HTTPConnection("127.0.0.1", port, timeout=30)
-                try:
-                    connection.request("GET", path)
-                    probes.failed += connection.getresponse().status != 200
-                except (OSError, HTTPException):
-                    probes.failed += 1
-                finally:
-                    connection.close()
-                probes.seconds.append(time.monotonic() - began)
+    def ask(paths: Sequence[str], found: list[float]) -> None:
+        number = 0
+        while not over.wait(ASK_EVERY):
+            path = paths[number % len(paths)]
+            number += 1
+            began = time.monotonic()
+            connection = HTTPConnection("127.0.0.1", port, timeout=30)
+            try:
+                connection.request("GET", path)
+                if (status := connection.getresponse().status) != HTTPStatus.OK:
+                    asked.failed.append(f"{path}: {status}")
+            except (OSError, HTTPException) as problem:
+                asked.failed.append(f"{path}: {problem!r}")
+            finally:
+                connection.close()
+            found.append(time.monotonic() - began)
 
-    thread = threading.Thread(target=probe)
-    thread.start()
+    gets = [f"/v1/streams/{stream}" for stream in streams]
+    threads = [threading.Thread(target=ask, args=args) for args in ((_PROBES, asked.probes), (gets, asked.gets))]
+    for thread in threads:
+        thread.start()
     try:
-        yield probes
+        yield asked
     finally:
         over.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     peace, attack, back = (figures[name] for name in ("peace", "attack", "back"))
+    rows = {
+        "no attack": peace,
+        "all attacks, on another sidecar": figures["beside"],
+        "all attacks": attack,
+        **{f"`{act}`": row for act, row in figures["alone"].items()},
+        **{f"`{act}`, on another sidecar": row for act, row in figures["beside_alone"].items()},
+        f"`one_address`, with a soft limit of {_FEW_FILES} files": figures["few_files"],
+    }
     return [
         f"{figures['clients']} clients of `/v1/events`, each of which checks every move, while {peace['rate']:,}"
-        f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass for"
-        f" {figures['seconds']:.0f} s: in peace, and while one sidecar is sent newlines without end, endless and"
-        " half-open heads, small and large pages of the history, tokens of 60 KB, thousands of unknown names in one"
-        " request, names of 60 KB on the line protocol, and clients that come and go from the beginning of the history,"
-        " all at once, from one address of their own. Attackers, clients and servers share the machine, so"
-        " the same is shown"
-        " while another sidecar on it is attacked instead. Then each attack alone, for half as long, and as many event"
-        " streams, silent connections and connections with a name as one address can open (`one_address`,"
-        " `silent_lines`, `named_lines`). Nobody lost a"
-        " move.",
+        f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass. Another"
+        " client asks for a stream ten times a second, and one more probes as often. Each row is a sidecar of its own:"
+        f" {figures['before']:.0f} s under this load, then an attack for {figures['seconds']:.0f} s (all attacks at"
+        " once) or half as long (one attack), from one address. Attackers, clients and servers share the machine, so"
+        " the same is shown while another sidecar on it is attacked instead. A cell has the figure before the attack"
+        " and the figure during it. No client lost a move.",
+        "",
+        *(f"- {_code(name)}: {text}" for name, text in _DESCRIPTIONS.items()),
         "",
         *table(
-            ["", "to a client, p50", "p99", "slowest probe", "probes that failed", "most memory"],
+            ["", "to a client, p50", "p99", "a GET, p50", "p99", *_CONDITIONS, "log"],
             [
-                [name, *(f"{row['latency'][p]:,.0f} ms" for p in ("50", "99")), *_condition(row)]
-                for name, row in (
-                    ("in peace", peace),
-                    ("another is attacked", figures["beside"]),
-                    ("under attack", attack),
-                    *((f"`{act}` alone", row) for act, row in figures["alone"].items()),
-                    *((f"`{act}` alone, on another", row) for act, row in figures.get("beside_alone", {}).items()),
-                    *(
-                        (f"`one_address` alone, with a soft limit of {_FEW_FILES} files", row)
-                        for row in [figures.get("few_files")]
-                        if row
-                    ),
-                )
+                [
+                    name,
+                    *(_change(row, of, percentile) for of in ("latency", "get") for percentile in ("50", "99")),
+                    *_condition(row),
+                    f"{row['log'] / 1024:,.0f} KiB",
+                ]
+                for name, row in rows.items()
             ],
         ),
         "",
         f"{figures['returning']:,} clients, {figures['returning_all']} of which follow all streams, lose their"
         f" connections and come back {figures['away']:.0f} s later, all at once, under the same load. Until all of them"
-        f" had been told what they missed, the sidecar took {back['spent']:.1f} s of a core:",
+        f" had received what they missed, the sidecar took {back['spent']:.1f} s of a core:",
         "",
         *table(
-            ["told what they missed, p50", "highest", "slowest probe", "probes that failed", "most memory"],
+            ["received what they missed, p50", "highest", *_CONDITIONS],
             [[*(f"{back['seconds'][p]:.2f} s" for p in ("50", "100")), *_condition(back)]],
         ),
-        *(_rendered_many(figures["many"], figures["away"]) if "many" in figures else []),
+        *_rendered_many(figures["many"], figures["away"]),
     ]
 
 
@@ -272,10 +315,19 @@ def _rendered_many(many: Mapping[str, Any], away: float) -> list[str]:
         f" ({many['spent']:.1f} s). They took {mib(many['more'])}:",
         "",
         *table(
-            ["told what they missed, highest", "slowest probe", "probes that failed", "most memory"],
+            ["received what they missed, highest", *_CONDITIONS],
             [[f"{many['seconds']:.2f} s", *_condition(many)]],
         ),
     ]
+
+
+def _code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))
+
+
+def _change(row: Mapping[str, Any], of: str, percentile: str) -> str:
+    """Milliseconds before the attack and during it."""
+    return " → ".join(f"{found[of][percentile]:,.0f}" for found in (row["before"], row)) + " ms"
 
 
 def _condition(row: Mapping[str, Any]) -> list[str]:

@@ -126,8 +126,8 @@ def _cells(percentiles: Mapping[str, float]) -> list[str]:
 
 
 def latencies(stamps: Path, sent: Mapping[int, float]) -> list[float]:
-    """In ms, one for each piece of news: from its newest batch's publication to its arrival."""
-    return [1000 * (at - sent[int(batch)]) for batch, at in np.fromfile(stamps).reshape(-1, 2)]
+    """In ms, from a batch's publication to the arrival of news of which it is the newest batch; of those in `sent`."""
+    return [1000 * (at - sent[int(batch)]) for batch, at in np.fromfile(stamps).reshape(-1, 2) if int(batch) in sent]
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

@@ -3,7 +3,8 @@ much of each it did.
 
 Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
 history; tokens of 60 KB; clients of events that come and go by the hundred; thousands of unknown names in one request;
-as many event streams, and connections of the line protocol, as one address gets; names of 60 KB with a bad line.
+scrapes of `/metrics`; all positions again and again on the line protocol; as many event streams, and connections of
+the line protocol, as one address gets; names of 60 KB with a bad line.
 
 All of it comes from one loopback address of its own, so that the sidecar can tell it from honest clients.
 """
@@ -102,6 +103,20 @@ async def long_name(attack: Attack, done: Counter[str]) -> None:
         done["lines"] += 1
 
 
+async def scrapes(attack: Attack, done: Counter[str]) -> None:
+    await ask(attack, "/metrics", done, least=10**9)
+
+
+async def all_positions(attack: Attack, done: Counter[str]) -> None:
+    """Ask for more than the sidecar sends, and read all that it sends."""
+    async with opened(attack, attack.tcp) as (reader, writer):
+        while True:
+            writer.write(b"REPLICATE\n" * 100)
+            if not (read := await reader.read(2**20)):
+                return
+            done["lines"] += read.count(b"\n")
+
+
 async def one_address(attack: Attack, done: Counter[str]) -> None:
     """Event streams that are read, one for each connection, for as long as the sidecar leaves them there."""
     stream = random.choice(attack.streams)
@@ -150,6 +165,8 @@ _MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {
     come_and_go: 20,
     many_names: 8,
     long_name: 4,
+    scrapes: 8,
+    all_positions: 4,
 }
 ACTS = tuple(act.__name__ for act in _MANY)
 _CROWDS = (one_address, silent_lines, named_lines)
