@@ -125,6 +125,7 @@ def attacked(sidecar: SidecarProcess, lines: int, *acts: str, crowd: int = 2500)
     attack = attacking.Attack(sidecar.port, lines, STREAMS, [*acts], crowd=crowd)
     with running(attacking, attack) as process:
         answer(process, dict)
+        tell(process, {})
         yield process
 
 

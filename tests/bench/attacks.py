@@ -125,22 +125,20 @@ def _followed(
         followers = processes.enter_context(running(following, crowd))
         answer(followers, dict)
         victim, lines = processes.enter_context(started(site, dsn, url)) if elsewhere else (sidecar, tcp)
+        attack = attacking.Attack(victim.port, lines, names, [*acts])
+        attacker = processes.enter_context(running(attacking, attack))
+        answer(attacker, dict)
         tell(publisher, {})
         with _asking(sidecar.port, names) as before:
             time.sleep(plan.before)
         begun, logged = time.time(), _log_size(victim)
+        tell(attacker, {})
         with _asking(sidecar.port, names) as during:
-            if acts:
-                attack = attacking.Attack(victim.port, lines, names, [*acts])
-                attacker = processes.enter_context(running(attacking, attack))
-                answer(attacker, dict)
             published = answer(publisher, PublishedLoad)
             tell(followers, published.positions)
             saw = answer(followers, following.Saw)
-        done = {}
-        if acts:
-            tell(attacker, {})
-            done = answer(attacker, dict)
+        tell(attacker, {})
+        done = answer(attacker, dict)
         if saw.torn or saw.lost or saw.short:
             raise WrongResult(f"{saw}, {sidecar.log_tail(5)}")
         peaceful = {batch: sent for batch, sent in published.sent.items() if sent < begun}

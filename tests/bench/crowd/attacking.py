@@ -1,5 +1,5 @@
-"""A process that attacks a sidecar, in one way or in several at once, until a line comes on its input; then it says how
-much of each it did.
+"""A process that attacks a sidecar, in one way or in several at once. It prints a line when it is ready, begins at a line
+on its input, ends at the next one, and prints how much of each it did.
 
 Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
 history; tokens of 60 KB; clients of events that come and go by the hundred; thousands of unknown names in one request;
@@ -185,6 +185,8 @@ async def again_and_again(
 
 
 async def run(attack: Attack) -> None:
+    say({})
+    await asyncio.to_thread(sys.stdin.readline)
     done: dict[str, Counter[str]] = {name: Counter() for name in attack.acts}
     acts = [
         asyncio.create_task(again_and_again(act, attack, done[act.__name__]))
@@ -192,7 +194,6 @@ async def run(attack: Attack) -> None:
         if act.__name__ in attack.acts
         for _ in range(count)
     ]
-    say({})
     await asyncio.to_thread(sys.stdin.readline)
     for task in acts:
         task.cancel()

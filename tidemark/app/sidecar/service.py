@@ -24,8 +24,8 @@ class Limits:
     """Limits of the sidecar.
 
     Attributes:
-        held: requests that may stay open at the same time.
-        wait: seconds that one wait may last.
+        open_requests: requests that may stay open at the same time.
+        wait_seconds: seconds that one wait may last.
         streams: streams with metrics of their own.
     """
 
