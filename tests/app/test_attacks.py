@@ -100,6 +100,15 @@ def test_long_names_fill_no_log(process: Sidecar, honest: HonestClients) -> None
     assert "Disconnected a client of the line protocol" in process.log()
 
 
+@pytest.mark.parametrize(("act", "answer"), [("scrapes", "200"), ("all_positions", "lines")])
+def test_requests_without_end_delay_nobody(process: Sidecar, honest: HonestClients, act: str, answer: str) -> None:
+    """Some clients of one address ask for the metrics, or for all positions, as soon as the answer before is there."""
+    before = honest.measure(SECONDS)
+    with attacked(process, process.lines_port, act) as attack:
+        check(before, honest.measure(SECONDS))
+        assert ended(attack)[act][answer] > 0
+
+
 def test_event_streams_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients) -> None:
     """One address opens as many event streams as there may be; others are served, by `wait` and events too."""
     before = honest.measure(SECONDS)

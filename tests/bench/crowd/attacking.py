@@ -1,5 +1,5 @@
-"""A process that attacks a sidecar, in one way or in several at once. It prints a line when it is ready, begins at a line
-on its input, ends at the next one, and prints how much of each it did.
+"""A process that attacks a sidecar, in one way or in several at once. It prints a line when it is ready, begins at a
+line on its input, ends at the next one, and prints how much of each it did.
 
 Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
 history; tokens of 60 KB; clients of events that come and go by the hundred; thousands of unknown names in one request;
