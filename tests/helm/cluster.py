@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ SERVER_IMAGES = [
 ]
 SILENCE = 10.0
 """Seconds after which a client of the Service would have complained."""
+WARNINGS = 20
+"""So many of the last events are told where the test fails."""
 
 
 @dataclass
@@ -213,8 +216,21 @@ def main(
     values += [*image_options(IMAGE, "image"), *(word for one in chosen for word in ("--set", one))]
     scenario = Scenario(kube, feed, held, watch, values, standstill)
     faults = Faults(kube)
-    executors = "spark.master=kubernetes" in chosen
     kube.namespace_made()
+    with warnings_told(kube):
+        survived(scenario, faults, before, soak, executors="spark.master=kubernetes" in chosen)
+        watch.stop()
+        timed("uninstall", kube.uninstalled)
+        click.echo("every position was right")
+        ours = image_options(IMAGE, "image")
+        Tutorial(kube, [*ours, *SERVER_IMAGES]).followed()
+        until("the uninstall leaves nothing", lambda: not kube.left())
+        installs.tried(kube, [*ours, *image_options(SERVICES_IMAGE, "servicesImage")], SERVER_IMAGES)
+    kube.namespace_deleted()
+
+
+def survived(scenario: Scenario, faults: Faults, before: Path | None, soak: float, *, executors: bool) -> None:
+    """From the install of the chart `before` to the last fault; `executors`: Spark has pods of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         scenario.install(before or chart_before(Path(scratch)))
     scenario.helm_test()
@@ -234,14 +250,17 @@ def main(
     scenario.through("broken release", partial(faults.broken_and_rolled_back, scenario.values))
     scenario.every_move_is_chained_and_counted()
     scenario.helm_test()
-    watch.stop()
-    timed("uninstall", kube.uninstalled)
-    click.echo("every position was right")
-    ours = image_options(IMAGE, "image")
-    Tutorial(kube, [*ours, *SERVER_IMAGES]).followed()
-    until("the uninstall leaves nothing", lambda: not kube.left())
-    installs.tried(kube, [*ours, *image_options(SERVICES_IMAGE, "servicesImage")], SERVER_IMAGES)
-    kube.namespace_deleted()
+
+
+@contextmanager
+def warnings_told(kube: Kube) -> Iterator[None]:
+    """Where this fails, say why pods do not start: helm and kubectl say `timed out` alone."""
+    try:
+        yield
+    except AssertionError:
+        for warning in kube.warnings()[-WARNINGS:]:
+            click.echo(f"  {warning}", err=True)
+        raise
 
 
 def chart_before(directory: Path) -> Path:

@@ -113,6 +113,21 @@ class Kube:
     def namespace_deleted(self) -> None:
         self.kubectl("delete", "namespace", self.namespace)
 
+    def warnings(self) -> list[str]:
+        """What the namespace's events warn of, oldest first, each once: why a pod does not start, for instance."""
+        words = [
+            "get",
+            "events",
+            "--field-selector=type=Warning",
+            "--sort-by=.metadata.creationTimestamp",
+            "-o",
+            "json",
+        ]
+        events = json.loads(self.kubectl(*words))["items"]
+        about = [(event["involvedObject"], event) for event in events]
+        said = (f"{it['kind']} {it['name']}: {event['reason']}: {event['message'].strip()}" for it, event in about)
+        return list(dict.fromkeys(said))
+
     def client(self, image: str) -> None:
         """A pod that lives through it all, from which facts are sent and positions watched."""
         environment = {
