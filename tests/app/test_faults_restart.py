@@ -2,6 +2,7 @@
 from a backup; and a database that goes back under a pipeline that runs."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -10,9 +11,11 @@ import redis
 
 from tests.app.proofs import RedisWatcher, as_undisturbed, settled
 from tests.app.running import PATIENCE
-from tests.fix_pipeline import Site
+from tests.fix_pipeline import ROOT, Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
+from tidemark.app.pipeline.engine import SLOW_START
+from tidemark.app.pipeline.supervisor import FAILURES
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +146,31 @@ def test_old_checkpoints_are_not_looked_at_and_lost_commits_made_again(site: Sit
     assert watcher.looks
     assert not watcher.wrong
     settled(site)
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+
+if any("python_streaming_source_runner" in word for word in sys.orig_argv):
+    starts = Path(__file__).parent / "starts"
+    starts.mkdir(exist_ok=True)
+    if len([*starts.iterdir()]) <= {failures}:
+        (starts / str(os.getpid())).touch()
+        time.sleep(12)
+"""
+
+
+def test_a_machine_that_is_too_busy_for_spark_only_delays_the_start(site: Site) -> None:
+    """Spark gives a Python process ten seconds to start. However often that is too little, the pipeline goes on, and
+    its log says what it waits for."""
+    slow = site.home / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW.format(failures=FAILURES))
+    play = site.play(seed=3, cast=CAST)
+    play.until(2.0)
+    busy = replace(site, variables={**site.variables, "PYTHONPATH": f"{slow}:{ROOT}"})
+    running = busy.start()
+    running.says(SLOW_START, 3 * PATIENCE, times=FAILURES + 1)
+    play.end()
+    site.shows(play)

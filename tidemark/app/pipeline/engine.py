@@ -27,6 +27,8 @@ from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
+SLOW_START = "a Python process of Spark did not start within 10 s; is this machine busy?"
+"""Spark's limit has no setting. It says nothing about the query: the same start succeeds on a machine with time."""
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
@@ -129,7 +131,10 @@ def require_states(spark: SparkSession, holders: Set[str], present: Set[str]) ->
 
 
 def cause(text: str) -> str:
-    """The innermost cause that Spark names, as one line: Python's, if it is that."""
+    """The innermost cause that Spark names, as one line: Python's, if it is that. `SLOW_START` if Spark gave up waiting
+    for a Python process that it had started."""
+    if "Python worker failed to connect back" in text:
+        return SLOW_START
     if raised := _RAISED.findall(text):
         return str(raised[-1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -110,7 +110,7 @@ LAST_BATCH_SECONDS = 6.0
 # After this time, threads that wait for a server are abandoned, as in a crash: an orchestrator kills after 10 s.
 LAST_SECONDS = 9.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
-# A query that fails so often without publishing one batch will not mend itself.
+# A query that fails so often without publishing one batch will not mend itself. Slow starts of Python are not counted.
 FAILURES = 6
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
 # New objects until Python looks for cycles; 700 by default. A batch of ten thousand streams makes half a million and no
@@ -154,7 +154,8 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     raise
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
-                failures += 1
+                if not (isinstance(error, QueryFailed) and error.problem == engine.SLOW_START):
+                    failures += 1
                 if attempt.published or isinstance(error, ConfigurationChanged):
                     failures = 0
                     backoff.reset()
@@ -317,7 +318,7 @@ class Attempt:
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
         except Py4JJavaError as error:  # of Python processes that were killed
-            raise QueryFailed(str(error.java_exception.toString()).splitlines()[0]) from error
+            raise QueryFailed(engine.cause(str(error.java_exception.toString()).splitlines()[0])) from error
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
         tasks = "one" if one_task else "all cores"
