@@ -42,7 +42,7 @@ WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 ENDING_SECONDS = 60.0  # seconds for faults that have begun
-CATCH_UP_SECONDS = 300.0  # a pipeline that was killed takes a minute to come back on a busy machine
+CATCH_UP_SECONDS = 300.0  # without progress; a pipeline that was killed takes a minute to come back on a busy machine
 
 
 class StreamTaken(Stop):
@@ -216,7 +216,9 @@ def _conclude(injector: FaultInjector, verification: Verification) -> None:
         injector.tick()
         time.sleep(verification.seconds_between)
         with suppress(Unavailable):
-            counts = verification.counts()
+            before, counts = counts, verification.counts()
+            if counts != before:
+                deadline = time.monotonic() + CATCH_UP_SECONDS
     counts = verification.final_counts()
     click.echo(table(counts, *verification.columns))
     if not verification.is_complete(counts):
