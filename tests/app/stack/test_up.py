@@ -169,20 +169,59 @@ def test_a_start_that_hangs_has_failed(own_home: Home) -> None:
     assert not server.running
 
 
+LITTLE = """
+import socket, sys, time
+began = time.monotonic()
+while time.monotonic() - began < {seconds}:
+    end = time.process_time() + 0.01
+    while time.process_time() < end: pass
+    time.sleep(0.1)
+s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+
+
 def test_what_an_idle_server_does_is_no_sign_of_work(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle JVM takes two hundredths of a core for ever."""
     monkeypatch.setattr(processes, "WORK_SECONDS", 0.02)
     monkeypatch.setattr(processes, "WORK_SHARE", 0.5)  # a short test has no time for the real one
+    monkeypatch.setattr(processes, "fair_share", lambda: 1.0)
     server = SlowServer(own_home, free_port())
-    server.script = """
-import time
-while True:
-    end = time.process_time() + 0.01
-    while time.process_time() < end: pass
-    time.sleep(0.1)
-"""
+    server.script = LITTLE.format(seconds=600)
     with pytest.raises(StartFailed, match="no activity for 3 s"):
         server.start()
+
+
+def test_little_work_is_a_sign_of_life_on_a_machine_that_gives_no_more(
+    own_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that gets a hundredth of a core, because others take the rest, goes on."""
+    monkeypatch.setattr(processes, "WORK_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "WORK_SHARE", 0.5)
+    monkeypatch.setattr(processes, "fair_share", lambda: 0.01)
+    server = SlowServer(own_home, free_port())
+    server.script = LITTLE.format(seconds=6)
+    server.start()
+    server.stop()
+
+
+def test_the_work_of_processes_that_have_ended_is_not_forgotten(
+    own_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark starts one Python process after the other; each new one is work, however long the last one took."""
+    monkeypatch.setattr(processes, "WORK_SECONDS", 0.05)
+    monkeypatch.setattr(SlowServer, "patience", 10.0)
+    server = SlowServer(own_home, free_port())
+    server.script = """
+import socket, subprocess, sys, time
+end = time.monotonic() + 20
+while time.monotonic() < end:
+    subprocess.run([sys.executable, "-Sc", "import time\\nwhile time.process_time() < 0.5: pass"])
+s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+    server.start()
+    server.stop()
 
 
 def test_a_failure_tells_nothing_of_the_start_before(own_home: Home) -> None:

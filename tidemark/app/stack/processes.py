@@ -36,7 +36,8 @@ from tidemark.common.errors import TidemarkError
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0
 WORK_SECONDS, WORK_SHARE = 0.5, 0.04
-"""CPU time that shows work, and the share of a core that it must be at least: an idle Kafka or Spark takes 0.02."""
+"""CPU time that shows work, and the share of a core that it must be at least: an idle Kafka or Spark takes 0.02. On a
+busy machine it is the share of what one process gets."""
 _POLL_SECONDS = 0.05
 _LOWEST, _EPHEMERAL = 20_000, 32_768
 _STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
@@ -204,28 +205,38 @@ class ActivityMonitor:
     def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
         self._process = process
         self._log = log
-        self._size, self._used = -1, 0.0
+        self._size, self._unseen = -1, 0.0
+        self._used: dict[psutil.Process, float] = {}
         self._checked = self._last = now
 
     def idle_seconds(self, now: float) -> float:
         """Seconds since the last activity. Checks at most once a second, because a check takes CPU time."""
         if now - self._checked >= 1.0:
             self._checked = now
-            size, used = self._log.stat().st_size, self._cpu_seconds()
-            worked = used - self._used >= max(WORK_SECONDS, WORK_SHARE * (now - self._last))
+            size = self._log.stat().st_size
+            self._unseen += self._more_cpu_seconds()
+            worked = self._unseen >= max(WORK_SECONDS, WORK_SHARE * fair_share() * (now - self._last))
             if size != self._size or worked:
-                self._size, self._used, self._last = size, used, now
+                self._size, self._unseen, self._last = size, 0.0, now
         return now - self._last
 
-    def _cpu_seconds(self) -> float:
-        used = 0.0
+    def _more_cpu_seconds(self) -> float:
+        """CPU time since the last check. Processes that have ended take nothing back."""
+        more = 0.0
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 for process in (self._process, *self._process.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess):
                         times = process.cpu_times()
-                        used += times.user + times.system
-        return used
+                        used = times.user + times.system
+                        more += max(0.0, used - self._used.get(process, 0.0))
+                        self._used[process] = used
+        return more
+
+
+def fair_share() -> float:
+    """The part of a core that one of the processes that want to run gets now: less than 1 on a busy machine."""
+    return min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 1.0))
 
 
 def process_of(home: Home, name: str) -> psutil.Process | None:
