@@ -112,6 +112,7 @@ NEEDS = (
         everywhere=False,
     ),
     Need("PgBouncer", "pgbouncer", frozenset({"pooler"}), lambda: pgbouncer() is not None, everywhere=False),
+    Need("nc", "netcat-openbsd", frozenset({"nc"}), lambda: shutil.which("nc") is not None),
     Need("Java 17 or newer", "openjdk-17-jre-headless", frozenset({"java"}), _java),
     Need("setpriv for root", "util-linux", frozenset({"postgres", "terminal"}), _other_user),
 )

@@ -1,21 +1,30 @@
-"""Every command of the how-to pages exists: it is parsed as bash does, and by the program that it calls.
+"""Every command of the how-to pages exists: it is parsed as bash does, and by the program that it calls. Commands that
+need only the local stack are typed there word for word.
 
-`make stories` runs the runbooks with a cause (`docs/how-to/runbooks`), and test_commands.py runs what needs only the
-local stack. The other commands need what a test does not have: `ELSEWHERE` says for each program what that is.
+`make stories` runs the runbooks with a cause (`docs/how-to/runbooks`), and test_commands.py types README and tutorials.
+The other commands need what a test does not have: `OTHER_PAGES`, `NOT_TYPED` and `ELSEWHERE` say what that is.
 """
 
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import psycopg
 import pytest
+from psycopg.rows import dict_row
+from psycopg.sql import Literal
 
-from tests.docs.test_commands import ROOT, blocks, commands
+from tests.docs.shell import ROOT, VISIBLE_SECONDS, Block, Shell, alike, blocks, commands, typed_page
 from tests.helm.tools import CHART
+from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.stack.processes import free_port
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/how-to").rglob("*.md"))
 ELSEWHERE = {
@@ -32,6 +41,65 @@ ELSEWHERE = {
 LOCAL = {"tidemark", "echo", "curl", "redis-cli", "nc", "psql", "make", "export", "cat"}
 """Programs that are on the machine of whoever runs the stack."""
 SHELLS = {"console", "sh", "bash"}
+TYPED_PAGES = (
+    "read-from-redis",
+    "write-facts",
+    "read-facts",
+    "read-in-any-language",
+    "read-over-http",
+    "deploy",
+    "secrets",
+    "settle-by-hand",
+    "run-spark",
+    "run-relay",
+)
+"""Each begins with what the pages before it left, and the first one with the stream of the first tutorial."""
+OTHER_PAGES = {
+    "inject-faults": "kills servers for a minute; tests/torture and tests/app/simulation run the command",
+    "kubernetes": "needs a cluster; tests/helm/installs.py runs it",
+    "release": "needs the rights and the key of a release; tests/helm/check_package.py signs a chart",
+    "synapse": "needs a homeserver; tests/sources/synapse runs the bridge",
+}
+"""Pages whose commands need more than the local stack, or leave none."""
+NOT_TYPED = {
+    r"pip install ": "the package is installed",
+    r"export TIDEMARK_(KAFKA_BOOTSTRAP_SERVERS|REDIS_URL)=|export TIDEMARK_POSTGRES_DSN='": "names another server",
+    r"export TIDEMARK_\w+_PASSWORD_FILE=": "names a file that holds the password of another server",
+    r".* ?(https://|tidemark listen )positions\.example": "names another server",
+}
+"""Commands of `TYPED_PAGES`, as patterns, that are not typed, and why."""
+
+
+@dataclass(frozen=True)
+class Endless:
+    """A program that does not end. It has begun when its output matches `begun`, and then prints what the page shows
+    while `meanwhile` is executed, if need be again."""
+
+    begun: str
+    meanwhile: Sequence[str] = ()
+    elsewhere: bool = False
+    """Whether the stack runs one already, so that this one needs other ports, as on another host."""
+
+
+SALE = "SELECT tidemark.append('sales', '{\"total\": 12}')"
+NO_SALE = "BEGIN; SELECT tidemark.append('sales', '{}'); ROLLBACK"
+ENDLESS = {
+    "tidemark pipeline": Endless("Waiting for the lease", elsewhere=True),
+    "tidemark sidecar": Endless("The sidecar listens", elsewhere=True),
+    "tidemark relay --metrics": Endless("Another process works on this database", elsewhere=True),
+    "tidemark listen": Endless("sales"),
+    "(echo REPLICATE; cat) | nc": Endless("POSITION sales", [SALE, NO_SALE, NO_SALE, NO_SALE]),
+    "curl -N": Endless("event: snapshot"),
+}
+"""By the beginning of the command."""
+GIVEN = {
+    "read-in-any-language": "ALTER TABLE orders ADD customer text, ADD instance text DEFAULT 'tidemark'",
+    "deploy": "CREATE ROLE relay",
+}
+"""What a page takes as given, beside the stack."""
+LONG_SECONDS = 900.0
+MOVED_SECONDS = 5.0
+"""How long a fact is awaited before another one is written: lines have rows only if those were read in time."""
 
 
 def shell_commands(page: str) -> Iterator[str]:
@@ -146,3 +214,128 @@ def test_values_of_helm_exist() -> None:
     given = {words[at + 1].partition("=")[0] for words in calls for at, word in enumerate(words) if word == "--set"}
     assert given
     assert given <= values
+
+
+def named(page: str) -> str:
+    return f"docs/how-to/{page}.md"
+
+
+def test_each_page_is_typed_or_listed() -> None:
+    """No entry of the lists is superfluous."""
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/how-to").glob("*.md")}
+    with_commands = {name for name, text in pages.items() if re.search(r"```(?:console|sh|sql)\n", text)}
+    assert with_commands == {*TYPED_PAGES, *OTHER_PAGES}
+    found = [command for page in TYPED_PAGES for command in CALLS.get(named(page), ())]
+    for pattern in NOT_TYPED:
+        assert any(re.match(pattern, command) for command in found), pattern
+    for beginning in ENDLESS:
+        assert any(command.startswith(beginning) for command in found), beginning
+
+
+class Database:
+    """Executes the statements of a page as the owner of the stack's database."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+
+    def execute(self, block: str) -> None:
+        """Statement by statement. A word that a `take` has returned stands for its value, in each row of the answer."""
+        with psycopg.connect(
+            self._dsn, autocommit=True, row_factory=dict_row, cursor_factory=psycopg.RawCursor
+        ) as connection:
+            rows: list[dict[str, object]] = [{}]
+            for statement in re.sub(r"--.*", "", block).split(";"):
+                if not statement.strip():
+                    continue
+                is_take = "tidemark_reader.take" in statement
+                parameters = ["{}", "{}"] if "$2" in statement else None
+                for row in [{}] if is_take else rows:
+                    cursor = connection.execute(_filled(statement, row, connection), parameters)
+                if is_take:
+                    rows = cursor.fetchall()
+                    names = [row["writer"] for row in rows if row.get("writer")]
+                    rows = [row | {"named": names} for row in rows]
+                    assert rows, f"nothing is new: {statement}"
+
+
+def _filled(statement: str, row: dict[str, object], connection: psycopg.Connection[dict[str, object]]) -> bytes:
+    values = {name: Literal(value).as_string(connection) for name, value in row.items()}
+    filled = re.sub(r"\b(?:low|high|late|writer|named)\b", lambda word: values.get(word[0], word[0]), statement)
+    return filled.encode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("nc")
+def test_the_pages_typed_word_for_word(shell: Shell) -> None:
+    """Each command succeeds and prints what its page shows, with one stack for all pages."""
+    typed_page(shell, "docs/tutorials/first-stream.md")
+    settings = shell.terminal.stack_env
+    shell.programs = [Path(sys.executable).parent]
+    lines = settings["TIDEMARK_LINES_LISTEN"].rpartition(":")[2]
+    shell.ports = {
+        "16379": settings["TIDEMARK_REDIS_URL"].rpartition(":")[2].partition("/")[0],
+        "19481": lines,
+        "9484": str(free_port()),
+    }
+    (shell.folder / ".curlrc").write_text("fail\nshow-error\nsilent\n")
+    for page in TYPED_PAGES:
+        if page in GIVEN:
+            Database(settings["TIDEMARK_POSTGRES_DSN"]).execute(GIVEN[page])
+        for block in blocks(named(page)):
+            typed(shell, page, block)
+
+
+def typed(shell: Shell, page: str, block: Block) -> None:
+    database = Database(shell.terminal.stack_env["TIDEMARK_POSTGRES_DSN"])
+    if block.language == "python" and "SHOP_DSN" in block.text:
+        keeps_books(shell, block.text)
+    elif block.language == "sql" and "\\watch" in block.text:
+        (shell.folder / "billing.sql").write_text(block.text)
+        with shell.running("psql -v ON_ERROR_STOP=1 -f billing.sql", "INSERT 0"):
+            pass
+    elif block.language == "sql":
+        database.execute(block.text)
+    elif block.language == "console":
+        for command, lines in commands(block.text):
+            if any(re.match(pattern, command) for pattern in NOT_TYPED):
+                continue
+            print(f"{page}: {command}", flush=True)  # noqa: T201
+            endless = next((found for beginning, found in ENDLESS.items() if command.startswith(beginning)), None)
+            if endless is None:
+                shell.shows(command, lines, LONG_SECONDS)
+            else:
+                runs(shell, database, command, endless, lines)
+
+
+def keeps_books(shell: Shell, program: str) -> None:
+    """Run the service until it has booked an order."""
+    dsn = shell.terminal.stack_env["TIDEMARK_POSTGRES_DSN"]
+    (shell.folder / "service.py").write_text(program)
+
+    def has_booked() -> bool:
+        return shell.typed('psql -Atc "SELECT count(*) FROM booked"') != "0\n"
+
+    with shell.running("python service.py", "", SHOP_DSN=dsn, BOOKS_DSN=dsn):
+        eventually(lambda: shell.typed("psql -Atc \"SELECT to_regclass('booked')\"") == "booked\n")
+        eventually(has_booked)
+
+
+def runs(shell: Shell, database: Database, command: str, endless: Endless, lines: Sequence[str]) -> None:
+    """A program that does not end begins, and prints what the page shows."""
+    names = ("TIDEMARK_METRICS_PORT", "TIDEMARK_SIDECAR_PORT") if endless.elsewhere else ()
+    ports = {name: str(free_port()) for name in names}
+    if endless.elsewhere:
+        ports |= {"TIDEMARK_LINES_LISTEN": f"127.0.0.1:{free_port()}", "TIDEMARK_CHECKPOINT": str(shell.folder / "own")}
+    wanted = {alike(line) for line in lines}
+
+    def all_printed() -> bool:
+        for statement in endless.meanwhile:
+            database.execute(statement)
+        with suppress(pytest.fail.Exception):
+            eventually(lambda: wanted <= {alike(line) for line in printed().splitlines()}, MOVED_SECONDS)
+            return True
+        return False
+
+    with shell.running(command, endless.begun, **ports) as printed:
+        eventually(all_printed, VISIBLE_SECONDS, lambda: f"{command}\n{printed()}")

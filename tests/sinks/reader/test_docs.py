@@ -22,7 +22,7 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     loop, parking, _session, metrics, look, follow = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
     environment = {**os.environ, **named}
-    sql.execute("create table orders (id bigint primary key, total integer not null)")
+    sql.execute("create table orders (stream_id bigint primary key, total integer not null)")
     sql.execute("insert into orders values (1, 40), (2, 7), (3, 7), (4, 1000)")
     pipeline.publish(stream("orders", advance("shop-1", 0, 3), linear=3))
     service = subprocess.Popen([sys.executable, "-c", loop], env=environment, stdout=subprocess.DEVNULL)
@@ -49,8 +49,8 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     sql.execute("drop schema tidemark_reader cascade")
     book = (
         "def book(row, connection):\n"
-        "    connection.execute('insert into booked values (%s, %s)', [row['id'], row['total']])\n"
-        "    if row['id'] == 1:\n"
+        "    connection.execute('insert into booked values (%s, %s)', [row['stream_id'], row['total']])\n"
+        "    if row['stream_id'] == 1:\n"
         "        raise KeyError('id')\n"
     )
     parks = book + loop[: loop.index("    for batch in")] + indent(parking, "    ")
