@@ -43,7 +43,7 @@ SERVER_IMAGES = [
 SILENCE = 10.0
 """Seconds after which a client of the Service would have complained."""
 WARNINGS = 20
-"""So many of the last events are told where the test fails."""
+"""The number of warning events that a failed test prints."""
 
 
 @dataclass
@@ -217,8 +217,8 @@ def main(
     scenario = Scenario(kube, feed, held, watch, values, standstill)
     faults = Faults(kube)
     kube.namespace_made()
-    with warnings_told(kube):
-        survived(scenario, faults, before, soak, executors="spark.master=kubernetes" in chosen)
+    with printing_warnings(kube):
+        run_faults(scenario, faults, before, soak, executors="spark.master=kubernetes" in chosen)
         watch.stop()
         timed("uninstall", kube.uninstalled)
         click.echo("every position was right")
@@ -229,8 +229,8 @@ def main(
     kube.namespace_deleted()
 
 
-def survived(scenario: Scenario, faults: Faults, before: Path | None, soak: float, *, executors: bool) -> None:
-    """From the install of the chart `before` to the last fault; `executors`: Spark has pods of its own."""
+def run_faults(scenario: Scenario, faults: Faults, before: Path | None, soak: float, *, executors: bool) -> None:
+    """Install the chart `before`, then run each fault. `executors`: Spark runs executor pods. `soak` is in minutes."""
     with tempfile.TemporaryDirectory() as scratch:
         scenario.install(before or chart_before(Path(scratch)))
     scenario.helm_test()
@@ -253,8 +253,8 @@ def survived(scenario: Scenario, faults: Faults, before: Path | None, soak: floa
 
 
 @contextmanager
-def warnings_told(kube: Kube) -> Iterator[None]:
-    """Where this fails, say why pods do not start: helm and kubectl say `timed out` alone."""
+def printing_warnings(kube: Kube) -> Iterator[None]:
+    """If the test fails, print the last warning events of the namespace: helm and kubectl print only `timed out`."""
     try:
         yield
     except AssertionError:

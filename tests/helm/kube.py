@@ -114,7 +114,7 @@ class Kube:
         self.kubectl("delete", "namespace", self.namespace)
 
     def warnings(self) -> list[str]:
-        """What the namespace's events warn of, oldest first, each once: why a pod does not start, for instance."""
+        """The warning events of the namespace, oldest first, without duplicates."""
         words = [
             "get",
             "events",
@@ -124,9 +124,12 @@ class Kube:
             "json",
         ]
         events = json.loads(self.kubectl(*words))["items"]
-        about = [(event["involvedObject"], event) for event in events]
-        said = (f"{it['kind']} {it['name']}: {event['reason']}: {event['message'].strip()}" for it, event in about)
-        return list(dict.fromkeys(said))
+        objects = [event["involvedObject"] for event in events]
+        lines = (
+            f"{target['kind']} {target['name']}: {event['reason']}: {event['message'].strip()}"
+            for target, event in zip(objects, events, strict=True)
+        )
+        return list(dict.fromkeys(lines))
 
     def client(self, image: str) -> None:
         """A pod that lives through it all, from which facts are sent and positions watched."""
