@@ -33,12 +33,12 @@ class Backoff:
         return pause
 
     def reset(self) -> None:
-        """Begin with `first` again: an attempt succeeded."""
+        """Continue with `first` after a success."""
         self._pause = self._first
 
 
 class WaitLog:
-    """The pauses of one wait at a time, and its log: the first failure at once, then every 10 s, and the end."""
+    """The pauses of one wait, and its log: logs the first failure at once, repeats it every 10 s, and logs the end."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
@@ -73,10 +73,10 @@ def wait_out(
     """Call `step` until it does not raise `Unavailable`, and return its result.
 
     Args:
-        step: any other error of it is raised at once.
+        step: called repeatedly; errors other than `Unavailable` are raised at once.
         stopping: ends the wait when it is set.
-        seconds: after which `Unavailable` is raised, too.
-        failed: is called with each `Unavailable` that is waited out.
+        seconds: time limit, after which `Unavailable` is raised.
+        failed: called with each `Unavailable` before the pause.
 
     Raises:
         Stopping: `stopping` was set during a pause.

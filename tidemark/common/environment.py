@@ -107,7 +107,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_found_by_path() -> bool:
-    """True if Python found this package by PYTHONPATH: then a child process needs PYTHONPATH too."""
+    """True if Python found this package through PYTHONPATH, which a child process then needs too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
@@ -116,8 +116,8 @@ def _is_found_by_path() -> bool:
 def default_home() -> Path:
     """The directory to use if TIDEMARK_HOME is not set: `~/.cache/tidemark`.
 
-    If this user has no home directory, or may not write there, it is a directory among the temporary files, with the
-    user's number in its name. Does not create anything.
+    If this user has no home directory, or may not write there, it is a directory in the temporary directory, with the
+    user's ID in its name. Does not create anything.
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
@@ -127,12 +127,12 @@ def default_home() -> Path:
 
 
 def temporary_home() -> Path:
-    """The directory among the temporary files. Other users could have made it: see `is_own`."""
+    """A directory in the system's temporary directory. Another user could have created it: see `is_own`."""
     return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
 
 
 def is_own(path: Path) -> bool:
-    """True if this user may trust `path`: an entry among the temporary files must belong to the user."""
+    """True if this user may trust `path`: an entry in the temporary directory must belong to the user."""
     try:
         return not path.is_relative_to(temporary_home()) or path.lstat().st_uid == os.geteuid()
     except FileNotFoundError:

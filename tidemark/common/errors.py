@@ -103,7 +103,7 @@ class FactsReplaced(Retry):
 
 
 @message("the lease was taken over: this process has token {own}, the newest token is {newest}")
-class LeaseLost(Retry):  # this process must not publish any more: docs/design.md, rule 6
+class LeaseLost(Retry):  # this process must stop publishing: docs/design.md, rule 6
     own: int
     newest: int
 
@@ -310,7 +310,7 @@ class SchemaMismatch(Stop):
     differ by one minor version; upgrade the older one, or downgrade the newer one, by one minor version at a time""")
 class VersionSkew(Stop):
     ours: str
-    pipeline: str  # version of the pipeline that has the lease, or had it last
+    pipeline: str  # version of the pipeline that has, or last had, the lease
 
 
 @message("""the database was created with {was} shards and TIDEMARK_SHARDS is {now}: set TIDEMARK_SHARDS={was}, or start
@@ -410,7 +410,9 @@ class ExtraMissing(Stop, ImportError):
 
     @classmethod
     def instead_of(cls, error: ModuleNotFoundError, what: str, extra: str) -> "ExtraMissing":
-        """The error for `what`, whose import raised `error`. Raises `error` if the missing module is Tidemark's own."""
+        """Make the error for `what` if its import raised `error`. Raises `error` itself if Tidemark's own module is
+        missing.
+        """
         if (module := (error.name or "").partition(".")[0]) in {"", "tidemark"}:
             raise error
         return cls(what, module, extra)
@@ -428,8 +430,8 @@ class Refused(Stop):
 def exit_on_error() -> Iterator[None]:
     """End the program with the short form of a Tidemark error, in place of a traceback.
 
-    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Other errors pass through, and
-    so does a group (of `asyncio.TaskGroup`) with other errors in it.
+    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Other errors, and an exception
+    group that contains another error, are raised unchanged.
 
     Raises:
         SystemExit: with code 2 for a `Stop` and 1 for another Tidemark error, as the command line does.

@@ -109,7 +109,7 @@ class ErrorListener:
             raise self.explain(error.args[0]) from error
 
     def explain(self, error: KafkaError) -> TidemarkError:
-        """Translate the error of a failed request. If it is only a time-out, use the reason from the callback."""
+        """Translate the error of a failed request. A time-out gets the reason from the callback."""
         is_vague = error.code() in _VAGUE
         return kafka_error(self._reason if is_vague and self._reason is not None else error, self.where)
 
@@ -147,8 +147,8 @@ class PartitionReader:
         """The oldest offset, and the offset of the next record.
 
         Args:
-            known: offset of a record that was seen before. The method waits, at most for the patience, until the next
-                offset is beyond it: a broker that has just started may not show its newest records.
+            known: offset of a record that was seen before. The method waits up to `patience` seconds until the next
+                offset is beyond it, because a broker that has just started may not show its newest records.
         """
         target, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
         while True:
@@ -162,7 +162,7 @@ class PartitionReader:
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
         """Yield records from the offset `start`, then None at the end of the partition.
 
-        Ends without None if retention removes records that are not read yet.
+        Ends without None if retention removes unread records.
         """
         self._consumer.assign([TopicPartition(topic, partition, start)])
         try:

@@ -1,6 +1,6 @@
-"""Loggers of structlog, which is imported with the first line that is logged: most verbs log none.
+"""Loggers that import structlog at the first log line: most commands log nothing.
 
-`Progress` is how long work is shown to a person, if one looks on: `app.output.progress` has the bar.
+`Progress` shows the progress of long work to a person. `app.output.progress` implements it with a progress bar.
 """
 
 import threading
@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Given the number of units, a context whose value adds to the units that are done."""
+"""Takes the total number of units; returns a context manager. Its value is called with the number of newly completed
+units.
+"""
 
 
 @contextmanager
@@ -19,7 +21,7 @@ def no_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class LateLogger:
-    """A logger with the methods of structlog's: `debug`, `info`, `warning`, `error`, `critical`, `exception`."""
+    """A logger with structlog's methods: `debug`, `info`, `warning`, `error`, `critical`, `exception`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +38,7 @@ class LateLogger:
 
 _configure: list[Callable[[], None]] = []
 _lock = threading.RLock()
-"""Another thread's first line waits until the configuration is complete."""
+"""A thread that logs its first line waits until the configuration is complete."""
 
 
 def configure_later(configure: Callable[[], None]) -> None:
@@ -45,7 +47,7 @@ def configure_later(configure: Callable[[], None]) -> None:
 
 
 def configure_now() -> None:
-    """Call the function that `configure_later` was given, if it has not been called."""
+    """Call the function that was passed to `configure_later`, unless it has been called."""
     with _lock:
         while _configure:
             _configure[-1]()

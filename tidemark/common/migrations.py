@@ -2,9 +2,9 @@
 
 A released file is never edited; a change is a new file. Services never migrate, they only check the version.
 
-During an upgrade, old code runs in the new schema, and after a rollback it runs there again. Therefore a migration adds
-first, and a migration one minor version later removes. A file that old code can run with has the comment
-`Works with code for schema N`.
+During an upgrade, old code runs in the new schema, and after a rollback it runs there again. Therefore a migration only
+adds objects; a migration one minor version later removes the old ones. A file that old code can run with has the
+comment `Works with code for schema N`.
 
 Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
 table of versions.
@@ -125,7 +125,7 @@ class Migrations:
     """The migrations of one part of Tidemark.
 
     Attributes:
-        package: the package with the folder `migrations`.
+        package: the package that contains the folder `migrations`.
         table: the table of versions in the schema `tidemark`.
         command: the command that applies the migrations, for messages.
     """
@@ -197,14 +197,14 @@ class Migrations:
     def check(self, connection: Connection) -> None:
         """Raise `SchemaMismatch` unless this code can write in the schema.
 
-        The version is the wanted one, or a newer one that works with this code.
+        Accepts the wanted version, and a newer one that works with this code.
         """
         self.check_from(connection, self.wanted)
 
     def check_from(self, connection: Connection, oldest: int) -> None:
-        """Raise `SchemaMismatch` unless this code can read the schema, which it can from version `oldest` on.
+        """Raise `SchemaMismatch` unless this code can read the schema: it reads version `oldest` and later ones.
 
-        Raises `PrerequisitePending` while pg_restore fills the database: some tables may be there and others not.
+        Raises `PrerequisitePending` while pg_restore fills the database, because tables may still be missing.
         """
         if (process := connection.execute(_RESTORING).fetchone()) is not None:
             problem = f"pg_restore (process {process[0]}) is filling it"
@@ -234,7 +234,9 @@ class Migrations:
             )
 
     def _apply(self, number: int, connection: Connection) -> bool:
-        """Apply a migration; returns False if another process did. The lock blocks other migrations, and no readers."""
+        """Apply a migration; returns False if another process applied it. The lock blocks other migrations, but no
+        readers.
+        """
         connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
         if (self.version(connection) or 0) >= number:
             return False

@@ -53,7 +53,7 @@ LOCK_LIMIT = (
     f"select set_config('lock_timeout', '{SESSION_SETTINGS['lock_timeout']}', true)"
     " where current_setting('lock_timeout') = '0'"
 )
-"""For a transaction on a session that is not ours alone: the limit, unless the session has one of its own."""
+"""Sets `lock_timeout` in a transaction of another library's session, unless that session has a limit."""
 
 # In a session of a pooler, `set_config` is local to the transaction of this statement.
 _OPEN = """
@@ -86,13 +86,13 @@ def unprepared_where_pooled(connection: _Driver, backend: TupleRow | None) -> bo
 
 
 def hidden_rows(error: psycopg.Error, role: str) -> tuple[str, str] | None:
-    """What happened and what to do, if row level security is the cause of `error`; else None.
+    """Explain an error that row level security caused: what happened and what to do. None for other errors.
 
     Args:
         error: what psycopg raised.
         role: the session's user, as `current_user` gives it, empty if that is not known.
     """
-    if error.diag.source_function != "check_enable_rls":  # the message is in the server's language, this is not
+    if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
     name = _QUOTED.search(error.diag.message_primary or "")
     return hidden_from(role, name[1] if name else "?", is_owner=error.diag.message_hint is not None)
@@ -126,7 +126,7 @@ def _local(settings: Mapping[str, str]) -> list[sql.Composed]:
 
 
 def _statements(connection: _Driver, local: list[sql.Composed]) -> list[sql.Composed]:
-    """One round trip: one text with all statements, or in a pipeline, which does not accept that, separate ones."""
+    """The statements for one round trip: one text, or separate statements in pipeline mode, which requires them."""
     if not local or connection.pgconn.pipeline_status != PipelineStatus.OFF:
         return local
     return [sql.SQL("; ").join(local)]
@@ -167,7 +167,7 @@ class SessionConnection(psycopg.Connection[TupleRow]):
         self.role = "" if row is None else row[1]
 
     def keep(self, more: Mapping[str, str]) -> None:
-        """Apply the settings and `more` to the session, which no other client gets while this one is connected."""
+        """Apply the settings and `more` to the session, which belongs to this client alone while it is connected."""
         self.execute(_OPEN, _opening(self, {**SESSION_SETTINGS, **more}, is_own=True), prepare=False)
         self.is_pooled, self._settings, self.cursor_factory = False, [], psycopg.Cursor
 
@@ -250,8 +250,8 @@ Row = TypeVar("Row")
 Statement: TypeAlias = LiteralString | bytes | sql.SQL | sql.Composed
 
 BRIDGE_LOCK = 1414087748
-"""The first half of the advisory lock that `tidemark synapse` takes for each stream, which `tidemark status` reads. The
-second half is the hash of the stream's name."""
+"""First half of the key of the advisory locks of `tidemark synapse`, one for each stream. `tidemark status` reads them.
+The second half is the hash of the stream's name."""
 
 Dsn: TypeAlias = str | Callable[[], str]
 """An address, or a function that returns it. It is called for every new connection, because passwords rotate."""
@@ -287,8 +287,8 @@ _DISTRUST = re.compile(
 )
 
 
-# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is away, or which have no free session. They
-# answer a login themselves, so such an error says nothing about user and password.
+# Messages of poolers (PgBouncer, Pgpool, Odyssey, PgCat) whose server is down, or which have no free session. A pooler
+# answers the login itself, so such an error does not mean a wrong user or password.
 _POOLER_OUTAGE = re.compile(
     r"cannot connect to server|server login has been failing|server_login_retry|server login failed|connect failed"
     r"|client_login_timeout|query_wait_timeout|server conn crashed|bouncer is shutting|server (is )?(down|shut)"
@@ -307,7 +307,7 @@ class DatabaseUse:
     Attributes:
         setting: the setting with the address.
         refusals: SQLSTATE, or its class -> what to do.
-        password: the setting that may have a password; empty if there is none.
+        password: the setting that may contain the password; empty if there is none.
         options: set in every session, after `SESSION_SETTINGS`.
         pooled: what to do if a pooler assigns sessions by transaction; empty if that is allowed.
     """
@@ -359,7 +359,9 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection failed because the server behind a pooler is away: the pooler says so, or says nothing."""
+    """Whether a connection failed because the server behind a pooler is down: the pooler reports that, or gives no
+    reason.
+    """
     return isinstance(error, psycopg.errors.ConnectionTimeout) or _POOLER_OUTAGE.search(str(error)) is not None
 
 
@@ -369,7 +371,7 @@ def answers(dsn: str) -> bool:
 
 
 def _of_the_environment() -> dict[str, str]:
-    """The defaults of libpq for parts that an address leaves out (`PGHOST` and others)."""
+    """The libpq defaults for parts that an address omits (`PGHOST` and others)."""
     return {option.keyword.decode(): option.val.decode() for option in Conninfo.get_defaults() if option.val}
 
 
@@ -377,16 +379,16 @@ def _parsed(dsn: str, setting: str) -> dict[str, str]:
     try:
         return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
     except psycopg.ProgrammingError:
-        # Its text would quote the address with the password.
+        # The original error would quote the address with the password.
         problem = "is not a Postgres address; write postgresql://user:password@host:5432/database"
         raise BadSetting(setting, problem) from None
 
 
 def _is_pooled(connection: Connection, wanted: str) -> bool:
-    """Whether another client may get the session of this connection. Leaves nothing behind in either session.
+    """Whether another client may get the session of this connection. Changes neither session.
 
-    A pooler answers the login itself, so its process ID is not one of the server. A pooler that gives each client a
-    session of its own does so too: therefore two connections are compared.
+    A pooler answers the login with a process ID that the server does not have. A pooler that gives each client its own
+    session does the same, so two connections are compared.
     """
     first = _process(connection)
     for _ in range(_POOLER_CHECKS):
@@ -545,7 +547,7 @@ class PostgresSession:
 
     def _live(self) -> Connection:
         if self._process != os.getpid():
-            self._process, self._connection = os.getpid(), None  # belongs to the parent process, which goes on using it
+            self._process, self._connection = os.getpid(), None  # the parent process still uses it
         if self._connection is None or self._connection.closed or self._connection.broken:
             made = self._connect()
             if self._database.pooled and made.is_pooled:
@@ -571,7 +573,7 @@ class PostgresSession:
                 raise Refused("Postgres", self.where, first_line(error), do) from error
             if is_outage(error) or not answers(wanted):
                 raise
-        # The server refuses the login, or it came up between the two calls: try once more.
+        # The server refuses the login, or it became available between the two calls: try once more.
         try:
             return SessionConnection.open(wanted, options)
         except psycopg.OperationalError as error:

@@ -1,4 +1,4 @@
-"""Threads that run while this pipeline has the lease: maintenance, and the watch of waiting batches."""
+"""Threads that run while this pipeline has the lease: maintenance, and reports of batches that wait for a lock."""
 
 import threading
 import time
@@ -58,19 +58,21 @@ class LeasedThread(ABC):
 
 
 CLOCKS_DIFFER = 60.0
-"""Seconds of difference that are logged, and at which the alert TidemarkClocksDiffer fires."""
+"""A difference of this many seconds is logged, and the alert TidemarkClocksDiffer fires."""
 RETRY_TIDY = 60.0  # seconds until an incomplete run of retention is retried
-PAUSE_FACTOR = 20  # the pause after a comparison, in durations of it: otherwise millions of streams would take one core
+PAUSE_FACTOR = (
+    20  # pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Seconds between two checks.
+    """Seconds between two runs of each task.
 
     Attributes:
-        poll: whether a sink has lost data.
-        compare: of all streams with Postgres.
-        tidy: of retention.
+        poll: for lost data of a sink.
+        compare: comparisons of all streams with Postgres.
+        tidy: runs of retention.
     """
 
     poll: float = 1.0
@@ -89,7 +91,9 @@ class Maintenance(LeasedThread):
         config: MaintenanceConfig,
         clocks_differ: Callable[[float], object] = lambda _: None,
     ) -> None:
-        """`clocks_differ` is called with the seconds by which this host is ahead of Postgres, after each comparison."""
+        """`clocks_differ` called after each comparison with the seconds by which this host's clock is ahead of the
+        clock of Postgres.
+        """
         super().__init__("maintenance", lease)
         self._clocks_differ = clocks_differ
         self._clock_at = -float("inf")
@@ -173,7 +177,7 @@ class Maintenance(LeasedThread):
 
     def _tidy(self) -> None:
         if time.monotonic() >= self._tidy_at:
-            # Set before the run: a run that fails may have waited for locks, and batches waited behind it.
+            # Set before the run, because a failed run may have waited for locks, which blocks batches.
             self._tidy_at = time.monotonic() + min(self._config.tidy, RETRY_TIDY)
             now = self._postgres.clock.now(datetime.now(UTC))
             if self._postgres.tidy(now):
@@ -182,7 +186,9 @@ class Maintenance(LeasedThread):
 
 
 class WaitWatch(LeasedThread):
-    """Checks every second what a batch waits for, logs it, and notes it beside the lease. Probes read `problem`."""
+    """Checks every second what a batch waits for; logs it and stores it in the row of the lease. Probes read
+    `problem`.
+    """
 
     def __init__(self, waits: BatchWait, lease: Lease) -> None:
         super().__init__("waits", lease)

@@ -1,11 +1,11 @@
-"""Records that are read from Kafka again by offset, and produced unchanged: dead letters and requeued records.
+"""Reads records from Kafka again by offset, and produces them unchanged: dead letters and requeued records.
 
 *Dead letters* are rejected records, and go to their own topic. At least once: a repeated batch sends its dead letters
-again. Their headers show which ones are of the same record.
+again. Their headers identify copies of the same record.
 
 *Requeued* records were deferred, and go to the end of their own partition. The pipeline reads them like any other
-record. At least once: a crash between producing and noting it repeats some records, which are then duplicates. The
-requeues have a thread of their own, because it may read hours of records to find a few; batches go on meanwhile.
+record. At least once: after a crash some records are produced again, as duplicates. A separate thread requeues, because
+it may read hours of records to find a few, while batches continue.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Outgoing(NamedTuple):
 
 
 class Outbox:
-    """Records between the producer and its acknowledgement.
+    """Records that were produced and are not acknowledged yet.
 
     `instead` returns the replacement of a record that is too large for the topic; None for no replacement. `gone` is
     the number of records that were replaced or dropped.
@@ -53,7 +53,7 @@ class Outbox:
         self._producer = producer
         self._topic = topic
         self._instead = instead
-        self._too_large: list[Outgoing] = []  # replaced in `flush`: a callback may not produce
+        self._too_large: list[Outgoing] = []  # replaced in `flush`, because a callback may not produce
         self._error: KafkaError | None = None
 
     def put(self, record: Outgoing) -> None:
@@ -133,7 +133,7 @@ class KafkaConnections:
                     "message.timeout.ms": str(int(self._patience * 1000)),
                     # Shorter than the timeout: a missing topic is then distinguished from unavailable brokers.
                     "topic.metadata.propagation.max.ms": str(int(self._patience * 500)),
-                    "message.max.bytes": "100000000",  # the limit of the brokers counts, not that of the client
+                    "message.max.bytes": "100000000",  # only the brokers limit the size
                     "error_cb": self.errors,
                 }
             )
@@ -167,7 +167,7 @@ class DeadLettersConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered:
-    """The number of records sent to the dead letters, and how many of them without their value (`gone`)."""
+    """The number of records sent to the dead letters. `gone`: those without their value."""
 
     sent: int = 0
     gone: int = 0
@@ -178,7 +178,7 @@ class DeadLetters:
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._config = config
-        # The query has read these records, so they are committed.
+        # The query has already read these records, so they need no isolation.
         self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_uncommitted")
 
     def __enter__(self) -> Self:
@@ -275,7 +275,7 @@ class DeadLetters:
 
 
 def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
-    """Details beyond the `reason`: the defect and the fact concerned; empty if no more is known.
+    """Details beyond the `reason`: the defect and the fact concerned; empty if nothing is known.
 
     `id` is the first ID that contradicts its stream; 0 if the record itself is invalid.
     """
@@ -312,10 +312,10 @@ class DeadLetter:
     """A dead letter.
 
     Attributes:
-        partition: of the dead letter, as are `offset` and `time` (ms).
+        partition, offset, time: of the dead letter (`time` in ms).
         origin: topic, partition and offset of the rejected record.
         gone: why there is no value; empty if there is one.
-        headers: those of the rejected record.
+        headers: headers of the rejected record.
     """
 
     partition: int
@@ -336,7 +336,7 @@ class DeadLetter:
 
     @property
     def place(self) -> str:
-        """The name for people: the offset, with the partition before it unless that is 0."""
+        """The display name: the offset, preceded by the partition unless the partition is 0."""
         return f"{self.partition}/{self.offset}" if self.partition else str(self.offset)
 
 
@@ -359,7 +359,7 @@ class DeadLetterReader:
         return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
     def at(self, partition: int, offset: int) -> DeadLetter | None:
-        """None if there is no such offset, or no longer."""
+        """The dead letter at this offset; None if it does not exist or was deleted."""
         try:
             first, end = self._kafka.reader().offsets(self._topic, partition)
             if not first <= offset < end:
@@ -386,7 +386,9 @@ class DeadLetterReader:
 
 
 def _dead_letter(message: Message) -> DeadLetter:
-    """The headers of Tidemark are the last ones of their names: the record may have headers of the same names."""
+    """Parse a dead letter. Tidemark's headers are the last ones with their names: the record may have headers of the
+    same names.
+    """
     headers: list[tuple[str, Any]] = list(message.headers() or ())
     ours = {name: _readable(value or b"") for name, value in headers}
     at = next((i for i in range(len(headers) - 1, -1, -1) if headers[i][0] == "reason"), len(headers))
@@ -409,12 +411,12 @@ def _header(headers: list[tuple[str, Any]], name: str) -> str:
 
 
 def _readable(data: bytes) -> str:
-    """Printable text without control characters: anybody may have produced the record."""
+    """Printable text without control characters, because the producer of the record is not trusted."""
     return printable(data.decode(errors="replace"))
 
 
 def _number(text: str | None) -> int:
-    """-1 if the header is missing or is not a number."""
+    """Parse the number in a header; -1 if the header is missing or is not a number."""
     return int(text) if text is not None and text.isdecimal() else -1
 
 
@@ -423,15 +425,15 @@ RETRY_AFTER = 5.0  # seconds after a problem
 
 @dataclass(frozen=True, slots=True)
 class RequeueConfig:
-    """Settings of the thread.
+    """Settings of the requeuing thread.
 
     Attributes:
-        client: librdkafka settings of the consumer; may hold a password. So may `producer`.
+        client: librdkafka settings of the consumer; may contain a password, as may `producer`.
         patience: seconds without progress before a problem is reported.
-        records: bound of the records that one step produces.
-        volume: about the bytes that one step produces.
-        read: bound of the records that one step reads.
-        poll: seconds between two steps. 10,000 requeued records/s leave room for new ones.
+        records: the largest number of records that one step produces.
+        volume: the approximate bytes that one step produces.
+        read: the largest number of records that one step reads.
+        poll: seconds between two steps; 10,000 requeued records/s leave capacity for new ones.
     """
 
     topic: str
@@ -445,10 +447,10 @@ class RequeueConfig:
 
 
 class Requeuer(LeasedThread):
-    """Requeues deferred records. Problems are logged, noted for `tidemark status`, and retried.
+    """Requeues deferred records. Problems are logged, stored for `tidemark status`, and retried.
 
-    Positions of the writers concerned stay where they are meanwhile. `produced` is called with the number of records
-    that a step has produced.
+    The positions of the writers concerned do not move meanwhile. `produced` is called with the number of records that a
+    step has produced.
     """
 
     def __init__(
@@ -495,7 +497,7 @@ class Requeuer(LeasedThread):
         """Produce some of the records.
 
         Returns:
-            The rest, once the brokers have acknowledged the records, and the problem that prevents the rest.
+            What remains after the brokers have acknowledged the records, and the problem that prevents it, if any.
         """
         try:
             return self._step(requeue)
@@ -517,7 +519,7 @@ class Requeuer(LeasedThread):
         with closing(self._kafka.reader().read(topic, requeue.partition, following)) as records:
             while following <= requeue.last and sent < self._config.records and volume < self._config.volume:
                 record = next(records, None)
-                if record is None or record.offset() >= end:  # later records were requeued just now
+                if record is None or record.offset() >= end:  # later records were just requeued
                     problem = "the partition ends before the records, or has just lost them"
                     break
                 key, value = record.key(), record.value()

@@ -19,11 +19,11 @@ class Batch:
     """The effects of a batch.
 
     Attributes:
-        query: the lineage of the batch: batches of one start of the pipeline have one name.
+        query: the name of the query, one for each start of the pipeline.
         number: of the batch in its query.
         token: of the lease.
-        after: query and number of the batch that Postgres must have applied last. None if it must not have applied any;
-            `...` if it is not checked, for batches that no query has made.
+        after: query and number of the batch that Postgres must have applied last; None if it must have applied none;
+            `...` to skip the check, for batches without a query.
     """
 
     query: str
@@ -52,7 +52,7 @@ class Batch:
 class Committed:
     """The outcome of a batch's transaction in Postgres.
 
-    `settled` and `positions`, by stream and writer, have only what differs from the batch: Postgres may know a writer
+    `settled` and `positions`, by stream and writer, contain only differences from the batch: Postgres may know a writer
     that the state had already dropped.
 
     Attributes:
@@ -77,24 +77,24 @@ class Refilled:
 
 
 class Fence(Protocol):
-    """The lease, as a sink sees it: the right to publish."""
+    """The right to publish: the sink's interface to the lease."""
 
     @property
     def token(self) -> int:
         """Higher than the token of every earlier owner."""
 
     def check(self) -> None:
-        """Raise `LeaseLost` if another process is known to have the lease. Queries no server."""
+        """Raise `LeaseLost` if this process knows that another one has the lease. Queries no server."""
 
 
 class Sink(Protocol):
-    """A sink is made with the `Postgres` that it copies and the `Fence` under which it writes. Any thread may call.
+    """Publishes a copy of Postgres. Created with the `Postgres` to copy and the `Fence` to write under. Thread-safe.
 
     `tests/sinks/test_contract.py` checks five laws for every sink:
 
     - monotone: no call moves a visible position towards 0, even if batches come again, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
-    - fenced: the sink stores the highest token that it has seen beside its data, and refuses lower ones; the first
+    - fenced: the sink stores the highest token that it has seen with its data, and refuses lower ones; the first
       `LeaseLost` names that token, so that the next owner can choose a higher one at once;
     - isolated: a failure that is caused by the data of one stream is a fault of that stream only;
     - refilled: `refill` restores from Postgres everything that the sink has lost, and `lost` detects the loss.
@@ -120,13 +120,13 @@ class Sink(Protocol):
             The number of streams that changed for readers.
 
         Raises:
-            LeaseLost: nothing of the stream concerned was published.
+            LeaseLost: no change of the stream concerned was published.
         """
 
     def faults(self) -> Mapping[str, str]:
         """Streams that the sink cannot publish, and the problem of each. Queries no server.
 
-        They are left out until a `refill` has retried them. There may be any number of them.
+        Publishing skips them until a `refill` has retried them. Their number is unbounded.
         """
 
     def compared(self) -> Mapping[str, tuple[int, int]]:
@@ -141,5 +141,5 @@ class Sink(Protocol):
     def refill(self) -> Refilled:
         """Compare every stream with Postgres and write what is missing. Readers may read meanwhile.
 
-        Also called from time to time if nothing seems lost. Raises `LeaseLost`.
+        Also called periodically if nothing seems lost. Raises `LeaseLost`.
         """

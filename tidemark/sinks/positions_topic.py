@@ -1,10 +1,10 @@
 """The sink that publishes positions to a compacted Kafka topic: the key of a record is the stream, its value is JSON.
 
-Kafka appends only, so a position goes back if an older value follows a newer one. Three things prevent this. Each value
-is merged with the last value of its key, so no position in it is lower. The producer is transactional, so retries
+Kafka only appends, so a position would go back if an older value followed a newer one. Three things prevent this. Each
+value is merged with the last value of its key, so no position in it is lower. The producer is transactional, so retries
 neither repeat nor reorder records. Its transactional ID is the topic's name, so the brokers refuse a former owner as
-soon as the next one has connected. The header `fence` has the token of the owner, so a former owner that connects
-again reads the token of its successor first.
+soon as the next one has connected. The header `fence` has the token of the owner, so a former owner that connects again
+reads the token of its successor first.
 """
 
 import threading
@@ -30,14 +30,14 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 FENCE = "fence"
-STREAMS_PER_CHUNK = 1000  # of one transaction
+STREAMS_PER_CHUNK = 1000  # in one transaction
 FRAME_BYTES = 200  # Kafka adds at most this to a record that is alone in its batch, with its header
 FENCED = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
 DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
 class PositionRecord(msgspec.Struct, frozen=True, gc=False):
-    """The value of a record. Each field means what it means in the sidecar's answer for the stream."""
+    """The value of a record. Fields have the same meaning as in the sidecar's answer for the stream."""
 
     stream: str
     linear: int
@@ -50,7 +50,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class TopicIdentity(Protocol):
-    """What tells a topic from another one of the same name."""
+    """Distinguishes a topic from another one of the same name."""
 
     @property
     def id(self) -> str: ...
@@ -59,13 +59,13 @@ class TopicIdentity(Protocol):
 
 
 class TopicLookup(Protocol):
-    """Questions to the brokers about a topic. Each raises `Unavailable` and `TopicMissing`."""
+    """Queries the brokers about a topic. Each raises `Unavailable` and `TopicMissing`."""
 
     def identities(self, names: Iterable[str]) -> Mapping[str, Any]:
         """The `TopicIdentity` of each topic."""
 
     def max_message_bytes(self, name: str) -> int:
-        """The topic's limit for one batch of records. Raises `Refused` if this user may not ask."""
+        """The topic's limit for one batch of records. Raises `Refused` if this user may not describe the topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class PositionsTopic:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """One call at a time. After an error, the next call connects and reads the topic again."""
+        """Serialise calls. After an error, the next call connects and reads the topic again."""
         with self._lock:
             self._kafka.errors.forget()
             try:
@@ -146,7 +146,7 @@ class PositionsTopic:
 
     def _publish(self, producer: Producer, batch: Batch, committed: Committed) -> int:
         if not self._has_compared:
-            # The topic may lack what earlier processes committed.
+            # The topic may lack batches that earlier processes committed.
             return self._refill(producer).streams
         values: dict[str, bytes] = {}
         others: list[str] = []
@@ -176,12 +176,13 @@ class PositionsTopic:
     def refill(self) -> Refilled:
         with self._calling():
             if self._faults:
-                self._disconnect()  # what is repaired shows when the topic is read again
+                self._disconnect()  # the topic is read again, because a fault may be repaired
             return self._unless_fenced(self._refill)
 
     def _unless_fenced(self, call: Callable[[Producer], T]) -> T:
-        """Call again if another process has taken over and has written nothing: it has no higher token, so it is
-        older."""
+        """Call again if the producer was fenced but no higher token is in the topic: the other process is an older
+        owner.
+        """
         try:
             return call(self._take_over())
         except KafkaException as error:
@@ -203,7 +204,7 @@ class PositionsTopic:
         return Refilled(changed)
 
     def _stored(self, streams: Iterable[str], linear: dict[str, tuple[int, int]] | None = None) -> dict[str, bytes]:
-        """The values of streams as Postgres has them, without faulty ones. Fills `linear` for `compared`."""
+        """The values of streams according to Postgres, without faulty streams. Fills `linear` for `compared`."""
         values = {}
         for stream, row in self._postgres.positions(list(streams)).items():
             if stream in self._faults:
@@ -227,7 +228,7 @@ class PositionsTopic:
         return _ENCODER.encode(PositionRecord(stream, linear, vector, str(Token.of(linear, vector))))
 
     def _write(self, producer: Producer, values: Mapping[str, bytes]) -> int:
-        """Write what differs from the last value of each stream, in one transaction; returns the number of streams."""
+        """Write the changed values of streams in one transaction; returns their number."""
         changed = {}
         for stream, value in values.items():
             key = stream.encode()
@@ -274,7 +275,9 @@ class PositionsTopic:
         return count
 
     def _visible(self, partition: int, offset: int) -> int:
-        """Wait until consumers see a committed record (Kafka completes a transaction later); returns the end offset."""
+        """Wait until consumers see a committed record, which may take a moment after the commit; returns the end
+        offset.
+        """
         deadline = time.monotonic() + self._patience
         while True:
             end = self._kafka.reader().offsets(self._topic, partition)[1]
@@ -285,18 +288,18 @@ class PositionsTopic:
             time.sleep(0.005)
 
     def _take_over(self) -> Producer:
-        """The producer, after everything in the topic was read. Raises `LeaseLost` if a newer owner has written."""
+        """Connect the producer and read the whole topic. Raises `LeaseLost` if a newer owner has written."""
         self._fence.check()
         if self._identity is None:
             self._identify()
         self._read_new()
         if self._producer is None:
-            with suppress(Stop):  # this user may not ask
+            with suppress(Stop):  # this user may not describe the topic
                 self._max_bytes = self._topics.max_message_bytes(self._topic)
             producer = self._kafka.writer()
             producer.init_transactions(self._patience)
             self._producer = producer
-            self._read_new()  # what the former owner wrote before it was fenced
+            self._read_new()  # records of the former owner before it was fenced
         return self._producer
 
     def _identify(self) -> None:
@@ -311,7 +314,7 @@ class PositionsTopic:
         self._may_have_lost = True
 
     def _read_new(self) -> None:
-        """Read what others have written since the last call. Raises `LeaseLost`."""
+        """Read the records that other processes have written since the last call. Raises `LeaseLost`."""
         assert self._identity is not None
         for partition in range(self._identity.partitions):
             first, end = self._kafka.reader().offsets(self._topic, partition)
@@ -340,7 +343,7 @@ class PositionsTopic:
             fences = [int(text) for name, text in record.headers() or () if name == FENCE]
             if _DECODER.decode(value).stream != stream:
                 raise ValueError("the key is not the name of the stream")
-        except ValueError as error:  # msgspec's are among them
+        except ValueError as error:  # includes msgspec's errors
             self._values.pop(stream, None)
             self._faults[stream] = (
                 f"the newest record, at offset {record.offset()} of partition {record.partition()} of topic "

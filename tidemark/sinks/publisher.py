@@ -1,7 +1,7 @@
-"""Publishing a computed batch: Postgres, then the sinks, then the dead letters (docs/design.md 5, rule 4).
+"""Publishes a computed batch: to Postgres, then to the sinks, then the dead letters (docs/design.md 5, rule 4).
 
-One batch at a time, on any thread. A step is retried until its server answers. If the answer to a commit was lost, the
-next attempt finds the commit; the other steps are idempotent. After a kill, the next query begins after the last
+One batch at a time, on any thread. A step is retried until its server answers. If the answer to a commit is lost, the
+next attempt detects the commit; the other steps are idempotent. After a kill, the next query begins after the last
 commit, and the sinks are refilled from Postgres (`sinks.background`).
 """
 
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-CONTENT_ATTEMPTS = 3  # refusals for the same reason, after which the content of a batch counts as refused
+CONTENT_ATTEMPTS = 3  # refusals for the same reason until the content of a batch counts as refused
 CONTENT_PAUSE = 0.2  # seconds between two attempts
 
 
@@ -39,10 +39,10 @@ class Published:
     """The outcome of a batch.
 
     Attributes:
-        repeated: Postgres had applied the batch before.
+        repeated: Postgres had already applied the batch.
         streams: number of streams that changed for readers.
         published_at: when the last sink had the whole batch, seconds since 1970.
-        seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), with the time of outages.
+        seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), including outages.
     """
 
     batch: int
@@ -54,9 +54,10 @@ class Published:
 
 
 class Publisher:
-    """The steps of `publish` are `commit`, `show` for each sink, and `dead_letter`. Each may be repeated.
+    """Publishes batches. The steps of `publish` are `commit`, `show` for each sink, and `dead_letter`; each may be
+    repeated.
 
-    `failed` is called for each attempt that a server did not answer.
+    `failed` is called after each attempt that a server did not answer.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Publisher:
     ) -> Published:
         """Publish batch `number` of `query` to all sinks. Waits for unavailable servers without limit.
 
-        The query must restart after each of the errors, and after any error of the kind `Stop`.
+        The query must restart after each of these errors, and after a `Stop`.
 
         Raises:
             Stopping: the event was set during a wait.
@@ -104,7 +105,7 @@ class Publisher:
         return Published(number, committed.repeated, streams, dead_lettered, published_at, seconds)
 
     def _commit_content(self, batch: Batch) -> Committed:
-        """`commit`. Raises `ContentRefused` if Postgres refuses the content several times for the same reason."""
+        """`commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of the content for the same reason."""
         problems: list[str] = []
         while True:
             try:
@@ -138,7 +139,9 @@ class Publisher:
         return dead_lettered
 
     def send_unsent(self) -> None:
-        """Send the dead letters of earlier queries, whose batches do not come again. Raises the errors of `publish`."""
+        """Send the dead letters of earlier queries, whose batches will not be repeated. Raises the errors of
+        `publish`.
+        """
         for unsent in self._postgres.unsent_dead_letters():
             self._with_retries(partial(self._dead_letters.send, unsent.rejected))
             self._postgres.dead_letters_sent(unsent.query, unsent.batch)

@@ -1,7 +1,7 @@
-"""The schema `tidemark_reader` in a database of readers: its installation, and the positions that others write there.
+"""The schema `tidemark_reader` in a database of readers: its installation, and the writes of published positions.
 
 `reader/schema.sql` has the tables that `tidemark.Reader` needs. `reader/functions.sql` has the positions, and the
-functions for readers in any language (docs/design.md 6b). A process without the library of Redis can use this module.
+functions for readers in any language (docs/design.md 6b). This module does not import redis-py.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -44,19 +44,19 @@ class PublishedLate:
 
 @cache
 def _script() -> tuple[str, str]:
-    """The SQL of the schema, and a mark of its version."""
-    folder = files("tidemark") / "sinks" / "reader"  # not of that package, which needs redis
+    """The SQL of the schema, and its version mark."""
+    folder = files("tidemark") / "sinks" / "reader"  # without an import of that package, which needs redis
     text = "\n".join((folder / name).read_text("utf-8") for name in ("schema.sql", "functions.sql"))
     return text, sha256(text.encode()).hexdigest()[:16]
 
 
 def reader_session(dsn: Dsn, application: str) -> PostgresSession:
-    """A session in a database of readers; `application` is its name among the sessions of the server."""
+    """A session in a database of readers; `application` is its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
 def install(session: PostgresSession) -> bool:
-    """Create or update tables and functions; returns whether anything was missing. Takes no lock if nothing is.
+    """Create or update tables and functions; returns whether something was missing. Takes no lock otherwise.
 
     Raises `PrerequisitePending` if a lock was not free in time.
     """
@@ -88,7 +88,7 @@ class KnownStream:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What was published of a stream. Late completions up to number `late_after` are not among `late`."""
+    """The published positions and late completions of a stream. `late` begins after number `late_after`."""
 
     linear: int
     writers: Mapping[str, int]
@@ -97,14 +97,15 @@ class Move:
 
 
 def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
-    """By name, the streams whose positions this database has."""
+    """The streams whose positions this database has, by name."""
     rows = session.fetch_tuples("select stream, linear, late, source = 'database' from tidemark_reader.positions")
     return {stream: KnownStream(linear, late, is_decided_here) for stream, linear, late, is_decided_here in rows}
 
 
 def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
-    """By stream that services append to in this database: the ID (a magnitude) behind which it begins, and the epochs
-    of its writers. Empty without a relay."""
+    """For each stream that services append to in this database: the ID (a magnitude) after which it begins, and the
+    epochs of its writers. Empty without a relay.
+    """
     if session.fetch_value("select to_regclass('tidemark.append_streams')") is None:
         return {}
     rows = session.fetch_tuples(
@@ -122,7 +123,7 @@ def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, 
 
 
 def late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """How many late completions of a stream this database has after a number, by stream and number."""
+    """By (stream, number), the number of late completions after that number in this database."""
     rows = session.fetch_tuples(
         "select known.stream, known.number, (select count(*) from tidemark_reader.late_completions l"
         "   where l.stream = known.stream and l.number > known.number)"
@@ -133,15 +134,16 @@ def late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> 
 
 
 def share(session: PostgresSession, stream: str, late: int) -> None:
-    """From now on the published positions move the stream. Late completions up to number `late` are older than that."""
+    """Begin to follow the published positions of a stream. Late completions up to number `late` are older."""
     session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
 
 
 def publish(session: PostgresSession, moves: Mapping[str, Move]) -> None:
-    """Move streams to their published positions, in one transaction with their late completions. A lower position moves
-    nothing."""
+    """Move streams to their published positions, in one transaction with their late completions. A lower position is
+    ignored.
+    """
     with session.use() as connection, connection.transaction():
-        # First, so that the position that passes a late fact never comes before it.
+        # Before the positions, so that no position passes a late fact first.
         for stream, move in moves.items():
             if move.late or move.late_after:
                 _publish_late(connection, stream, move)

@@ -1,4 +1,4 @@
-"""Connections to Kafka: one description of a connection, in librdkafka's words. Opens none."""
+"""The settings of a connection to Kafka, for librdkafka. Opens no connection."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ _BATCH_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class OAuth:
-    """Client credentials of OAuth 2: where tokens come from (`token_url`), and who we are there."""
+    """OAuth 2 client credentials. `token_url`: the endpoint that issues tokens."""
 
     token_url: str
     client_id: str
@@ -28,11 +28,12 @@ class OAuth:
 
 @dataclass(frozen=True, slots=True)
 class KafkaConnection:
-    """The brokers' address, and the means to be let in. Files are PEM; without `ca_file` the system's roots count.
+    """The brokers' address and the credentials. Files are PEM; without `ca_file` the system's root certificates are
+    used.
 
     `protocol` is one of PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL; `mechanism` one of PLAIN, SCRAM-SHA-256,
-    SCRAM-SHA-512, OAUTHBEARER, and the last needs `oauth` (app/settings.py checks them). With `certificate_file` and
-    `key_file` (without a password) the brokers know us by our certificate.
+    SCRAM-SHA-512, OAUTHBEARER, and OAUTHBEARER needs `oauth` (app/settings.py checks them). With `certificate_file` and
+    `key_file` (without a password) the client authenticates by its certificate.
     """
 
     bootstrap: str
@@ -51,7 +52,7 @@ class KafkaConnection:
             "bootstrap.servers": self.bootstrap,
             "security.protocol": self.protocol,
             "client.id": "tidemark",
-            # A broker that is away is reported once, by our own errors, and not on stderr at every attempt.
+            # Tidemark reports an unreachable broker once; librdkafka would write to stderr at every attempt.
             "log_level": "2",
             "reconnect.backoff.max.ms": "2000",
         }
@@ -74,8 +75,8 @@ class KafkaConnection:
         return settings | {name: value for name, value in optional.items() if value is not None}
 
     def carried(self) -> dict[str, str]:
-        """The same for clients on other hosts, with certificates and keys in place of the names of their files; two
-        readings are equal until a secret rotates. Never log it. Raises `BadSetting` for a file that cannot be read.
+        """Settings for clients on other hosts: with the contents of certificate and key files instead of their names.
+        Two results are equal until a secret rotates. Never log them. Raises `BadSetting` if a file cannot be read.
         """
         settings = self.client()
         for part in ("ca", "certificate", "key"):
@@ -84,7 +85,7 @@ class KafkaConnection:
         return settings
 
     def producer(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
-        """Settings of every producer of ours: nothing lost, doubled or reordered inside a partition.
+        """Settings of every producer: no record is lost, duplicated or reordered in a partition.
 
         `max_bytes`: the topic's `max.message.bytes`. A broker refuses a batch above it, with every record in the batch.
         """
@@ -95,7 +96,7 @@ class KafkaConnection:
             "partitioner": "murmur2_random",
             "compression.type": "lz4",
             "linger.ms": "5",
-            # What the topic takes after compression may be larger before it.
+            # A batch that the topic accepts after compression may be larger before it.
             "message.max.bytes": str(max(_BATCH_BYTES, max_bytes)),
             "batch.size": str(min(_BATCH_BYTES, max_bytes)),
         }

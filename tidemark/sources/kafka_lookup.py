@@ -1,7 +1,7 @@
 """Readers of a topic: `RecordReader` reads records between two offsets of a partition, `Tail` follows the end of a
 topic.
 
-Neither has a consumer group or commits offsets: the caller says where to begin, and begins again after every error.
+Neither has a consumer group or commits offsets: the caller gives the offsets, and starts again after every error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void,
 
 @dataclass(frozen=True, slots=True)
 class RecordedMessage:
-    """`time` is Kafka's, in ms since 1970."""
+    """A record with its position. `time`: Kafka's timestamp, in ms since 1970."""
 
     topic: str
     partition: int
@@ -48,14 +48,14 @@ class RecordReader:
             self._opened.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """The oldest offset that is kept, and that of the next record that will be written."""
+        """The oldest available offset, and the offset of the next record that will be written."""
         try:
             return self._reader().offsets(topic, partition)
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
 
     def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
-        """The records in `[first, end)`, which lies within the bounds; fewer if retention removes some meanwhile."""
+        """The records in `[first, end)`, within `bounds`. Records that retention removes meanwhile are missing."""
         if first >= end:
             return
         try:
@@ -73,20 +73,21 @@ class RecordReader:
 
     def _reader(self) -> PartitionReader:
         if self._opened is None:
-            # As the pipeline reads: what a writer's transaction aborted never happened.
+            # The pipeline also skips records of aborted transactions.
             self._opened = PartitionReader(self._connection.client(), self._errors, self._patience, "read_committed")
         return self._opened
 
 
 AT_ONCE = 2_000
-"""Records that one call gives at most: a RUN has any number, and who takes them has other things to do."""
+"""The largest number of records that one `read` returns: a RUN has any number of edges, each a record."""
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 class Tail:
-    """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`: begin again then.
+    """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`; call `begin` again
+    afterwards.
 
-    `patience`: seconds that the brokers have for an answer, and that a process which ends may wait for this thread.
+    `patience`: time limit of each request to the brokers, in seconds.
     """
 
     def __init__(self, connection: KafkaConnection, topic: str, patience: float = 2.0) -> None:
@@ -95,7 +96,7 @@ class Tail:
         self._patience = patience
         self._errors = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
-        self._left: Iterator[tuple[int, Record]] = iter(())  # of what the consumer gave
+        self._left: Iterator[tuple[int, Record]] = iter(())  # the rest of the last message
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +111,10 @@ class Tail:
             self._consumer = None
 
     def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
-        """Read each partition from its offset in `offsets` on, and from its start if it has none.
+        """Read each partition from its offset in `offsets`; a partition without one from its start.
 
         Returns:
-            For every partition, whether no record ever came before that offset.
+            For every partition, whether the partition never had a record before that offset.
         """
         self.close()
         self._errors.forget()
@@ -124,7 +125,7 @@ class Tail:
             raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """The records that came, each with its partition, as soon as one did; none after `seconds`.
+        """Wait up to `seconds` for records, and return the new ones with their partitions; none if none arrived.
 
         The records of a partition are in order and complete, but bad records are left out. Each edge of a RUN is a
         record.
@@ -146,11 +147,11 @@ class Tail:
         self._consumer = Consumer(
             {
                 **self._connection.client(),
-                "group.id": "tidemark-tail",  # wanted by librdkafka; nothing is ever committed to it
+                "group.id": "tidemark-tail",  # librdkafka requires it; offsets are never committed
                 "enable.auto.commit": "false",
                 "enable.auto.offset.store": "false",
                 "auto.offset.reset": "error",
-                "isolation.level": "read_committed",  # as the pipeline reads
+                "isolation.level": "read_committed",  # same as the pipeline
                 "fetch.wait.max.ms": "50",
                 "queued.max.messages.kbytes": "16384",
                 "error_cb": self._errors,
@@ -185,7 +186,7 @@ class Tail:
 
 
 def singles(record: Record) -> Iterator[Record]:
-    """Records of one edge each, which together mean the same as `record`."""
+    """Split `record` into records of one edge each."""
     if not isinstance(record, FactRun):
         yield record
         return

@@ -12,13 +12,15 @@ from tidemark.sources.topics import Topics
 
 FOR_EVER = 0.0
 _FRAME_BYTES = 150
-"""What Kafka adds to a record that is alone in its batch, at most: the head of the batch, lengths, offsets."""
+"""The largest number of bytes that Kafka adds to a record that is alone in its batch: batch header, lengths, offsets.
+"""
 
 
 def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
-    """A producer whose limits follow the topic's `max.message.bytes`, as it is now.
+    """A producer whose limits follow the topic's current `max.message.bytes`.
 
-    Raises `Unavailable` if Kafka does not answer, `TopicMissing`, and `Refused` if this user may not describe it.
+    Raises `Unavailable` if Kafka does not answer, `TopicMissing`, and `Refused` if this user may not describe the
+    topic.
     """
     return RecordProducer(connection, topic, give_up_after, Topics(connection).max_message_bytes(topic))
 
@@ -36,10 +38,10 @@ def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]
 
 
 class RecordProducer:
-    """One thread. What was sent is in Kafka only once `flush` returned without an error.
+    """For one thread. Records are certainly in Kafka only after `flush` has returned 0.
 
-    `give_up_after` (seconds) bounds how long a record is tried; `FOR_EVER` waits out any outage and keeps the order.
-    `max_bytes` is the topic's `max.message.bytes`.
+    `give_up_after` (seconds) is the delivery time limit of a record; with `FOR_EVER` the producer retries without a
+    limit and keeps the order. `max_bytes` is the topic's `max.message.bytes`.
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class RecordProducer:
         """Partition and offset of the record that was acknowledged last."""
         settings = connection.producer(max_bytes) | {
             "message.timeout.ms": str(int(give_up_after * 1000)),
-            # Whoever sends bounds what waits by its own means; a full queue would block, and nothing could end it.
+            # Callers bound their backlog themselves. A full queue would block without a way to interrupt it.
             "queue.buffering.max.messages": "500000",
-            # After a record that the broker refused nothing follows: a fact of several rows is complete with its last
-            # record, also if Kafka lacks another one.
+            # Send nothing after a refused record: the last record of a fact of several rows completes the fact, even if
+            # Kafka lacks another one.
             "enable.gapless.guarantee": "true",
         }
         try:
@@ -72,8 +74,9 @@ class RecordProducer:
         self._poll(0)
 
     def send_all(self, stream: str, values: Iterable[bytes], acknowledged: Callable[[], None]) -> None:
-        """Queue several records. `acknowledged` is called for each as Kafka has it, during a later call of any
-        method."""
+        """Queue several records. `acknowledged` is called once for each record that Kafka has, during later calls of
+        any method.
+        """
         key, done = stream.encode(), partial(self._delivered, acknowledged=acknowledged)
         for value in values:
             self._produce(key, value, done)
@@ -86,13 +89,13 @@ class RecordProducer:
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
-                self._poll(0)  # raises the reason, if the client has failed for good
+                self._poll(0)  # raises the reason if the client has failed permanently
                 raise kafka_error(error.args[0], self.where) from error
             else:
                 return
 
     def max_value_bytes(self, stream: str) -> int:
-        """Bytes of a record's value that the topic takes under this key, whatever it compresses to."""
+        """The largest value in bytes that the topic accepts with this key, independent of compression."""
         return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
     def backlog(self) -> int:
@@ -101,20 +104,22 @@ class RecordProducer:
         return len(self._producer)
 
     def flush(self, seconds: float) -> int:
-        """Wait for acknowledgements; the number of records that have none yet. Raises `Unavailable` or `Refused`."""
-        with self._errors.explaining():  # what made the client fail for good
+        """Wait for acknowledgements; returns the number of records that have none yet. Raises `Unavailable` or
+        `Refused`.
+        """
+        with self._errors.explaining():  # the reason if the client has failed permanently
             left: int = self._producer.flush(seconds)
         self._check()
         return left
 
     def deliver(self, seconds: float) -> None:
-        """Return when Kafka has acknowledged every record; raises `Unavailable` if it does not in that time."""
+        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `seconds`."""
         if left := self.flush(seconds):
             raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
 
     @property
     def problem(self) -> str:
-        """Why the brokers were last out of reach, for a message."""
+        """The last reason why the brokers were unreachable, for a message."""
         return self._errors.reason
 
     def _poll(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The run loop of the relay and of the bridge to Synapse: connect, wait for the turn, work, back off, start again.
+"""The run loop of the relay and of the bridge to Synapse: connect, wait for the lock, work, back off, start again.
 
 Each reads a database and sends records to Kafka. Any number of processes may run for one database. One of them holds an
 advisory lock of its session and works; the others are on standby until that session ends.
@@ -25,7 +25,7 @@ from tidemark.streaming.wire import records
 log = get_logger(__name__)
 
 FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE = 5.0, 60.0
-"""Seconds between two queries for the topic's limit, at first and in the end."""
+"""Shortest and longest seconds between two queries for the topic's limit."""
 
 
 class OversizedRecords:
@@ -44,7 +44,7 @@ class OversizedRecords:
         return any(name == stream for name, _ in self._bytes)
 
     def forget(self) -> None:
-        """Forget all: every record is judged again."""
+        """Clear the set: each record is checked again."""
         for stream, _ in self._bytes:
             self._gauge.labels(stream).set(0)
         self._bytes, self.causes = {}, {}
@@ -76,7 +76,9 @@ class OversizedRecords:
         )  # fmt: skip
 
     def larger(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """A producer that takes one of the records, once the topic does. Asks Kafka less and less often."""
+        """Make a producer that can send one of the records; None until the topic accepts it. Queries Kafka with growing
+        pauses.
+        """
         if not self._bytes or now < self._due:
             return None
         self._due = now + self._backoff.next()
@@ -90,17 +92,17 @@ class OversizedRecords:
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 _STEADY = 60.0
-"""Seconds of work after which the next failure counts as the first one again."""
+"""After this many seconds of work the back-off starts again with the first pause."""
 _STANDBY_PAUSE = 1.0
 """Seconds between two attempts of a standby to get the lock."""
 LOCK_TIMEOUT = "10s"
-"""How long a statement waits for a lock on tables or sequences, before the log names the sessions that hold it."""
+"""Lock time-out of a statement. Afterwards the log names the sessions that hold the lock."""
 PATIENCE = 30.0
-"""Seconds that Kafka has to acknowledge records, before the work starts again."""
+"""If Kafka acknowledges no record for this many seconds, the work starts again."""
 SILENCE_LOGGED_AFTER = 5.0
-"""Seconds without an acknowledgement of Kafka before the log says so."""
+"""The log reports Kafka after this many seconds without an acknowledgement."""
 FAILURE_REPORTED_AFTER = 5.0
-"""Seconds of one failure before it is reported to readers: most servers are back sooner."""
+"""A failure is reported to readers only after this many seconds: most outages are shorter."""
 _LOCK_HOLDERS = """
 select array_agg(distinct pid) from pg_locks where locktype = 'advisory' and objsubid = 2 and granted
     and classid = %s::bigint::oid and objid::bigint = any (select key & 4294967295 from unnest(%s::bigint[]) as key)
@@ -119,7 +121,7 @@ class LoopMetrics:
             registry: gets the metrics.
             prefix: the beginning of each metric's name, such as `tidemark_relay`.
             process: the command after `tidemark`, for the descriptions.
-            transaction_labels: the fields of `OpenTransaction` by which the oldest one is shown.
+            transaction_labels: the fields of `OpenTransaction` that label the oldest transaction.
         """
         self.registry = registry
         self._transaction_labels = transaction_labels
@@ -170,14 +172,16 @@ class LoopMetrics:
         )
 
     def clear(self) -> None:
-        """This process does not work any more: its state may be that of another process by now."""
+        """Clear the metrics of the state: this process has stopped working, and another one may have changed the
+        state.
+        """
         self.active.set(0)
         self.standby.set(0)
         self.open.show([])
 
 
 class KafkaWait:
-    """Logs one line when Kafka has acknowledged nothing of a producer for a while, and one when it does again."""
+    """Logs when Kafka has not acknowledged any record of a producer for a while, and when it does again."""
 
     def __init__(self) -> None:
         self._delivered = -1
@@ -185,7 +189,7 @@ class KafkaWait:
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Note how many records are not acknowledged now."""
+        """Update the number of records that are not acknowledged."""
         now = time.monotonic()
         if not unacknowledged or producer.delivered != self._delivered:
             if self._is_logged:
@@ -197,7 +201,7 @@ class KafkaWait:
 
 
 class Standby:
-    """The advisory locks of one kind of process. Logs a line when a wait for them begins, and one when it ends."""
+    """The advisory locks of one kind of process. Logs when a wait for the locks begins and ends."""
 
     def __init__(self, space: int) -> None:
         """`space` is the first half of each lock's key."""
@@ -240,7 +244,7 @@ class RunLoop(ABC):
         halt: threading.Event,
         heartbeat: int = 0,
     ) -> None:
-        """`heartbeat`: seconds from one report of each stream to the next; 0: only if there is something to report."""
+        """`heartbeat`: seconds between two reports of each stream; 0: report only changes."""
         self._session = session
         self._schema = schema
         self._make_producer = make_producer
@@ -278,7 +282,7 @@ class RunLoop(ABC):
                         began = time.monotonic()
                         self._work(connection)
             except (Retry, Refused, SchemaMismatch) as error:
-                # A schema that this process has used and that is gone now is being restored.
+                # If a schema that this process has used is missing, it is being restored.
                 is_final = isinstance(error, SchemaMismatch) and error.found != 0
                 if is_final or not (self._has_worked or isinstance(error, Retry)):
                     raise
@@ -298,7 +302,7 @@ class RunLoop(ABC):
 
     @abstractmethod
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
-        """The keys of the locks that only one process holds."""
+        """The keys of the locks of which one process holds all."""
 
     @abstractmethod
     def _work(self, connection: Connection) -> None:
@@ -309,7 +313,7 @@ class RunLoop(ABC):
         self._session.close()
 
     def _has_its_turn(self, connection: Connection) -> bool:
-        """Wait until no other process works. Not in the server: that would hold a snapshot."""
+        """Wait until no other process works. Polls, because a wait in the server would hold a snapshot."""
         keys = self._lock_keys(connection)
         while not self._halt.is_set():
             if self._standby.take(connection, keys):
@@ -320,7 +324,7 @@ class RunLoop(ABC):
         return False
 
     def _connect_producer(self) -> None:
-        """Make a producer, unless there is one that works."""
+        """Make a producer, unless a working one exists."""
         if not self._has_producer:
             self._use_producer(self._make_producer())
 
@@ -328,14 +332,14 @@ class RunLoop(ABC):
         self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
 
     def _deliver(self) -> None:
-        """Return when Kafka has acknowledged every record; raises `Unavailable` if it does not in time."""
+        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `PATIENCE` seconds."""
         deadline = time.monotonic() + PATIENCE
         while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
             self._kafka_wait.check(self._producer, left)
         self._producer.deliver(0)
 
     def _poll_kafka(self) -> None:
-        """Take Kafka's acknowledgements, and log if there are none for long."""
+        """Process Kafka's acknowledgements, and log if none arrive for a long time."""
         self._kafka_wait.check(self._producer, self._producer.backlog())
 
     def _grow_producer(self) -> bool:
@@ -348,15 +352,15 @@ class RunLoop(ABC):
         return True
 
     def _log_recovery(self) -> None:
-        """Facts are sent: the last failure is over."""
+        """Log that facts are sent again after a failure."""
         if self._problem:
             log.info("Facts are sent again")
             self._problem = ""
 
     def _report(self, transactions: Sequence[OpenTransaction], blocked: Mapping[str, str]) -> None:
-        """Show the open transactions that block a stream as metrics, and send to Kafka what is to be reported.
+        """Update the metrics of open transactions that block a stream, and send the due OPEN records.
 
-        `blocked`: by stream, why nothing new is sent, besides records that are too large.
+        `blocked`: by stream, why nothing new is sent. Records that are too large are added.
         """
         now = datetime.now(UTC)
         self._loop_metrics.show_open(transactions, now)
@@ -364,9 +368,9 @@ class RunLoop(ABC):
             self._producer.send(report.stream, records.encode(report))
 
     def _report_failure(self) -> None:
-        """Tell readers of each stream why nothing is sent, if the failure lasts and Kafka can still be reached."""
+        """Report to the readers of each stream why nothing is sent, if the failure lasts and Kafka is reachable."""
         if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
-            return  # without reporters nothing was sent yet, and there is no producer
+            return  # without reporters no record was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)
         with suppress(Retry, Refused):
             for report in self._reports.due([], datetime.now(UTC), causes):
@@ -375,5 +379,5 @@ class RunLoop(ABC):
 
 
 def set_lock_timeout(connection: Connection) -> None:
-    """Have statements of this session fail after `LOCK_TIMEOUT` without a lock."""
+    """Set `lock_timeout` of this session to `LOCK_TIMEOUT`."""
     connection.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])

@@ -1,7 +1,7 @@
-"""Topics: created if that is allowed, described, measured, and compared with what was stored about them.
+"""Creates and describes topics, and compares them with the state that was stored about them.
 
-A stream is in one partition, in one order, and nothing is read twice or skipped (docs/design.md 3). So a topic that was
-created again, repartitioned, or truncated stops the pipeline, until an operator accepts the loss.
+A stream is in one partition, in a fixed order, and no record is read twice or skipped (docs/design.md 3). So a
+recreated, repartitioned or truncated topic stops the pipeline until an operator accepts the loss.
 """
 
 import time
@@ -28,13 +28,15 @@ from tidemark.sources.kafka import KafkaConnection, Offsets
 log = get_logger(__name__)
 
 Acceptance = Literal["partitions", "loss", "shards"]
-"""What an operator gives up for one start. `partitions`: the partition count changed, and streams may have moved.
-`loss`: records went before they were read. `shards`: the count of shards changed; costs nothing, and is not of here."""
+"""A change that an operator accepts for one start. `partitions`: another partition count; streams may have moved.
+`loss`: records were deleted before they were read. `shards`: another number of shards, which loses nothing and is
+checked elsewhere.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The offsets that a partition holds now: `[earliest, end)`."""
+    """The offsets that a partition has now: `[earliest, end)`."""
 
     earliest: int
     end: int
@@ -55,14 +57,14 @@ class TopicState:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTopic:
-    """What must not change of a topic: its ID and partition count, as Postgres has them from the last start."""
+    """The ID and partition count of a topic, which must not change, as stored in Postgres at the last start."""
 
     id: str
     partitions: int
 
 
 def require_same(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
-    """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that is not as `remembered`."""
+    """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that differs from `remembered`."""
     for name, before in remembered.items():
         if topics[name].id != before.id:
             raise TopicReplaced(name, before.id, topics[name].id)
@@ -71,7 +73,7 @@ def require_same(topics: Mapping[str, RememberedTopic], remembered: Mapping[str,
 
 
 def require_policy(topics: Iterable[TopicState], policy: str = "delete") -> None:
-    """Raises `WrongCleanupPolicy` for the first topic whose clean-up would destroy records that are needed."""
+    """Raises `WrongCleanupPolicy` for the first topic whose cleanup policy would delete records that are needed."""
     for topic in topics:
         if topic.policy != policy:
             raise WrongCleanupPolicy(topic.name, topic.policy, policy)
@@ -83,10 +85,11 @@ def starting_offsets(
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
-    """The next offset to read of every partition of `topics`; a partition never read starts at its oldest record.
+    """The next offset to read of every partition of `topics`. A partition that was never read starts at its oldest
+    record.
 
-    `stored` has the next offsets that the last commit left. Raises `TopicReplaced`, `PartitionsChanged`,
-    `RecordsGone` or `RecordsBeyondEnd`, unless `accept` contains what allows it; the loss is then logged.
+    `stored` has the next offsets of the last commit. Raises `TopicReplaced`, `PartitionsChanged`, `RecordsGone` or
+    `RecordsBeyondEnd`, unless `accept` contains the change; the loss is then logged.
     """
     return {
         name: _topic_offsets(topic, remembered.get(name), stored.get(name, {}), accept)
@@ -149,9 +152,9 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The settings with which a missing topic is made; nothing is required of one that exists.
+    """The settings to create a missing topic with. An existing topic is not checked.
 
-    Without `retention_ms` it is compacted.
+    Without `retention_ms` the topic is compacted.
     """
 
     name: str
@@ -165,25 +168,27 @@ class TopicPlan:
 
 
 def positions_plan(name: str) -> TopicPlan:
-    """The topic of positions. The pipeline reads it whole when it starts, so it is compacted every hour."""
+    """The topic of positions. The pipeline reads the whole topic at its start, so the topic is compacted every hour."""
     return TopicPlan(name, 1)
 
 
 def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
-    """Tidemark's three topics; `partitions` is for the facts and fixed for life."""
+    """Tidemark's three topics. `partitions` is for the topic of facts, and can never change."""
     return (
-        # A week: how long the pipeline may be away before records go that it never read.
+        # 7 days: the longest outage of the pipeline without a loss of records.
         TopicPlan(facts, partitions, 7 * _DAY_MS),
-        # Operators' acts are few and wanted in one order; a month, so that an audit finds them.
+        # Overrides are rare and need one order, so one partition. 30 days, for audits.
         TopicPlan(control, 1, 30 * _DAY_MS),
-        # A month for a person to see what was refused.
+        # 30 days, so that a person has time to examine dead letters.
         TopicPlan(dead_letters, 1, 30 * _DAY_MS),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TopicDetails:
-    """What the brokers say of a topic for people. `operations`: what this user may do, such as READ and WRITE."""
+    """The description of a topic for people. `operations`: the operations that this user may do, such as READ and
+    WRITE.
+    """
 
     partitions: int
     replicas: int
@@ -192,10 +197,10 @@ class TopicDetails:
 
 
 class Topics:
-    """Asks the brokers about topics. Holds one connection; any thread may call, one at a time.
+    """Queries and creates topics over one connection. Thread-safe: calls run one at a time.
 
-    Every method raises `Unavailable` where the brokers do not answer within `patience` seconds (ask again), and
-    `Refused` if they refuse.
+    Every method raises `Unavailable` (try again) if the brokers do not answer within `patience` seconds, and `Refused`
+    if they refuse.
     """
 
     def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
@@ -212,11 +217,11 @@ class Topics:
             raise kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
-        """Make what does not exist, with the brokers' own replication factor.
+        """Create the missing topics, with the brokers' default replication factor.
 
-        The names of the topics that this call made; what another process made at the same moment is not among them.
+        The names of the topics that this call created, without those that another process created at the same moment.
         """
-        # Asked first, and not just tried: a user without the right to create may still use topics that exist.
+        # Check first: a user without the right to create topics may still use existing ones.
         missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
         if not missing:
             return []
@@ -226,16 +231,16 @@ class Topics:
         ]
         answers = self._ask(
             lambda patience: self._admin.create_topics(topics, request_timeout=patience),
-            # Another process was quicker, or the broker that answered did not know the topic yet.
+            # Another process created it first, or the broker that answered did not know it yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
         self._wait_until_led(missing)
         return [name for name in missing if not isinstance(answers[name], KafkaError)]
 
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
-        """The topics as they are now, in the order of `names`. Raises `TopicMissing` for the first that is absent."""
+        """Describe the topics, in the order of `names`. Raises `TopicMissing` for the first missing one."""
         names = list(names)
-        if not names:  # Kafka's client refuses a request without topics
+        if not names:  # the client refuses a request without topics
             return {}
         descriptions = self._descriptions(names)
         policies = self._policies(names)
@@ -256,19 +261,21 @@ class Topics:
         }
 
     def identities(self, names: Iterable[str]) -> dict[str, RememberedTopic]:
-        """What must not change of the topics, in one request. Raises `TopicMissing` for the first that is absent."""
+        """The IDs and partition counts of the topics, in one request. Raises `TopicMissing` for the first missing
+        one.
+        """
         topics = self._descriptions(list(names))
         return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The offset of the next record to be written, by topic and partition: what a lag is measured against."""
+        """The end offset (of the next record to be written), by topic and partition, from which a lag is computed."""
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
         ]
         return self._offsets(partitions, OffsetSpec.latest())
 
     def details(self, name: str, *, settings: bool) -> TopicDetails:
-        """The topic for people; with `settings` only if the user may describe its configuration.
+        """The details of a topic. `settings`: include its configuration, if the user may describe it.
 
         Raises `TopicMissing`.
         """
@@ -285,9 +292,10 @@ class Topics:
         return int(self._configs([name])[name]["max.message.bytes"].value)
 
     def stable_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The last stable offset, by topic and partition: a reader with `read_committed` gets nothing from there on.
+        """The last stable offset, by topic and partition: a reader with `read_committed` gets no record at or beyond
+        it.
 
-        It is the end offset, unless a transaction is open: then it is the first offset of the oldest open one.
+        The first offset of the oldest open transaction, or the end offset if no transaction is open.
         """
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
@@ -302,7 +310,7 @@ class Topics:
         return True
 
     def _wait_until_led(self, names: Iterable[str]) -> None:
-        """A broker may not know for a moment what the controller has made, or that it leads it."""
+        """Wait until the brokers know the new topics and their leaders, which may take a moment after the creation."""
         deadline = time.monotonic() + self._patience
         for name in names:
             while True:
@@ -345,7 +353,7 @@ class Topics:
             lambda patience: self._admin.list_offsets(request, isolation_level=isolation, request_timeout=patience)
         )
         offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
-        if min(offsets.values(), default=0) < 0:  # how librdkafka answers for a broker that is away
+        if min(offsets.values(), default=0) < 0:  # librdkafka's answer if a broker is unavailable
             self._admin = self._connected()
             raise Unavailable("Kafka", self._where, "it gives no offsets")
         return offsets
@@ -355,7 +363,7 @@ class Topics:
         try:
             return self._answers(request, expected)
         except Unavailable:
-            # A client that has seen its brokers go asks with stale knowledge of them for minutes after they came back.
+            # Connect again: after an outage of the brokers a client uses outdated metadata for minutes.
             self._admin = self._connected()
             raise
 

@@ -1,6 +1,6 @@
-"""Transactions of a database that is read as evidence: which run, who runs them, and which history of the server it is.
+"""The running transactions of a database, their sessions, and the identity of the server's history, for evidence.
 
-The relay and the bridge use them: both read what others have committed, and decide what was not committed.
+The relay and the bridge use them to decide which IDs will never be committed.
 """
 
 import math
@@ -18,8 +18,9 @@ from tidemark.streaming.wire.records import LONGEST_HEARTBEAT, LONGEST_TRANSACTI
 
 @dataclass(frozen=True, slots=True)
 class ServerHistory:
-    """`database` identifies system, timeline, database and one of its tables, which a restore makes again. A disk
-    image that is put back has the same `database`, but a `server` that started later."""
+    """`database` identifies the system, timeline, database and one table, which a restore creates again. A restored
+    disk image has the same `database`, but a `server` that started later.
+    """
 
     database: str
     server: str
@@ -28,13 +29,13 @@ class ServerHistory:
 def server_history(connection: Connection, where: str, table: str) -> ServerHistory:
     """The history of the server now. Raises `Unavailable` on a standby.
 
-    The timeline is that of the write-ahead log that is being written: pg_control_checkpoint() shows a promotion only
-    after the next checkpoint.
+    Uses the timeline of the current write-ahead log, because pg_control_checkpoint() shows a promotion only after the
+    next checkpoint.
 
     Args:
         connection: a session of the database.
         where: its address, for messages.
-        table: a table that a restore makes again.
+        table: a table that a restore creates again.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
@@ -61,7 +62,7 @@ def end_own_transaction(connection: Connection) -> None:
 
 
 def running_transactions(connection: Connection) -> frozenset[int]:
-    """The transactions that have an ID and have not ended, prepared ones too; none that began after `end_one`."""
+    """The transactions that have an ID and have not ended, including prepared ones. See `end_own_transaction`."""
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
     listed = str(row[0]).rpartition(":")[2]
@@ -69,9 +70,10 @@ def running_transactions(connection: Connection) -> frozenset[int]:
 
 
 def flush_wal(connection: Connection) -> str:
-    """All that the server has done so far survives a crash: this writes to its log and waits for the disk; where in it.
+    """Make everything that the server has done durable: write to its log and wait for the disk. Returns the log
+    position.
 
-    `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
+    Without this call, `nextval` and asynchronous commits are durable only with a later commit.
     """
     row = connection.execute("select pg_logical_emit_message(true, 'tidemark', '')::text").fetchone()
     assert row is not None
@@ -79,16 +81,16 @@ def flush_wal(connection: Connection) -> str:
 
 
 _VALUE = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d+(?:\.\d+)?\b""", re.DOTALL)
-"""A literal in a query; one that is cut off reaches to the end."""
+"""A literal in a query. An unterminated literal extends to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """`pid` is None for a prepared transaction, which `gid` names. What this user may not see is empty.
+    """`pid` is None for a prepared transaction, which has a `gid`. Fields that this user may not see are empty.
 
-    `application` is the name of the session. Behind a pooler it may be that of an earlier client of the session.
-    `writer`: the writer in whose name it has appended, several if they share a lock; empty if no fact of that name was
-    published. `database`: where it runs.
+    `application` is the name of the session. Behind a pooler it may be an earlier client's. `writer`: the writer that
+    it appended as, or several that share a lock; empty if no fact of that name was published. `database`: the database
+    of the session.
     """
 
     stream: str
@@ -103,7 +105,7 @@ class OpenTransaction:
     database: str = ""
 
     def age(self, now: datetime) -> float:
-        """Seconds since it began; 0 if this user may not see that."""
+        """Seconds since the transaction began; 0 if this user may not see its start."""
         return 0.0 if self.since is None else (now - self.since).total_seconds()
 
     def __str__(self) -> str:
@@ -112,13 +114,15 @@ class OpenTransaction:
 
     @property
     def who(self) -> str:
-        """For an OPEN record: the query without its values, which are the service's own."""
+        """The session and its query, for an OPEN record. Literals are removed, because they are private data of the
+        service.
+        """
         query = f": {_VALUE.sub('?', self.query)}" if self.pid is not None and self.query else ""
         return f"writer {self.writer or 'not published yet'}, {self.process}{query}"
 
     @property
     def process(self) -> str:
-        """As the database knows it."""
+        """The process ID or prepared transaction, in the database's terms."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
@@ -128,7 +132,7 @@ class OpenTransaction:
 
     @property
     def ending(self) -> str:
-        """The statement that ends it."""
+        """The SQL statement that ends the transaction."""
         if self.pid is None:
             gid = (self.gid or "?").replace("'", "''")
             return f"rollback prepared '{gid}'"
@@ -136,18 +140,18 @@ class OpenTransaction:
 
 
 REPORTED_AFTER = timedelta(seconds=2)
-"""How long a transaction is open before it is reported: usual transactions are not reported."""
+"""A transaction is reported when it has been open for this long, so that short transactions are not reported."""
 
 
 HEARTBEATS_PER_SECOND = 20
-"""A relay of very many streams sends heartbeats less often: each takes the pipeline about half a millisecond."""
+"""A relay of very many streams sends heartbeats less often: each costs the pipeline about 0.5 ms."""
 
 
 class SourceReports:
     """The OPEN records of one epoch. `reporters`: by stream, the writer and the epoch in whose name they are sent.
 
-    A record is sent when the transactions or the cause of a blocked stream have changed, at the start, because another
-    process may have sent others, and every `heartbeat` seconds (0: never), for all streams at once, so that Spark wakes
+    Records are sent at the start, because another process may have sent other ones; when the transactions or the cause
+    of a blocked stream change; and every `heartbeat` seconds (0: never), for all streams together, so that Spark wakes
     up once.
     """
 
@@ -159,7 +163,7 @@ class SourceReports:
 
     @property
     def heartbeat(self) -> int:
-        """Seconds from one record of a stream to the next; 0 if there are no heartbeats."""
+        """Seconds between two records of a stream; 0 without heartbeats."""
         slow = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
         return min(max(self._heartbeat, slow), LONGEST_HEARTBEAT) if self._heartbeat else 0
 
@@ -169,8 +173,8 @@ class SourceReports:
         """The OPEN records to send now.
 
         Args:
-            found: the transactions that block streams, the oldest first.
-            now: any clock that does not stop; if it goes back, the heartbeat is due.
+            transactions: the ones that block streams, the oldest first.
+            now: seconds of any clock that does not stop. If the clock goes back, the heartbeat is due.
             blocked: by stream, why nothing new of it is sent.
         """
         heartbeat = self.heartbeat
@@ -187,7 +191,7 @@ class SourceReports:
             known = (
                 [transaction.process for transaction in old],
                 cause,
-            )  # a query is named, but the next one is nothing new
+            )  # the query is part of the report, but a new query is not a change
             if is_due or self._reported.get(name) != known:
                 self._reported[name] = known
                 yield Open(
@@ -197,7 +201,9 @@ class SourceReports:
 
 
 class OldestOpenGauge:
-    """Shows by the labels of a gauge how long the oldest transaction has been open, and nothing where none is."""
+    """Shows the age of the oldest open transaction for each label set of a gauge. Label sets without one are
+    removed.
+    """
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
@@ -214,7 +220,7 @@ class OldestOpenGauge:
 
 
 def is_old(transaction: OpenTransaction, now: datetime) -> bool:
-    """Whether a transaction is worth a report; so is one whose start this user may not see."""
+    """Whether a transaction is reported: it is old enough, or this user may not see its start."""
     return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 

@@ -5,8 +5,8 @@
         id = writer.append(connection, "orders", {"order": 17})
         connection.execute("insert into orders (id) values (%s)", [id])
 
-A writer holds nothing but its name: any number of threads, tasks, forks and processes may use it, and it never begins
-or ends a transaction of the caller's. Each call is one round trip, and prepares no statement, for poolers.
+A writer has no state except its name, so threads, tasks, forks and processes may share it. It never begins or ends a
+transaction. Each call is one round trip without a prepared statement, so poolers work.
 """
 
 import math
@@ -26,12 +26,12 @@ from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 from tidemark.streaming.wire.records import row as encoded
 
 MOST_BYTES = 900_000
-"""JSON of a row: what Kafka takes by default (1 MB) less room for the rest of the record."""
+"""The largest JSON of a row in bytes: Kafka's default limit (1 MB) minus room for the rest of the record."""
 MOST_FACT_BYTES = 16_777_216
-"""A fact, counted as the JSON of its rows and 200 for each row: so the relay's memory is bounded."""
+"""The largest fact in bytes: the JSON of its rows plus 200 for each row. Bounds the relay's memory."""
 _ROW_BYTES = 200
 DEEPEST = 256
-"""Nesting of a row that not every reader of JSON takes any more."""
+"""The deepest nesting of a row. Some JSON parsers accept no deeper one."""
 
 _APPEND = "select tidemark.append_as(%s, %s, variadic %s::jsonb[])"
 _APPEND_MANY = "select tidemark.append_many(%s, %s::jsonb[], writer => %s)"
@@ -54,34 +54,36 @@ _Driver = TypeVar("_Driver", psycopg.Connection[Any], psycopg.AsyncConnection[An
 
 
 class Writer:
-    """Appends under a name of its own, which has a position of its own; without one as the database itself.
+    """Appends facts as the writer `name`, which has its own position; without a name as the database itself.
 
-    `connection` is one of psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. What it raises
-    itself comes as it is. Beside that: `BadRow`, `NotReserved`, and `Refused` where the database lacks the stream, the
-    functions or the right. After any error the transaction can only be rolled back, but for those rows that are
-    found to be wrong before they are sent.
+    `connection` is psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. Its own errors pass
+    through. Methods raise `BadRow`, `NotReserved`, and `Refused` if the stream, the functions or a right are missing.
+    After an error the transaction must be rolled back, except after a `BadRow` that was raised before the row was sent.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._calls = _Calls(_writer(name))
 
     def append(self, connection: object, stream: str, *rows: object) -> int:
-        """A fact with these rows (any JSON) happened, if this transaction commits; its stream ID.
+        """Append a fact with these rows (any JSON values); returns its stream ID. Published only if the transaction
+        commits.
 
         A row is a value, such as a dict, and not its JSON text. Text that is JSON already is given as `msgspec.Raw`.
         """
         return int(_run(connection, self._calls.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
-        """A fact for each of the rows; their IDs in that order."""
+        """Append one fact for each row; returns their IDs in that order."""
         return list(_run(connection, self._calls.append_many(stream, rows)))
 
     def reserve(self, connection: object, stream: str) -> int:
-        """The next ID, for `complete` in the same transaction; without that it is an ID without a fact."""
+        """Reserve the next ID, for `complete` in the same transaction. Without `complete` the ID stays without a
+        fact.
+        """
         return int(_run(connection, self._calls.reserve(stream)))
 
     def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
-        """The fact with these rows has the reserved ID, if this transaction commits."""
+        """Append a fact with these rows at the reserved ID. Published only if the transaction commits."""
         _run(connection, self._calls.complete(stream, id, rows))
 
 
@@ -116,7 +118,7 @@ def _writer(name: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A statement of one row and one column; `id` is the one that it would complete."""
+    """A statement that returns one value. `id`: the ID that it completes, if it does."""
 
     statement: str
     params: Sequence[object]
@@ -150,8 +152,9 @@ def _known(stream: str) -> str:
 
 
 def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -> str:
-    """The text of an array of Postgres, which takes psycopg longer to make of a list than all the rest. `most_bytes`:
-    what all rows may have together, as those of one fact."""
+    """Encode the rows as the text of a Postgres array, much faster than psycopg. `most_bytes`: the largest total size
+    of the rows.
+    """
     bodies, size = [], 0
     for row in rows:
         try:
@@ -169,7 +172,7 @@ def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -
 
 
 def _problem(row: object, body: bytes) -> str:
-    """Why the row could not be published, or an empty text. Examines a row closely only if something could be wrong."""
+    """The reason why the row could not be published, or an empty text. Parses the row only if a cheap check fails."""
     if isinstance(row, bytes | bytearray | memoryview):
         return "it is bytes, which JSON does not have: give the object itself, or JSON text as msgspec.Raw"
     if isinstance(row, str) and _is_json_text(row):
@@ -197,8 +200,8 @@ def _is_json_text(row: str) -> bool:
 
 
 def _finite(row: object) -> bool:
-    """Whether no number in the row is NaN or infinite: msgspec would encode those as null, without an error."""
-    values = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # what is JSON already, which the server reads
+    """Whether the row contains no NaN or infinite number, which msgspec would encode as null without an error."""
+    values = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # `Raw` is JSON text, which the server checks
     while values:
         match values.pop():
             case float(number):
@@ -247,9 +250,9 @@ async def _run_async(given: object, call: _Call) -> Any:
 
 
 async def _run_asyncpg(driver: Any, call: _Call) -> Any:
-    """On a connection of asyncpg, or on one of SQLAlchemy on asyncpg, which begins its transaction itself."""
+    """Run the call on an asyncpg connection, also below SQLAlchemy, which begins its transaction itself."""
     numbers = count(1)
-    # asyncpg encodes each value by the type of its parameter; text is one that every value here has.
+    # asyncpg encodes each value by the parameter's type, so all values are passed as text.
     statement = re.sub("%s", lambda _: f"${next(numbers)}::text", call.statement)
     try:
         if hasattr(driver, "exec_driver_sql"):
@@ -319,7 +322,7 @@ def _checked(connection: object, wanted: type[_Driver]) -> _Driver:
 def _explained(
     error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _Call
 ) -> Exception | None:
-    """What to raise instead, None for what has nothing to do with writing facts."""
+    """The error to raise instead; None if the error is not about appending facts."""
     code = error.sqlstate or ""
     if (hidden := hidden_rows(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)

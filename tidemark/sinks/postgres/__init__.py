@@ -1,1 +1,1 @@
-"""The truth, durable: positions, history and states, written in one transaction for each batch."""
+"""The durable source of truth: positions, history and states, written in one transaction for each batch."""

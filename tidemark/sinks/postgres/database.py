@@ -29,9 +29,9 @@ _NULL = _length(-1)
 
 
 def as_array(column: Sequence[Any]) -> Any:
-    """`column` as a parameter;
+    """`column` as a parameter, in the form of an array;
 
-    None is null. Other types than text, bytes and integers are sent as a list of psycopg.
+    None is null. Types other than text, bytes and integers are sent as a psycopg list.
     """
     kind: type[Any] = next((type(value) for value in column if value is not None), type(None))
     if issubclass(kind, str):
@@ -72,7 +72,7 @@ psycopg.adapters.register_dumper(_Byteas, _ByteasDumper)
 def _bigints(column: Sequence[Any]) -> Any:
     try:
         numbers = array("q", column)
-    except (TypeError, OverflowError):  # a null, or a number that is too large for the server
+    except (TypeError, OverflowError):  # a null, or a number that exceeds bigint
         return _literal(column, str)
     if sys.byteorder == "little":
         numbers.byteswap()
@@ -91,7 +91,7 @@ def _byteas(column: Sequence[bytes | None]) -> _Byteas:
 
 
 def _head(element: int, length: int) -> bytes:
-    """One dimension, nulls allowed, from index 1."""
+    """The header of a binary array: one dimension, nulls allowed, lower bound 1."""
     return struct.pack("!iiIii", 1, 1, element, length, 1)
 
 
@@ -137,7 +137,7 @@ def session_of(dsn: Dsn, application: str) -> PostgresSession:
 
 
 def migrate(dsn: Dsn, progress: Progress = no_progress) -> list[int]:
-    """`SCHEMA.migrate` in a session of its own."""
+    """Call `SCHEMA.migrate` in a new session."""
     with session_of(dsn, "tidemark migrate") as session:
         return SCHEMA.migrate(session, progress)
 

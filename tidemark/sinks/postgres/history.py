@@ -1,16 +1,16 @@
-"""The history of advances and of late completions, as the sinks and the sidecar read it.
+"""Reads the history of advances and of late completions, for the sinks and the sidecar.
 
 Up to 200 advances of a batch share one row of `packed_advances`, with an array per column. An array that equals another
-one is left out. A writer has a number, and `prev` and the linear position are distances from the ID. One advance costs
-about 20 bytes instead of 270. There is no index by writer, which would cost more than the rows. Instead
-`stream_positions.advanced` has the place of a writer's newest advance, and each advance the place of the one before it:
-a chain is read without its neighbours. `positions.write_positions` writes the rows.
+one is left out. A writer is stored as a number; `prev` and the linear position as distances from the ID. One advance
+costs about 20 bytes instead of 270. There is no index by writer, which would cost more than the rows. Instead
+`stream_positions.advanced` has the place of a writer's newest advance, and each advance has the place of the one before
+it, so one chain is read alone. `positions.write_positions` writes the rows.
 
 Followers read the *changes* of all streams since a mark, and must deliver everything that was published since. A
 `DurableMark` is the time of the newest batch and the lease under which it was written. Batches of one lease have the
-time of one clock. The clock of a later lease may be behind; if the lease has changed, reading begins one minute before
-the mark. Some changes then come twice, and none is missed. The same holds after a restore: what was done again has a
-later time.
+time of one clock. The clock of a later lease may be behind, so if the lease has changed, reading begins one minute
+before the mark. Some changes are then returned twice, but none is missed. The same holds after a restore, because
+repeated batches have a later time.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from tidemark.streaming.values.direction import beyond
 
 @dataclass(frozen=True, slots=True)
 class StoredAdvance:
-    """An advance of the history: `linear` is the linear position after it, `time` that of its `batch` (ms)."""
+    """An advance of the history: `linear`: the linear position after it. `time`: of its `batch` (ms)."""
 
     advance: WriterAdvance
     linear: int
@@ -37,7 +37,7 @@ class StoredAdvance:
 
 @dataclass(frozen=True, slots=True)
 class StoredLate:
-    """A late completion of the history; `time` is that of its `batch` (ms)."""
+    """A late completion of the history. `time`: of its `batch` (ms)."""
 
     number: int
     late: LateCompletion
@@ -49,8 +49,8 @@ class StoredLate:
 class PageBounds:
     """Bounds of one page of a stream's history.
 
-    A page has at most `newest` advances of each writer, at most `most` advances and as many late completions. One
-    statement may take `seconds`.
+    A page has at most `newest` advances of each writer, `most` advances and `most` late completions. `seconds`:
+    statement time-out.
     """
 
     newest: int
@@ -62,8 +62,8 @@ class PageBounds:
 class StoredPage:
     """A page of a stream's history.
 
-    `chains`: writer -> the position to which its advances lead, and those advances that are still stored. `more`:
-    writers or late completions are left out.
+    `chains`: writer -> its position after the page, and its advances that are still stored. `more`: writers or late
+    completions are left out.
     """
 
     chains: dict[str, tuple[int, list[StoredAdvance]]]
@@ -111,9 +111,9 @@ def advances_since(
 
     Args:
         known: stream, writer and position of each writer.
-        newest: how many of the newest advances of each writer are returned.
-        most: bound of all advances together. If the result reaches it, the end of the last chain may be missing, and
-            other chains may be left out.
+        newest: the largest number of advances of each writer, newest first.
+        most: the largest number of all advances. If the result reaches it, the last chain may be incomplete, and other
+            chains may be missing.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
     rows = execute(connection, _CHAINS, known, newest, most, most)
@@ -160,7 +160,7 @@ def late_since(
 
     Args:
         known: stream, and the number of the newest late completion that the reader knows.
-        most: bound for each stream.
+        most: the largest number for each stream.
         which: the `newest` or the `oldest` ones, if a stream has more than `most`.
     """
     lates: dict[str, list[StoredLate]] = {}
@@ -199,9 +199,9 @@ class DurableMark:
 
 @dataclass(frozen=True, slots=True)
 class StreamChange:
-    """The positions of a stream, and those of its writers that moved.
+    """The positions of a stream and of its writers that moved.
 
-    `late` is the number of its newest late completion, `allocated` the highest ID that any record has named.
+    `late`: the number of the newest late completion. `allocated`: the highest ID that any record has named.
     """
 
     linear: int
@@ -210,7 +210,7 @@ class StreamChange:
     positions: Mapping[str, int]
 
     def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether a reader with these positions has all of this change."""
+        """Whether a reader with these positions has the whole change."""
         return (
             not beyond(self.linear, linear)
             and late >= self.late
@@ -261,8 +261,8 @@ def missed(connection: Connection, since: DurableMark, most: int, seconds: float
     """Everything that was published since a mark.
 
     Args:
-        most: bound of the number of advances.
-        seconds: time that one statement may take.
+        most: the largest number of advances.
+        seconds: statement time-out.
 
     Returns:
         None if there are more than `most` advances, or if the history does not reach back to the mark.
@@ -272,7 +272,7 @@ def missed(connection: Connection, since: DurableMark, most: int, seconds: float
         # Streams before advances: no position may be beyond the end of the advances that are read.
         newest = now(connection)
         begin = _begin(since, newest)
-        if begin > newest.time:  # the mark is of another database, or of a time that a restore has undone
+        if begin > newest.time:  # the mark belongs to another database, or to a time after the restored backup
             return None
         streams = _changed(connection, begin, None)
         stored = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"

@@ -18,7 +18,7 @@ from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
-OTHER_CLOCK = timedelta(minutes=1)  # by which the database's clock may be behind the pipeline's
+OTHER_CLOCK = timedelta(minutes=1)  # the database's clock may be behind the pipeline's by this much
 MOST = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over it
 
 _ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
@@ -30,7 +30,7 @@ _LINEAR: LiteralString = """(
     union all select time, linear, batch from tidemark.linear_moves
     where stream = %(stream)s and time between %(since)s and %(until)s
 ) positions"""
-"""The linear position after each batch: `linear_moves` has the batches without an advance."""
+"""The linear position after each batch: `linear_moves` has the moves of batches without an advance."""
 _WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched first; then the whole history
 
 
@@ -38,7 +38,7 @@ _WINDOWS = (timedelta(hours=1), timedelta(days=1))  # searched first; then the w
 class LinearStay:
     """The linear position was at `linear` from `since` to `until`, and then moved to `went_to`.
 
-    `since` may be too late if no earlier advance is stored. `until` is None if the position is still there.
+    `since` may be too late if earlier advances are not stored. `until` is None if the position has not moved since.
     """
 
     linear: int
@@ -75,13 +75,13 @@ class BatchAdvance:
 
     @classmethod
     def of_row(cls, facts: int, empty: int, unseen: int, skipped: int, **columns: Any) -> Self:
-        """From the columns of `_ADVANCES`."""
+        """Make an advance from the columns of `_ADVANCES`."""
         return cls(**columns, evidence=Evidence(facts, empty, unseen, skipped))
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedOverride:
-    """A row of the audit. `prev` has a meaning for a SKIP only."""
+    """A row of the audit. `prev` is only meaningful for a SKIP."""
 
     writer: str
     epoch: int
@@ -97,7 +97,7 @@ class AppliedOverride:
 class OffsetRange:
     """The offsets that a batch read from a partition, `first` to `last`.
 
-    `first` is None if no earlier batch is stored that tells it.
+    `first` is None if the batch before is not stored.
     """
 
     topic: str
@@ -108,7 +108,9 @@ class OffsetRange:
 
 @dataclass(frozen=True, slots=True)
 class MoveWithoutAdvance:
-    """A batch that moved the linear position and no writer. `retired`: writers that retired in it, and their epochs."""
+    """A batch that moved the linear position, but no writer's. `retired`: writers that retired in the batch, with their
+    epochs.
+    """
 
     batch: int
     retired: dict[str, int]
@@ -140,7 +142,7 @@ class StreamInspection:
         self._session.close()
 
     def state(self, stream: str) -> bytes | None:
-        """The encoded state of now; None if there is no such stream."""
+        """The encoded current state; None if the stream does not exist."""
         with self._session.use() as connection:
             SCHEMA.check_from(connection, READABLE)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
@@ -163,7 +165,9 @@ class StreamInspection:
         return LinearStay(before.linear, before.time, *((after.time, after.linear) if after else (None, None)))
 
     def moves(self, stream: str, since: datetime, until: datetime, least: timedelta) -> list[datetime]:
-        """The times between `since` and `until` at which the linear position came to where it stayed for `least`."""
+        """The times between `since` and `until` at which the linear position moved, and then stayed for at least
+        `least`.
+        """
         rows = self._session.fetch_tuples(
             "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
             f"   select min(time) as time from {_LINEAR} group by linear"
@@ -173,11 +177,11 @@ class StreamInspection:
         return [time for (time,) in rows]
 
     def behind(self, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
-        """The writers whose position was not beyond `linear` at that time, lowest position first."""
+        """The writers whose position was not beyond `linear` at the time `at`, lowest position first."""
         return writers_not_beyond(self._session, stream, at, linear)
 
     def farthest(self, stream: str, at: datetime) -> int:
-        """The highest ID that positions and gaps had named by then."""
+        """The highest ID that positions and gaps had named by the time `at`."""
         ids = self._session.fetch_tuples(
             "select coalesce((select id from tidemark.advances_of(%(stream)s, until => %(at)s)"
             "   order by abs(id) desc limit 1), 0),"
@@ -188,7 +192,7 @@ class StreamInspection:
         return farther(*ids[0])
 
     def gaps(self, stream: str, at: datetime) -> list[StoredGap]:
-        """The gaps that were open at that time, or that the batch of that time closed; nearest first."""
+        """The gaps that were open at the time `at`, or that its batch closed; nearest first."""
         return self._session.fetch_all(
             StoredGap,
             _GAPS + " where stream = %s and opened_at <= %s and (closed_at is null or closed_at >= %s)"
@@ -197,13 +201,13 @@ class StreamInspection:
         )
 
     def batch(self, stream: str, at: datetime) -> list[BatchAdvance]:
-        """The advances of the batch of exactly that time."""
+        """The advances of the batch with exactly the time `at`."""
         return self._session.fetch_all(
             BatchAdvance.of_row, _ADVANCES + " from tidemark.advances_of(%s, %s, %s)", (stream, at, at)
         )
 
     def lone_move(self, stream: str, at: datetime) -> MoveWithoutAdvance | None:
-        """The move of the linear position by the batch of exactly that time, if the batch made no advance."""
+        """The move of the linear position by the batch with exactly the time `at`, if the batch made no advance."""
         return self._session.fetch_one(
             MoveWithoutAdvance.of_row,
             "select batch, retired, epochs from tidemark.linear_moves where (stream, time) = (%s, %s)"
@@ -212,13 +216,13 @@ class StreamInspection:
         )
 
     def overrides(self, stream: str, at: datetime) -> list[AppliedOverride]:
-        """The overrides that the batch of exactly that time applied."""
+        """The overrides that the batch with exactly the time `at` applied."""
         return self._session.fetch_all(
             AppliedOverride, _OVERRIDES + " where stream = %s and time = %s order by number", (stream, at)
         )
 
     def offsets(self, batch: int, at: datetime) -> list[OffsetRange]:
-        """The offsets that the batch of that number and time read; empty if the batch is no longer stored."""
+        """The offsets that the batch with this number and time read; empty if the batch is no longer stored."""
         ranges = self._session.fetch_all(
             OffsetRange,
             "with b as (select number, offsets from tidemark.applied_batches"
@@ -235,7 +239,7 @@ _OVERRIDES: LiteralString = "select writer, epoch, kind, prev, id, by, why, time
 
 
 def _linear_before(connection: Connection, stream: str, at: datetime) -> _LinearRow | None:
-    """The linear position at the time `at`, and since when."""
+    """The linear position at the time `at`, and the time at which it got there."""
     rows: list[_LinearRow] = []
     for since in [*(at - window for window in _WINDOWS), "-infinity"]:
         rows = fetch_all(
@@ -244,7 +248,7 @@ def _linear_before(connection: Connection, stream: str, at: datetime) -> _Linear
             f"select linear, min(time) as time from {_LINEAR} group by linear order by abs(linear) desc limit 2",
             {"stream": stream, "since": since, "until": at},
         )
-        if len(rows) == 2:  # the position before it is known, and with it the time of the move
+        if len(rows) == 2:  # the previous position is stored, so the time of the move is known
             break
     return rows[0] if rows else None
 
@@ -266,7 +270,7 @@ def _linear_after(connection: Connection, stream: str, at: datetime, linear: int
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """The effect of a batch on a stream. `linear` is the linear position after it; None if it is not to be compared."""
+    """The effect of a batch on a stream. `linear` is the linear position after it; None: do not compare it."""
 
     batch: int
     time: datetime
@@ -276,11 +280,11 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatches:
-    """All that Postgres stores of a stream.
+    """Everything that Postgres stores about a stream.
 
     Attributes:
-        positions: of now, as are `epochs` and `retired`.
-        gaps: all gaps that are stored.
+        positions: current ones, as are `epochs` and `retired`.
+        gaps: all stored gaps.
         whole: the history has all advances of every writer.
     """
 
@@ -295,7 +299,7 @@ class StreamBatches:
 
 
 class BatchHistory:
-    """The history by batch, at one moment. Needs the role tidemark_reader.
+    """The history by batch, in one snapshot. Needs the role tidemark_reader.
 
     Raises `Unavailable`, `Refused` and `SchemaMismatch`.
     """
@@ -307,19 +311,19 @@ class BatchHistory:
     @classmethod
     @contextmanager
     def open(cls, dsn: Dsn) -> Iterator[Self]:
-        """Everything that is read inside the block is of the moment at which the block begins.
+        """Open the history. All reads inside the block use one snapshot, taken at its begin.
 
-        What Kafka returns afterwards includes all of it.
+        Kafka has all records of the snapshot.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
             SCHEMA.check_from(connection, READABLE)
             with connection.transaction():
                 connection.execute("set transaction isolation level repeatable read, read only")
-                connection.execute("select 1")  # the first query sets the moment
+                connection.execute("select 1")  # the first query takes the snapshot
                 yield cls(session, connection)
 
     def policies(self) -> dict[str, dict[str, int]]:
-        """The policies of now, as from `PolicyTable`."""
+        """The current policies, in the form of `PolicyTable`."""
         return PolicyTable(self._session).given()
 
     def read_up_to(self) -> dict[tuple[str, int], int]:
@@ -331,7 +335,7 @@ class BatchHistory:
         return [name for (name,) in self._connection.execute("select stream from tidemark.streams order by 1")]
 
     def stream(self, name: str) -> StreamBatches | None:
-        """None if there is no such stream."""
+        """The batches of a stream; None if the stream does not exist."""
         linear = fetch_value(self._connection, "select linear from tidemark.streams where stream = %s", (name,))
         if linear is None:
             return None
@@ -399,7 +403,7 @@ class LateCompletions:
         self._acts = OverrideLog(session)
 
     def newest(self, stream: str | None, most: int, *, resolved: bool) -> list[LateFact]:
-        """The newest late completions of one stream or of all, with or without those that are resolved.
+        """The newest late completions of one stream or of all, with or without resolved ones.
 
         Raises:
             StreamNotKnown: there is no such stream.
@@ -429,10 +433,10 @@ class LateCompletions:
         )
 
     def resolve(self, facts: Sequence[LateFact], by: str, why: str) -> list[LateFact]:
-        """Mark all of them as resolved, or none.
+        """Mark all the completions as resolved, or none of them.
 
         Raises:
-            BadRecord: one was resolved before.
+            BadRecord: one of them was already resolved.
         """
         with self._session.use() as connection, connection.transaction():
             return [self._resolve(fact, by, why) for fact in facts]
@@ -469,7 +473,9 @@ class IdInspection(StreamInspection):
         )
 
     def passed(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
-        """None if the history since then does not show it."""
+        """The first batch after which the linear position was beyond the ID; None if the history from `since` does not
+        have it.
+        """
         return self._session.fetch_one(
             LinearPassed,
             f"select time, linear, batch from {_LINEAR} where abs(linear) >= abs(%(id)s) order by time limit 1",
@@ -487,7 +493,7 @@ class IdInspection(StreamInspection):
         )
 
     def read_before(self, topic: str, partition: int, time: datetime) -> int | None:
-        """The offset that batches had reached before that time; None if no stored batch tells it."""
+        """The offset that batches had reached before the time; None if no stored batch has it."""
         offset: int | None = self._session.fetch_value(
             "select max((offsets -> %(topic)s ->> %(partition)s)::bigint) from tidemark.applied_batches"
             " where applied_at < %(time)s",
@@ -496,7 +502,7 @@ class IdInspection(StreamInspection):
         return offset
 
     def next_offset(self, topic: str, partition: int) -> int | None:
-        """The first offset that no batch has read; None if none has read the partition."""
+        """The first offset that no batch has read; None if no batch has read the partition."""
         offset: int | None = self._session.fetch_value(
             "select next from tidemark.kafka_offsets where (topic, partition) = (%s, %s)", (topic, partition)
         )

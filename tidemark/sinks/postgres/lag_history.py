@@ -12,7 +12,7 @@ from typing import LiteralString
 from tidemark.common.postgres_session import PostgresSession
 
 STEP = timedelta(seconds=5)  # resolution of the lag
-MAX_GAPS = 500  # gaps of one stream in one answer, the longest ones
+MAX_GAPS = 500  # gaps of one stream in one answer; longer gaps first
 _WINDOWS = (timedelta(minutes=10), timedelta(hours=1), timedelta(days=1))  # searched first; then the whole history
 
 _LINEAR: LiteralString = """(
@@ -68,7 +68,7 @@ class StreamHistoryChart:
 
 @dataclass(slots=True)
 class _Steps:
-    """Of each step: the highest known ID (magnitude) and the linear position after it."""
+    """The highest known ID (magnitude) and the linear position at the end of each step."""
 
     known: dict[int, int] = field(default_factory=dict)
     linear: dict[int, int] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class _Steps:
         self.known[step] = max(self.known.get(step, 0), id)
 
     def lag(self, count: int) -> Iterator[int]:
-        """In steps, at the end of each of `count` steps. `linear` has step 0."""
-        waiting: list[tuple[int, int]] = []  # step and ID, of the IDs that were highest when they became known
+        """The lag, in steps, at the end of each of `count` steps. `linear` must have step 0."""
+        waiting: list[tuple[int, int]] = []  # (step, ID) of the IDs that were the highest when they became known
         highest = position = 0
         for step in range(count):
             if (id := self.known.get(step, 0)) > highest:
@@ -97,7 +97,7 @@ class LagHistory:
         self._session = session
 
     def linear(self, streams: Collection[str] | None = None) -> dict[str, int]:
-        """The linear positions of streams that exist; of all without an argument."""
+        """The linear positions of the existing streams among `streams`; of all streams without an argument."""
         rows = self._session.fetch_tuples(
             "select stream, linear from tidemark.streams"
             " where %(streams)s::text[] is null or stream = any(%(streams)s)",
@@ -106,7 +106,7 @@ class LagHistory:
         return dict(rows)
 
     def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """How many late completions a stream has after a number, by stream and number."""
+        """By (stream, number), the number of late completions after that number."""
         rows = self._session.fetch_tuples(
             "select known.stream, known.number, (select count(*) from tidemark.late_completions l"
             "   where l.stream = known.stream and l.number > known.number)"
@@ -116,13 +116,14 @@ class LagHistory:
         return {(stream, number): count for stream, number, count in rows}
 
     def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        """When the linear position first was beyond `id`.
+        """The time at which the linear position first was beyond `id`.
 
         Args:
-            since: a time at which it was not beyond `id` yet, which saves most of the search.
+            since: a time at which it was not beyond `id` yet; makes the search faster.
 
         Returns:
-            None if it was never beyond, as far as the history shows. If the history begins later: its beginning.
+            None if the history does not have such a time. The beginning of the history if the position was beyond `id`
+            before.
         """
         now = datetime.now(UTC)
         starts: Sequence[datetime | str] = (
@@ -156,8 +157,8 @@ class LagHistory:
                 moved.setdefault(writer, [0] * steps)[min(steps - 1, int(second / step.total_seconds()))] += width
         for gap in gaps:
             fine.know(max(0, int((gap.opened - since) / STEP)), abs(gap.top))
-        # The position before the first move of the window is not read: that would cost more than all else. It was
-        # below each gap that was open then.
+        # The position before the first move in the window is not read, because that is too expensive. It was below each
+        # gap that was open then.
         first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear([stream]).get(stream, 0))
         fine.linear.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
         lags = [*fine.lag(int(window / STEP))]

@@ -1,11 +1,12 @@
 """The query lease: which query may publish (docs/design.md, rule 6).
 
 One row in Postgres has the newest token. The process that raised the token owns the lease until another process raises
-it again; the owner is not asked. Times are by the clock of the database, and only decide when another process may
-*try*. Safety depends on the token alone: every batch checks it under a row lock, and Redis compares it in its script.
+it again; the owner's consent is not needed. Times are by the clock of the database, and only decide when another
+process may *try*. Safety depends on the token alone: every batch checks it under a row lock, and Redis compares it in
+its script.
 
-A restored database (a failover that lost the newest owner, a backup) would give a counter's value out again. A token
-therefore consists of the clock and a random part, and is always higher than the token before.
+A counter would repeat its values after a restore, or after a failover that lost the newest owner. A token therefore
+consists of the clock and a random part, and is always higher than the token before.
 
 The owner also takes a session advisory lock that is derived from its token. If its process dies, Postgres releases the
 lock at once, and a waiting process need not wait for the lease to expire. This needs real sessions: a pooler in
@@ -47,7 +48,9 @@ def next_token(last: int, clock: int) -> int:
 
 
 def session_name(token: int) -> str:
-    """`application_name` of the sessions that write under `token`, so that the next owner can end those that hang."""
+    """The `application_name` of sessions that write under `token`. By it the next owner finds and ends hanging
+    sessions.
+    """
     return f"tidemark token {token}"
 
 
@@ -71,7 +74,7 @@ class LeaseConfig:
 
 
 class Lease:
-    """A lease that this process has. A thread renews it every `ttl / 3`. A context manager, which releases it."""
+    """The lease of this process. A thread renews it every `ttl / 3`. A context manager, which releases it."""
 
     def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
@@ -85,7 +88,7 @@ class Lease:
 
     @classmethod
     def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, above: int = 0) -> Self:
-        """Wait for the lease without limit, also while Postgres is unavailable, and take it.
+        """Wait for the lease without a limit, even while Postgres is unavailable, and take it.
 
         Args:
             above: the highest token that any sink has seen. The new token is higher.
@@ -112,7 +115,7 @@ class Lease:
         self.lost.set()
 
     def give_up(self) -> None:
-        """Make every thread that waits to publish stop, and stop renewing the lease. No other process has it yet."""
+        """Stop renewing the lease, and stop every thread that waits to publish. No other process has the lease yet."""
         self.lost.set()
 
     def __enter__(self) -> Self:
@@ -130,8 +133,8 @@ class Lease:
         try:
             with self._database.use() as connection, connection.transaction():
                 connection.execute("set local synchronous_commit = local")
-                # The next owner then need not wait until this session has ended. The row may have a lower token than a
-                # sink has seen; it is still this process's row.
+                # The next owner need not wait until this session ends. The row may have a lower token than a sink has
+                # seen, but still belongs to this process.
                 released = connection.execute(
                     "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
                 )
@@ -168,7 +171,9 @@ class Lease:
             log.error("Lost the lease", token=self.token, newest=self._newest)
 
     def _lock(self, connection: Connection) -> None:
-        """Take the advisory lock. Any user may have taken it; safety does not depend on it, so do not wait for it."""
+        """Try to take the advisory lock, without waiting: another user may hold it, and safety does not depend on
+        it.
+        """
         if _try_lock(connection, "pg_try_advisory_lock", self.token):
             self._session = connection
             return
@@ -194,7 +199,9 @@ class _Waiter:
         self._database = database
         self._config = config
         self._above = above
-        self._alone_since: tuple[int, float] | None = None  # a token whose owner has no session, and since when
+        self._alone_since: tuple[int, float] | None = (
+            None  # (token, time): since when the owner of the token has had no session
+        )
         self._logged: tuple[str, float] | None = None
 
     def wait(self, stopping: threading.Event) -> int:
@@ -226,7 +233,7 @@ class _Waiter:
         return self._take(connection, token, next_token(max(token, self._above), clock))
 
     def _abandoned(self, connection: Connection, token: int) -> bool:
-        """Whether the owner of `token` has had no session for the grace period."""
+        """Whether the owner of `token` has been without a session for the grace period."""
         if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # released at the end of the statement
             self._alone_since = None
             return False
@@ -236,7 +243,7 @@ class _Waiter:
         return now - self._alone_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
-        """End the sessions of an owner that hangs: one of them may have locked the row in a transaction."""
+        """End the sessions of a hanging owner, one of which may have locked the row in a transaction."""
         ended = connection.execute(
             "select pid, pg_terminate_backend(pid) from pg_stat_activity"
             " where application_name = %s and usename = current_user and datname = current_database()",
@@ -252,13 +259,13 @@ class _Waiter:
     def _take(self, connection: Connection, token: int, ours: int) -> int | None:
         """Raise the token to `ours`, in a statement that only one of several waiting processes can win."""
         taken = 0
-        # The lock before the row: a process that sees the new token must also see the session of its owner.
+        # Take the lock before the row is written: a process that sees the new token must also see its owner's session.
         if not _try_lock(connection, "pg_try_advisory_lock", ours):
             return None
         try:
             with connection.transaction():
                 connection.execute("set local lock_timeout = '2s'")
-                # The first batch is durable, and with it this update.
+                # This update becomes durable with the first batch.
                 connection.execute("set local synchronous_commit = local")
                 taken = connection.execute(
                     "update tidemark.query_lease set token = %(ours)s, owner = %(owner)s, version = %(version)s,"

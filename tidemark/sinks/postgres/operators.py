@@ -18,7 +18,9 @@ from tidemark.streaming.core.effects import OperatorOverride
 
 @dataclass(frozen=True, slots=True)
 class LoggedOverride:
-    """Number and login (`seen_as`) of the override. `audited` is the number of the newest row of `skips` before it."""
+    """The number and login (`seen_as`) of a logged override. `audited`: the number of the newest row of `skips` before
+    it.
+    """
 
     number: int
     seen_as: str
@@ -30,10 +32,10 @@ class OverrideEntry:
     """An override of `(prev, id]` of `writer`.
 
     Attributes:
-        number: None if the record came to the control topic by other means than a verb.
-        seen_as: the login that Postgres verified; None as above, as is `seen_from`.
-        seen_from: the address of the client.
-        topic: of the record, as are `partition` and `offset`.
+        number: None if no verb of Tidemark sent the record.
+        seen_as: the login that Postgres verified, or None.
+        seen_from: the address of the client, or None.
+        topic, partition, offset: of the record.
         outcome: `applied` or `refused`; None if it is not known, or if the record was not sent.
     """
 
@@ -59,7 +61,7 @@ _CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "pre
 
 
 def _same(one: LiteralString, other: LiteralString) -> LiteralString:
-    """The SQL condition that two rows, of the audit or of overrides, are of equal records."""
+    """The SQL condition that two rows of the audit or of overrides describe equal records."""
     return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
 
@@ -118,7 +120,7 @@ class OverrideLog:
         self._session = session
 
     def note(self, stream: str, override: OperatorOverride) -> LoggedOverride:
-        """Log an override. Call it before sending the record, so that no record is sent that is not logged."""
+        """Log an override. Call this before sending the record, so that every sent record is logged."""
         noted = self._session.fetch_one(
             LoggedOverride,
             "insert into tidemark.overrides (stream, kind, writer, epoch, prev, id, by, why)"
@@ -139,10 +141,10 @@ class OverrideLog:
         return noted
 
     def sent(self, noted: LoggedOverride, topic: str, partition: int, offset: int) -> None:
-        """Note the offset of the record.
+        """Store the offset of the record.
 
         Raises:
-            BadRecord: another login logged the override, or the offset was noted before.
+            BadRecord: another login logged the override, or the offset is already stored.
         """
         arguments = (noted.number, topic, partition, offset)
         _require(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), noted)
@@ -160,8 +162,8 @@ class OverrideLog:
     def became(self, noted: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
         """The outcome of an override whose record was read.
 
-        `settled before`: another override that was applied since had settled all of it. Of two equal overrides, the
-        one at the lower offset is the first.
+        `settled before`: another override, which was applied after the logging, had settled the whole range. Of two
+        equal overrides, the one at the lower offset is the first.
         """
         is_settled = self._session.fetch_value(_BECAME, {"number": noted.number, "audited": noted.audited})
         if is_settled is None:
@@ -169,10 +171,10 @@ class OverrideLog:
         return "settled before" if is_settled else "applied"
 
     def close(self, noted: LoggedOverride, outcome: str) -> None:
-        """Note the outcome.
+        """Store the outcome.
 
         Raises:
-            BadRecord: another login logged the override, or the outcome was noted before.
+            BadRecord: another login logged the override, or the outcome is already stored.
         """
         _require(self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted)
 
@@ -198,7 +200,7 @@ class OverrideLog:
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
     def newest(self, stream: str | None, most: int) -> list[OverrideEntry]:
-        """Overrides of one stream or of all, newest first, with those that no verb has sent."""
+        """Overrides of one stream or of all, newest first, including those that no verb has sent."""
         return self._session.fetch_all(
             OverrideEntry,
             _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
@@ -224,7 +226,9 @@ class OverrideLog:
 
 
 def _require(is_noted: object, noted: LoggedOverride) -> None:
-    """The functions change only rows of the caller's login, and each column once."""
+    """Raise `BadRecord` if no row was changed: the SQL functions change only rows of the caller's login, and each
+    column once.
+    """
     if not is_noted:
         raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")
 
@@ -242,7 +246,7 @@ class PolicyTable:
         self._session = session
 
     def given(self) -> dict[str, dict[str, int]]:
-        """Name -> setting -> value."""
+        """The policies: name -> setting -> value."""
         policies: dict[str, dict[str, int]] = {}
         rows = self._session.fetch_tuples("select stream, setting, value from tidemark.policies order by 1, 2")
         for name, setting, value in rows:
@@ -250,7 +254,7 @@ class PolicyTable:
         return policies
 
     def change(self, name: str, changes: Mapping[str, int | None], by: str, why: str) -> tuple[int, str]:
-        """Set settings of a policy, and remove those whose value is None; all or none.
+        """Set settings of a policy, and remove those whose value is None, in one transaction.
 
         Returns:
             The number of the override, and the changes as text.

@@ -1,10 +1,10 @@
-"""The table `stream_positions`: the position of each writer of a stream, and with it the numbers of writers.
+"""The table `stream_positions`: the position of each writer of a stream, and the numbers of writers.
 
 A batch moves positions and appends their advances to the history in one statement (`write_positions`).
 
-Also the table of requeues: Kafka offsets of deferred records, until the pipeline has produced the records again. The
-batch that decides on a requeue writes its row. The row is deleted once all of its records are produced. If Kafka no
-longer has some of them, the row stays for operators, until a later epoch or the retirement of its writer.
+The table of requeues has the Kafka offsets of deferred records that must be produced again. The batch that decides on a
+requeue writes its row, which is deleted once all its records are produced. If Kafka no longer has some of them, the row
+stays for operators, until a later epoch or the retirement of its writer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -21,14 +21,14 @@ from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.core.effects import RequeuedRange, WriterAdvance
 
-ADVANCES_PER_ROW = 200  # a longer row of the history is not smaller per advance, and costs more to read
-_PARTS = 4096  # rows of one batch with a place of their own; later rows share places, and the IDs distinguish them
+ADVANCES_PER_ROW = 200  # longer rows take no less space per advance, and cost more to read
+_PARTS = 4096  # rows of one batch with distinct places; later rows share places, and IDs distinguish them
 
 NEWEST_ADVANCES: LiteralString = """(
     select stream, writer, n.number, p.advanced
     from tidemark.writer_numbers n join tidemark.stream_positions p using (stream, writer)
 )"""
-"""Number and place of the newest advance of each writer: the start of its chain in `packed_advances`."""
+"""The number of each writer, and the place of its newest advance, where its chain in `packed_advances` starts."""
 
 _Row = tuple[str, str, int, int | None, bool, int, int, int, int, int, int, int, int, int, int]
 
@@ -49,7 +49,7 @@ class WriterPosition:
 class EarlierWriter:
     """A writer and its `position` at an earlier time.
 
-    `next` is the time of its next advance, None if there is none. `first`: no advance came before that one.
+    `next`: the time of its next advance, or None. `first`: that advance was the writer's first one.
     """
 
     writer: str
@@ -72,8 +72,8 @@ def place_of(now: int, number: int) -> int:
 def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
     """Move the positions of writers and append their advances to the history.
 
-    Both happen in one statement, because both depend on the stored positions. A writer that had left the state may have
-    joined again. Part of its advance is then already in the history; the advance is cut to the rest, so that the
+    Both happen in one statement, because both depend on the stored positions. A writer that was dropped from the state
+    may have joined again. If part of its advance is already in the history, the advance is cut to the rest, so that the
     history stays chained (rule 3).
 
     Returns:
@@ -160,7 +160,9 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
 
 
 def _rows(batch: Batch) -> Iterator[_Row]:
-    """A row per writer with its advance: all 0 if it made none. The position is None if only the advance is known."""
+    """One row per writer with its advance; all 0 without an advance. The position is None if only the advance is
+    known.
+    """
     number = 0
     for shard, s in batch.streams():
         stream, linear, now = s.stream, s.linear, shard.now
@@ -182,7 +184,7 @@ def _rows(batch: Batch) -> Iterator[_Row]:
 
 
 def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
-    """The advances that were cut, by stream and writer; None if nothing of the advance was new.
+    """The advances that were cut, by stream and writer; None if the whole advance was already stored.
 
     Raises:
         ChainBroken: an advance begins beyond the stored position.
@@ -210,7 +212,7 @@ def higher_positions(changed: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
 def forget_retired(connection: Connection, before: datetime) -> None:
     """Forget retired writers that the linear position has passed, in streams without a batch since `before`.
 
-    In other streams the batches themselves drop such writers.
+    In other streams the batches drop such writers.
     """
     connection.execute(
         """
@@ -226,7 +228,8 @@ def forget_retired(connection: Connection, before: datetime) -> None:
 def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
     """Delete the numbers of forgotten writers whose newest advance is before `oldest`.
 
-    Locks the row of the lease until the end of the transaction: a batch that brings a writer back uses its number.
+    Locks the row of the lease until the end of the transaction, because a batch with a returning writer uses its
+    number.
     """
     connection.execute("select 1 from tidemark.query_lease for update")
     connection.execute(
@@ -237,7 +240,9 @@ def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
 
 
 def forget_settled_requeues(connection: Connection) -> None:
-    """Delete requeues of epochs that a later epoch or a retirement has settled: their records would be a zombie's."""
+    """Delete requeues of epochs that have ended by a later epoch or a retirement: their records would be rejected as a
+    zombie's.
+    """
     connection.execute(
         "delete from tidemark.requeues r using tidemark.stream_positions p"
         " where (p.stream, p.writer) = (r.stream, r.writer) and (p.epoch > r.epoch or p.retired)"
@@ -263,7 +268,7 @@ def positions_since(connection: Connection, streams: Collection[str], begin: int
 
 
 def stored_writers(connection: Connection, streams: Collection[str]) -> list[WriterPosition]:
-    """All writers of `streams`, also those that are forgotten."""
+    """All writers of `streams`, including forgotten ones."""
     return fetch_all(
         connection,
         WriterPosition,
@@ -276,7 +281,7 @@ def stored_writers(connection: Connection, streams: Collection[str]) -> list[Wri
 def writers_not_beyond(session: PostgresSession, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
     """The writers whose position at the time `at` was not beyond `linear`, lowest position first.
 
-    Some of them may have retired before.
+    Includes writers that had retired before.
     """
     return session.fetch_all(
         EarlierWriter,
@@ -296,7 +301,8 @@ def writers_not_beyond(session: PostgresSession, stream: str, at: datetime, line
 
 @dataclass(frozen=True, slots=True)
 class PendingRequeue:
-    """Offsets `next` to `last` of a partition of the facts topic: edges of `writer` in `epoch` to produce again.
+    """Records to produce again: edges of `writer` in `epoch` at the offsets `next` to `last` of a partition of the
+    facts topic.
 
     `gone` is the number of offsets before `next` that Kafka no longer had.
     """
@@ -313,7 +319,9 @@ class PendingRequeue:
 
 @dataclass(frozen=True, slots=True)
 class RequeueStatus:
-    """An unfinished requeue: Kafka no longer had `gone` of its offsets, or `problem` prevents it."""
+    """An unfinished requeue. `gone`: the number of its offsets that Kafka no longer had. `problem`: what prevents
+    it.
+    """
 
     stream: str
     writer: str
@@ -324,7 +332,7 @@ class RequeueStatus:
 
 
 def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedRange]]) -> None:
-    """Add requeues, each with its stream."""
+    """Store requeues, each with its stream."""
     execute(
         connection,
         "insert into tidemark.requeues (stream, writer, epoch, partition, next, last)"
@@ -334,7 +342,7 @@ def add_requeues(connection: Connection, requeues: Iterable[tuple[str, RequeuedR
 
 
 def pending_requeues(connection: Connection) -> list[PendingRequeue]:
-    """Requeues with records still to produce, oldest first, those with a problem last."""
+    """Requeues with records still to produce: oldest first, requeues with a problem last."""
     forget_settled_requeues(connection)
     return fetch_all(
         connection,
@@ -364,7 +372,7 @@ def give_up_requeues(connection: Connection, why: str) -> None:
 
 
 def unfinished_requeues(session: PostgresSession) -> list[RequeueStatus]:
-    """Oldest first."""
+    """All unfinished requeues, oldest first."""
     return session.fetch_all(
         RequeueStatus,
         "select stream, writer, partition, gone, problem, since from tidemark.requeues order by number",

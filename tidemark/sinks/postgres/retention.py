@@ -1,9 +1,9 @@
-"""Retention: how long history is stored, and how the partition of a day is dropped without blocking a batch.
+"""Retention: deletes old history by dropping the partition of a day, without blocking a batch.
 
-Dropping a partition takes an exclusive lock of the whole history. The lock waits for every reader (a dump, for hours),
-and all batches would wait behind it. Therefore the partition is detached concurrently first, which blocks no writer;
-dropping it afterwards concerns only its own readers. Only the owner of the tables may detach. Other members of the role
-`tidemark_owner` call a function that drops at once, and gives up before a batch has waited long.
+Dropping a partition takes an exclusive lock of the whole history. The lock waits for every reader (for hours during a
+dump), and would block all batches meanwhile. Therefore the partition is first detached concurrently, which blocks no
+writer; dropping it then waits only for its own readers. Only the owner of the tables may detach. Other members of the
+role `tidemark_owner` call a function that drops directly, with a short lock time-out.
 
 Every step may be interrupted; the next call continues.
 """
@@ -24,11 +24,11 @@ from tidemark.sinks.postgres.positions import forget_writer_numbers
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Days for which data is stored.
+    """Retention periods in days.
 
     Attributes:
-        history: of advances, closed gaps and applied batches.
-        audit: of the audit, of operator overrides and of late completions.
+        history: for advances, closed gaps and applied batches.
+        audit: for the audit, operator overrides and late completions.
     """
 
     history: int = 7
@@ -47,21 +47,21 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Tidied:
-    """Partitions that were dropped, and those still in use, each with its readers."""
+    """The dropped partitions, and the partitions in use, each with its readers."""
 
     dropped: Sequence[str]
     in_use: dict[str, str]
 
 
 def drop_before(connection: Connection, day: date) -> Tidied:
-    """Drop the partitions of days before `day`. A partition that is being read stays until a later call."""
+    """Drop the partitions of days before `day`. Partitions with active readers are left to a later call."""
     with _lock_timeout(connection, "2s"):
         return _drop_before(connection, day)
 
 
 @contextmanager
 def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
-    """Set the lock timeout of the session, and restore it afterwards. A session of a pooler keeps its own."""
+    """Set the lock timeout of the session, and restore it afterwards. Does nothing behind a pooler."""
     if _is_pooled(connection):
         yield
         return
@@ -77,7 +77,7 @@ def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
 def _drop_before(connection: Connection, day: date) -> Tidied:
     dropped: list[str] = []
     in_use: dict[str, str] = {}
-    blocked: set[str | None] = set()  # tables with a partition that cannot be detached now: no other one can be either
+    blocked: set[str | None] = set()  # tables of which no partition can be detached now
     for old in _before(connection, day):
         if old.parent is not None and old.parent in blocked:
             continue
@@ -139,14 +139,14 @@ def _readers(connection: Connection, old: Day) -> str:
 
 
 def _firsts(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
-    """The first stored day, by name of the policy."""
+    """By policy name, the first day that must be stored."""
     rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
     days = {"*": retention.history, **dict(rows.fetchall())}
     return {name: today - timedelta(days=count) for name, count in days.items()}
 
 
 def oldest_stored_day(connection: Connection, today: date, retention: Retention) -> date:
-    """The first day of advances that is stored. Streams share rows, so the policy with the most days counts."""
+    """The first day whose advances must be stored. Streams share rows, so the policy with the most days counts."""
     return min(_firsts(connection, today, retention).values())
 
 
@@ -167,7 +167,7 @@ def hide_expired(connection: Connection, today: date, retention: Retention) -> N
 
 
 def delete_expired(connection: Connection, today: date, retention: Retention) -> None:
-    """Delete rows that are past their retention, except advances (`drop_before`). Call it outside a transaction."""
+    """Delete expired rows, except advances (`drop_before`). Call this outside a transaction."""
     hide_expired(connection, today, retention)
     oldest, audited = oldest_stored_day(connection, today, retention), today - timedelta(days=retention.audit)
     # The most specific policy counts, as in `streaming.values.limits`.
@@ -185,7 +185,7 @@ def delete_expired(connection: Connection, today: date, retention: Retention) ->
     )
     connection.execute("delete from tidemark.skips where time < %s", (audited,))
     connection.execute("delete from tidemark.overrides where time < %s", (audited,))
-    # The newest late completion of each stream stays: its number shows that there were any.
+    # Keep the newest late completion of each stream: its number shows how many there were.
     connection.execute(
         "delete from tidemark.late_completions l where time < %s and number <"
         " (select max(number) from tidemark.late_completions newer where newer.stream = l.stream)",
@@ -208,10 +208,10 @@ select least(
 
 
 class RetentionClock:
-    """The clock by which history is dropped, and its distance from the clock of the pipeline's host.
+    """The clock for retention, and its difference from the clock of the pipeline's host.
 
-    Batches carry the time of the host, and retention counts days: a host, or a server, whose clock is days ahead would
-    drop history too early. Any thread may call. Raises `Unavailable` and `Refused`.
+    Batches carry the time of the host. If the clock of the host or of the server were days ahead, history would be
+    dropped too early. Thread-safe. Raises `Unavailable` and `Refused`.
     """
 
     def __init__(self, session: PostgresSession) -> None:
@@ -220,14 +220,15 @@ class RetentionClock:
     def now(self, host: datetime) -> datetime:
         """The time up to which this run may drop history.
 
-        The earliest of the server's time, the time of the `host` (batches carry that time), and one day after the last
-        complete run.
+        The earliest of: the server's time, the time of the `host`, and one day after the last complete run.
         """
         now: datetime = self._session.fetch_value(_NOW, (host,))
         return now.astimezone(UTC)
 
     def complete(self, now: datetime) -> None:
-        """Note that history was dropped up to `now`, also if `now` is earlier: a clock that was ahead was corrected."""
+        """Store `now` as the time of the last complete run, even if it is earlier, because a clock may have been
+        corrected.
+        """
         self._session.execute(
             "insert into tidemark.retention_clock (time) values (%s)"
             " on conflict (singleton) do update set time = excluded.time",
@@ -235,7 +236,7 @@ class RetentionClock:
         )
 
     def difference(self) -> float:
-        """Seconds by which the host's clock is ahead of the server's; exact to half of a round trip."""
+        """Seconds by which the host's clock is ahead of the server's, with an error of at most half a round trip."""
         with self._session.use() as connection:
             before = datetime.now(UTC)
             server: datetime = fetch_value(connection, "select clock_timestamp()")

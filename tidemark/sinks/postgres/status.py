@@ -1,4 +1,4 @@
-"""The status of the pipeline in Postgres, and checks of what Postgres stores. Everything here only reads.
+"""Reads the status of the pipeline in Postgres, and checks the stored data.
 
 Status: owner of the lease, last batch, dead letters, late completions, faults. It is for display and alerts; no
 position depends on it. The checks are for `tidemark verify` and `tidemark bundle`.
@@ -25,10 +25,11 @@ from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, sto
 
 @dataclass(frozen=True, slots=True)
 class LaggingPartition:
-    """A partition with `records` that have waited since `since`; 0 if Kafka has not answered since then.
+    """A partition with `records` unread records, the oldest waiting since `since`. 0 records: Kafka has not answered
+    since then.
 
     If an open Kafka transaction blocks the partition, `blocked_offset` is its last stable offset, beyond which nothing
-    can be read, and `blocked_since` is since when that offset has not moved; both are None otherwise.
+    can be read, and `blocked_since` is the time of its last move; both are None otherwise.
     """
 
     topic: str
@@ -46,8 +47,8 @@ def note_lagging(
 
     Args:
         connection: a session of the owner of the lease.
-        partitions: for each, topic, partition, records, seconds of waiting, blocked offset, seconds of blocking.
-            Ages become times by the server's clock.
+        partitions: (topic, partition, records, seconds of waiting, blocked offset, seconds of blocking). The server's
+            clock converts ages to times.
     """
     columns = [list(column) for column in zip(*partitions, strict=True)] or [[], [], [], [], [], []]
     with connection.transaction():
@@ -65,7 +66,7 @@ def note_lagging(
 
 
 def lagging(connection: Connection) -> list[LaggingPartition]:
-    """What the pipeline noted last, by topic and partition."""
+    """The lagging partitions that the pipeline stored last, by topic and partition."""
     return fetch_all(
         connection,
         LaggingPartition,
@@ -76,20 +77,23 @@ def lagging(connection: Connection) -> list[LaggingPartition]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A pipeline that reads Kafka: since when (s since 1970) without a break. `lagging`: partitions with records that
-    it has not read for ten seconds or longer."""
+    """A pipeline that has read Kafka without a break since `since` (s since 1970). `lagging`: partitions with records
+    that have been unread for ten seconds or longer.
+    """
 
     since: float
     lagging: frozenset[int]
 
 
 OVERRIDES_SHOWN = 5
-LATE_COUNTED = 100  # the count of late completions of one stream stops here
+LATE_COUNTED = 100  # the count of late completions of one stream is limited to this
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterCounts:
-    """The number of distinct records rejected for `reason` since the database was made, and the time of the newest."""
+    """The number of distinct records rejected for `reason` since the creation of the database, and the time of the
+    newest one.
+    """
 
     reason: str
     records: int
@@ -110,8 +114,8 @@ class SinkFault:
 class BridgeStatus:
     """The `tidemark synapse` of a stream.
 
-    `speaks`: whether one is connected; None on a replica, which does not know. `since`: when it connected; None if none
-    is connected, or if this user may not see it.
+    `speaks`: whether a process is connected; None on a replica, which cannot know. `since`: the time of the connection;
+    None without a connection, or if this user may not see it.
     """
 
     speaks: bool | None
@@ -138,12 +142,12 @@ class Condition:
     """The status of the pipeline. Times are by the clock of the database.
 
     Attributes:
-        owner: the process that acquired the lease last; None if none ever did.
+        owner: the last process that acquired the lease; None: there was none.
         lease: seconds until the lease expires; 0 if it has expired.
-        quiet: seconds since the last batch was applied; None if none ever was.
+        quiet: seconds since the last batch was applied; None: there was none.
         overrides: operator overrides of the last day, newest first.
         waits: what a batch of the owner waits for in this database.
-        lagging: Kafka partitions whose records wait for longer than a healthy pipeline takes.
+        lagging: Kafka partitions whose records wait longer than in a healthy pipeline.
     """
 
     owner: str | None
@@ -165,7 +169,7 @@ class LateCount:
 
 
 def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -> None:
-    """Replace the faults, by sink and stream. A fault that was noted before keeps its `since`."""
+    """Replace the faults, by sink and stream. A fault that is already stored keeps its `since`."""
     columns = [sink for sink, _ in faults], [stream for _, stream in faults], list(faults.values())
     with connection.transaction():
         connection.execute(
@@ -227,7 +231,7 @@ class Conditions:
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
     def reading(self) -> Reading | None:
-        """None if no pipeline is active, or its batch waits: then it is unknown how long a writer has sent nothing."""
+        """The active pipeline; None if there is none, or its batch waits. The silence of a writer is unknown then."""
         rows = self._session.fetch_tuples(
             """
             select extract(epoch from since)::float8, array(select distinct partition from tidemark.lagging_partitions)
@@ -237,11 +241,11 @@ class Conditions:
         return Reading(rows[0][0], frozenset(rows[0][1])) if rows else None
 
     def begun(self) -> set[tuple[str, str, int]]:
-        """Stream, writer and epoch of each epoch that an operator began for its writer."""
+        """(stream, writer, epoch) of each epoch that an operator's override began."""
         return {*self._session.fetch_tuples("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")}
 
     def bridges(self) -> dict[str, BridgeStatus]:
-        """The streams of `tidemark synapse`; empty if it was never prepared here, or if this user may not see it."""
+        """The streams of `tidemark synapse`; empty if its tables do not exist, or this user may not read them."""
         with self._session.use() as connection:
             table = "to_regclass('tidemark.synapse_streams')::oid"
             if fetch_value(connection, f"select 1 where has_table_privilege({table}, 'select')") is None:
@@ -277,7 +281,7 @@ class Conditions:
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
     def requeues(self) -> list[RequeueStatus]:
-        """Deferred records that are not produced again yet, oldest first."""
+        """Requeues of deferred records that are not complete, oldest first."""
         return unfinished_requeues(self._session)
 
     def faults(self) -> list[SinkFault]:
@@ -298,10 +302,10 @@ HistoryFaultKind = Literal["hole", "overlap", "regress", "no writer"]
 
 @dataclass(frozen=True, slots=True)
 class AuditedStream:
-    """The rows of a stream at one moment.
+    """The rows of a stream in one snapshot.
 
-    `late` is the number of its newest late completion; `gaps` has writer and top of the open gaps; `state` is the seed
-    of the next query.
+    `late` is the number of its newest late completion; `gaps` has writer and top of the open gaps; `state`: the encoded
+    state from which the next query starts.
     """
 
     linear: int
@@ -319,10 +323,10 @@ class AuditedStream:
 
 @dataclass(frozen=True, slots=True)
 class HistoryFault:
-    """The history of `writer` is not a chain: after `expected` comes `found`.
+    """A break in the history of `writer`: `found` follows where `expected` should.
 
-    `hole` and `overlap`: an advance does not begin where the one before ended. `regress`: the linear position went
-    back, or a position is below the end of the history. `no writer`: advances of a writer without a position.
+    `hole` and `overlap`: an advance does not begin at the end of the one before. `regress`: the linear position went
+    back, or a position is below the end of the history. `no writer`: the writer has advances but no position.
     """
 
     stream: str
@@ -363,7 +367,7 @@ class Audit:
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams order by 1")]
 
     def streams(self, names: Collection[str]) -> dict[str, AuditedStream]:
-        """The streams with these names, all at one moment. Unknown names are left out."""
+        """The streams with these names, in one snapshot. Unknown names are left out."""
         named = {"streams": list(names)}
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
@@ -406,8 +410,8 @@ class Audit:
         return int(self._session.fetch_value(count))
 
 
-# Advances before the first stored one of a writer may have been dropped. Days are dropped whole: a place
-# (`before`) in a stored day must lead to a row.
+# Advances before the first stored one of a writer may have been dropped. Only whole days are dropped, so a place
+# (`before`) in a stored day must have a row.
 _FAULTS: LiteralString = """
 with single as (
     select n.stream, n.writer, a.id - a.span as prev, a.id, a.id - coalesce(a.ahead, 0) as linear, a.before, p.time

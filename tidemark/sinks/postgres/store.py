@@ -1,7 +1,7 @@
 """Postgres, the durable source of truth: the writes of the pipeline, and its reads at a start and to refill the sinks.
 
-It has one session for the batches (the thread of foreachBatch), one for requeues, and one for everything else
-(maintenance, probes), so that none of them waits for another.
+Batches (the thread of foreachBatch), requeues, and all other work (maintenance, probes) have one session each, so that
+none waits for another.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ class PostgresConfig:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSetup:
-    """The setup of the last start, which must not have changed since. None and {} before the first start.
+    """The setup of the last start, which must not change. None and {} before the first start.
 
     `topics`: name -> (Kafka's topic ID, number of partitions).
     """
@@ -66,8 +66,8 @@ class RememberedSetup:
 class StreamPositions(msgspec.Struct, frozen=True, gc=False):
     """The committed positions of a stream.
 
-    `forgotten` are writers that retired long ago and are in neither `positions` nor Redis. `late` is the number of the
-    newest late completion, 0 for none.
+    `forgotten`: writers that retired long ago and are in neither `positions` nor Redis. `late`: the number of the
+    newest late completion, or 0.
     """
 
     linear: int
@@ -118,7 +118,7 @@ class Postgres:
         return self._reads.fetch_value("select version from tidemark.query_lease") or ""
 
     def apply(self, batch: Batch) -> Committed:
-        """Commit the batch. After `Unavailable` the commit may have happened; the next call finds out.
+        """Commit the batch. After `Unavailable` the commit may have succeeded; the next call detects that.
 
         Raises psycopg's error if the server refuses the batch's content (`transaction.is_about_content`).
         """
@@ -131,9 +131,9 @@ class Postgres:
             return transaction.refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
-        """Set the next number of a late completion beyond all that were given. For a new owner, before its first batch.
+        """Raise the next number of a late completion above all earlier ones. For a new owner, before its first batch.
 
-        A restored database would give numbers again that readers already know. The number follows the clock.
+        A restored database would repeat numbers that readers already know, so the number follows the clock.
         """
         self._batches.execute(
             "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
@@ -142,17 +142,17 @@ class Postgres:
         )
 
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
-        """Rejected records that are not known to be in the dead letters."""
+        """Rejected records whose dead letters may not have been sent."""
         with self._reads.use() as connection:
             return transaction.unsent(connection)
 
     def dead_letters_sent(self, query: str, batch: int) -> None:
-        """Note that the dead letters of this batch are in Kafka."""
+        """Delete the rejected records of this batch: Kafka has its dead letters."""
         with self._batches.use() as connection:
             transaction.forget_unsent(connection, query, batch)
 
     def pending_requeues(self) -> list[PendingRequeue]:
-        """Deferred records that are still to be produced again, oldest first, those with a problem last."""
+        """Requeues with records still to produce: oldest first, requeues with a problem last."""
         with self._requeues.use() as connection:
             return pending_requeues(connection)
 
@@ -178,7 +178,7 @@ class Postgres:
             note_faults(connection, faults)
 
     def last_batch(self) -> tuple[str, int] | None:
-        """Query and number of the batch that was applied last."""
+        """The query and number of the batch that was applied last."""
         with self._reads.use() as connection:
             return connection.execute(
                 "select query, batch from tidemark.applied_batches order by number desc limit 1"
@@ -225,7 +225,7 @@ class Postgres:
             return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
     def remember(self, remembered: RememberedSetup) -> None:
-        """Store the setup. Topics that it does not name stay."""
+        """Store the setup. Keeps topics that it does not name."""
         with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
                 connection.execute(
@@ -299,9 +299,9 @@ class Postgres:
             return history.late_since(connection, known, newest)
 
     def tidy(self, now: datetime) -> bool:
-        """Make the history's partitions of today and tomorrow, and delete what is past its retention.
+        """Create the history's partitions of today and tomorrow, and delete expired rows.
 
-        To be called every hour or so, with the time of `clock`. Batches go on meanwhile.
+        Call this about every hour, with the time of `clock`. Batches continue meanwhile.
 
         Returns:
             False if a partition could not be dropped, because it is being read.
@@ -311,7 +311,7 @@ class Postgres:
             oldest = retention.oldest_stored_day(connection, today, self._config.retention)
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
-        # A session of its own: it may wait for readers of the history.
+        # A separate session, because it may wait for readers of the history.
         with session_of(self._config.dsn, "tidemark tidy") as session, session.use() as connection:
             tidied = retention.drop_before(connection, oldest)
         with self._reads.use() as connection:

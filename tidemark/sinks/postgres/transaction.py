@@ -1,8 +1,9 @@
-"""The transaction of a batch (docs/design.md 5): token, positions, history, gaps, audit, states, offsets, batch number.
+"""The transaction of a batch (docs/design.md 5): writes token, positions, history, gaps, audit, states, offsets, batch
+number.
 
-Each statement takes whole columns, so their number does not depend on the number of streams. They take two round trips.
-Locks are taken in the order of the functions in `apply`. Rejected records stay listed here, by Kafka offset and reason,
-until they are known to be in the dead letters (docs/design.md, rule 5).
+Each statement takes whole columns, so the number of statements does not depend on the number of streams. The
+transaction takes two round trips. Locks are taken in the order of the functions in `apply`. Rejected records are stored
+by Kafka offset and reason until their dead letters are in Kafka (docs/design.md, rule 5).
 
 A batch may have to wait for a lock of another session, or for a synchronous standby. The session of the batch cannot
 answer meanwhile, so a second session queries the reason.
@@ -59,16 +60,16 @@ def forget_unsent(connection: Connection, query: str, batch: int) -> None:
     connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
-BATCHES_STORED = 1000  # of each query; a retried commit whose answer was lost is found among them
+BATCHES_STORED = 1000  # of each query, so that a retry detects a commit whose answer was lost
 
 
 def apply(connection: Connection, batch: Batch) -> Committed:
-    """Commit `batch`, or find that it was committed before. May be called again after any other error.
+    """Commit `batch`, or detect that it is already committed. Repeat the call after any other error.
 
     Raises:
         LeaseLost: another query has the lease. Nothing is written.
-        ChainBroken: the batch before is not the one that was applied last, or an advance begins beyond the stored
-            position. Nothing is written.
+        ChainBroken: `batch.after` was not applied last, or an advance begins beyond the stored position. Nothing is
+            written.
     """
     with connection.pipeline(), connection.transaction():
         if _applied_before(connection, batch):
@@ -106,13 +107,13 @@ _CONTENT = ("21", "22", "23", "44", "54", "P0")
 
 def is_about_content(error: psycopg.Error) -> bool:
     """Whether the server or the client refused the values to be written, and would refuse them again."""
-    if error.sqlstate is None:  # psycopg itself cannot send the value, such as a NUL character in a text
+    if error.sqlstate is None:  # psycopg cannot send the value, such as a NUL character in a text
         return isinstance(error, psycopg.DataError)
     return error.sqlstate[:2] in _CONTENT
 
 
 def _applied_before(connection: Connection, batch: Batch) -> bool:
-    """Whether this batch is committed already.
+    """Whether this batch is already committed.
 
     Locks the row of the lease until the end of the transaction: no other query takes the lease during a batch.
 
@@ -126,8 +127,9 @@ def _applied_before(connection: Connection, batch: Batch) -> bool:
         "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
     )
     newest_batch = connection.execute("select query, batch from tidemark.applied_batches order by number desc limit 1")
-    # If this process hangs from here on, the server ends the transaction, or the next owner finds the session by this
-    # name and ends it. The batch must be durable before it is published (rule 4), whatever the server's default is.
+    # If this process hangs from now on, the server ends the transaction, or the next owner finds the session by this
+    # name and ends it. The batch must be durable before it is published (rule 4), even if the server's default is
+    # asynchronous.
     connection.execute(
         "select set_config('application_name', %s, true),"
         " set_config('idle_in_transaction_session_timeout', '10s', true),"
@@ -170,7 +172,7 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
 
 
 def _write_linear_moves(connection: Connection, batch: Batch) -> None:
-    """Moves of linear positions of streams without an advance in this batch."""
+    """Write the moves of linear positions of streams without an advance in this batch."""
     execute(
         connection,
         """
@@ -315,7 +317,7 @@ PATIENCE = 3.0
 
 
 def wait_of(connection: Connection, pid: int) -> str | None:
-    """What the server process `pid` waits for; None if it does not wait, or has ended."""
+    """What the server process `pid` waits for; None if it does not wait or has ended."""
     row = connection.execute(
         "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
     ).fetchone()
@@ -338,7 +340,7 @@ def wait_of(connection: Connection, pid: int) -> str | None:
 
 
 class BatchWait:
-    """Notes when a batch begins and ends in Postgres. Any thread may query what the batch waits for."""
+    """Tracks whether a batch is running in Postgres. Any thread may query what the batch waits for."""
 
     def __init__(self, session: PostgresSession) -> None:
         """`session` is used for these queries only."""
@@ -354,7 +356,7 @@ class BatchWait:
 
     @contextmanager
     def of(self, connection: Connection) -> Iterator[None]:
-        """Note that `connection` writes a batch during the block."""
+        """Track that `connection` writes a batch during the block."""
         with self._lock:
             self._since = time.monotonic() if self._since is None else self._since
             self._pid = connection.info.backend_pid
@@ -371,7 +373,7 @@ class BatchWait:
                     self._since = self._last = None
 
     def problem(self) -> str | None:
-        """What a batch has waited for longer than `PATIENCE`; None if none has. Raises `Unavailable` and `Refused`."""
+        """What a batch has waited for longer than `PATIENCE`, or None. Raises `Unavailable` and `Refused`."""
         with self._lock:
             since, pid = self._since, self._pid
         if since is None or time.monotonic() - since < PATIENCE:
@@ -386,7 +388,7 @@ class BatchWait:
             return self._last
 
     def note(self, token: int, problem: str | None) -> None:
-        """Store the problem for `tidemark status`, without waiting for a standby or long for a lock."""
+        """Store the problem for `tidemark status`, with a short lock time-out and without waiting for a standby."""
         with self._session.use() as connection, connection.transaction():
             connection.execute("set local synchronous_commit = local")
             connection.execute("set local lock_timeout = '1s'")

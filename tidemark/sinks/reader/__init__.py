@@ -1,8 +1,8 @@
-"""The reader library: how far a stream may be read, what moved it there, and the loop that reads its table.
+"""The reader library: the published positions of a stream, its advances, and the loop that reads its table.
 
-The names in `__all__` are the interface for services; `tidemark` has them too. The others are for a process that
-carries out the requests of the library in its own way, as the sidecar does: programs (`FollowProgram` and others)
-make the decisions and yield requests, and a `Driver` runs them.
+The names in `__all__` are the interface for services; `tidemark` exports them too. The other names are for a process
+that does the I/O itself, such as the sidecar: programs (`FollowProgram` and others) decide and yield requests, and a
+`Driver` runs them.
 """
 
 from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions

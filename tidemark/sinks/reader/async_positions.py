@@ -1,8 +1,8 @@
-"""Published positions of streams: read them, wait for them, follow what moves them.
+"""The published positions of streams: read them, wait for them, follow their advances.
 
 The decisions are in `wait` and `follow`.
 
-`positions` is the form for threads. It is generated from this module (`make format`).
+`positions`, the version for threads, is generated from this module (`make format`).
 """
 
 import asyncio
@@ -56,19 +56,19 @@ R = TypeVar("R")
 
 
 class AsyncPositions:
-    """Published positions, as an async context manager. Any asyncio task of one event loop may call.
+    """The published positions, as an async context manager. Any task of one event loop may use it.
 
     Args:
-        redis: an address (a URL, or `RedisAddress`), or a client of your own, which stays open.
-        dsn: the address of Tidemark's Postgres (role tidemark_reader). With it a follower learns the evidence of
-            advances that Redis no longer lists, and everything works while Redis is down or has lost its data.
+        redis: an address (a URL or `RedisAddress`), or your own client, which stays open.
+        dsn: the address of Tidemark's Postgres (role tidemark_reader). With `dsn` a follower gets the evidence of
+            advances that Redis no longer lists, and all methods work while Redis is down or has lost its data.
     """
 
     def __init__(self, redis: "str | RedisAddress | redis.asyncio.Redis", dsn: str | None = None) -> None:
         self._session = open_async_session(redis)
         self._history = None if dsn is None else History(dsn)
         self._monotonic = MonotonicPositions[PublishedPositions]()
-        self._redis_log = WaitLog()  # only logs that Redis is down: Postgres is read meanwhile
+        self._redis_log = WaitLog()  # only for the log: Postgres is read while Redis is down
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,13 +103,13 @@ class AsyncPositions:
         Args:
             stream: the name of the stream.
             until: a token, or an ID (of `writer`, or of all writers).
-            writer: whose ID `until` is.
+            writer: the writer whose ID `until` is.
             timeout: seconds; None: no limit.
-            grace: seconds for which Tidemark may not know the stream.
+            grace: seconds to wait for an unknown stream.
 
         Raises:
-            NotReached: after `timeout`. If `is_ahead`, Tidemark has not read of the ID: the relay or the pipeline has
-                lag, or the token belongs to another stream or database.
+            NotReached: after `timeout`. If `is_ahead`, no record that Tidemark has read names the ID: the relay or the
+                pipeline has lag, or the token belongs to another stream or database.
             StreamNotKnown: after `grace`, if Tidemark has read no record of the stream.
             BadToken: `until` is not a token of this stream.
             Unavailable: Redis is down at the end of `timeout`.
@@ -125,23 +125,24 @@ class AsyncPositions:
         since: Place | Token | str | int | None = None,
         stopping: asyncio.Event | None = None,
     ) -> "AsyncFollow":
-        """Every advance after `since`, each once, joined, in order per writer. For one asyncio task at a time.
+        """Iterate over the advances after `since`: each once, without gaps, in order per writer. For one asyncio task
+        at a time.
 
-        Waits for servers that are down, and logs that. Raises `Refused`.
+        Logs and waits while servers are down. Raises `Refused`.
 
         Cancellation: a cancelled `anext` loses nothing.
 
         Args:
             stream: the name of the stream.
             mode: "vector" for advances of writers, "linear" for moves of the linear position.
-            since: where to begin; None: at what is published now.
+            since: where to begin; None: at the positions published now.
             stopping: once set, the iteration ends within about a second.
         """
         start = since if since is None or isinstance(since, Place) else as_token(since)
         return AsyncFollow(self, FollowProgram(stream, mode, start), stopping or asyncio.Event())
 
     async def carry_out(self, request: Request, stopping: asyncio.Event) -> Answer:
-        """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
+        """Run a request of a program. Raises `Unavailable` (the request may be repeated) and `Refused`."""
         match request:
             case ReadKeys():
                 return raise_keys(self._monotonic, request.stream, await self._keys(request))
@@ -196,7 +197,7 @@ class AsyncPositions:
 class AsyncFollow(AsyncIterator[Event]):
     """An async iterator of events.
 
-    `place` is after the events that were handed over so far: another `follow` can go on from there.
+    `place` is the place after the last event that was handed over: another `follow` can continue from it.
     """
 
     def __init__(self, positions: AsyncPositions, following: FollowProgram, stopping: asyncio.Event) -> None:
@@ -207,7 +208,7 @@ class AsyncFollow(AsyncIterator[Event]):
 
     @property
     def place(self) -> Place | None:
-        """None while nothing is known of the stream and no `since` was given."""
+        """The place after the last event; None while the stream is unknown and no `since` was given."""
         return self._following.place
 
     async def __anext__(self) -> Event:
@@ -241,7 +242,9 @@ async def read_either(
 async def run_to_next_value(
     driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]], stopped: Callable[[], bool]
 ) -> R | None:
-    """Carry out requests of the program until it hands over a value. None: the program is over, or `stopped()`."""
+    """Run requests of the program until it yields a value; return the value. None: the program has ended, or
+    `stopped()`.
+    """
     task = asyncio.current_task()  # async only
     cancelled = task.cancelling() if task is not None else 0  # async only
     while not stopped():
@@ -250,7 +253,7 @@ async def run_to_next_value(
             driver.handed_over()
             return step
         if task is not None and task.cancelling() > cancelled:  # async only
-            raise asyncio.CancelledError  # redis-py swallows a cancellation while it gives up a connection
+            raise asyncio.CancelledError  # redis-py swallows a cancellation while it closes a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:

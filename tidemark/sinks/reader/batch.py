@@ -1,4 +1,4 @@
-"""Batches as a service receives them, and the parking of facts on which the service fails."""
+"""The batches that a service receives, and the parking of facts that the service fails to process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -26,20 +26,20 @@ MAX_REASON = 2000  # characters
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch(Generic[C]):
-    """Rows of the backing table, ascending, as dicts. All rows of a fact are in one batch.
+    """Rows of the backing table as dicts, in ascending order. All rows of a fact are in one batch.
 
-    Write all effects of the batch on `connection`. It is inside the transaction that also moves the checkpoint of the
-    reader, and that is committed when the loop continues. Do not keep the connection, and do not end its transaction.
+    Write all effects of the batch on `connection`. Its open transaction also moves the reader's checkpoint, and is
+    committed when the loop continues. Do not keep the connection, and do not end its transaction.
 
-    `late` is None for rows in order. Otherwise the rows belong to IDs that the reader has passed without them; see
-    `Late`. `is_retry`: the rows of one fact that was parked, which an operator has handed over again.
+    `late` is None for rows in order. Otherwise the rows belong to IDs that the reader has already passed; see `Late`.
+    `is_retry`: the rows belong to a parked fact that an operator has handed over again.
 
     `withdrawn` has pairs of IDs, each the first and the last of a range, the lower one first. It is empty unless the
-    source was restored. The facts that these IDs had before are gone: undo what they did, and then process `rows`,
-    which has the facts that these IDs have now. Some of the IDs may never have had a fact. A reader with partitions
-    gets them once for each `partition`, and undoes what that partition did.
+    source was restored. The earlier facts of these IDs no longer exist: undo their effects, and then process `rows`,
+    which has the new facts of these IDs. Some of the IDs may never have had a fact. A reader with partitions gets them
+    once for each `partition`, and undoes the effects of that partition.
 
-    `partition` is the number of the partition that the rows are of; None if the reader has none.
+    `partition` is the partition of the rows; None if the reader has no partitions.
     """
 
     rows: list[Row]
@@ -53,22 +53,22 @@ class ReadBatch(Generic[C]):
     _opened: OwnTransaction
 
     def facts(self) -> Iterator[tuple[int, list[Row]]]:
-        """The rows of each fact, with its ID."""
+        """Group the rows by fact: (ID, rows)."""
         for id, rows in groupby(self.rows, key=lambda row: row[self._id]):
             yield id, list(rows)
 
     def parking(self, id: int, *errors: type[Exception]) -> "Parking":
         """A savepoint for the effects of the fact `id`: `with`, or `async with` for an `AsyncReader`.
 
-        One of the `errors` inside rolls the effects back and puts the fact into `tidemark_reader.parked`, with the
-        reason, for a person. The error is logged and the loop continues. Every other error is raised, and so is an
-        error that a retry may solve (a lost connection, a deadlock).
+        If the block raises one of the `errors`, the effects are rolled back, and the fact is stored in
+        `tidemark_reader.parked` with the reason, for a person. The error is logged and the loop continues. Other
+        errors, and errors that a retry may solve (a lost connection, a deadlock), are raised.
         """
         return Parking(self._ledger, self._opened, id, errors)
 
 
 class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """The block of `ReadBatch.parking`, in both forms."""
+    """The context manager of `ReadBatch.parking`, for threads and asyncio."""
 
     def __init__(
         self, ledger: CheckpointStore, opened: OwnTransaction, id: int, errors: tuple[type[Exception], ...]
@@ -89,7 +89,7 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         try:
             if self._savepoint.__exit__(kind, error, trace):
                 return True
-        except self._errors as raised:  # a session that writes its objects at the end of the savepoint
+        except self._errors as raised:  # a session may write its objects only at the end of the savepoint
             if error is not None or not self._parks(raised):
                 raise
             error = raised

@@ -22,12 +22,12 @@ SCHEMA_TEXT = (
     + "end $schema$"
 )
 
-RETRIES = 100  # parked facts that are handed over again at a time
+RETRIES = 100  # parked facts that are handed over again in one turn
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveredFact:
-    """A fact that was handed over although a completion of it may still be announced as late; see `read_loop`."""
+    """A fact that was handed over but may still be announced as late; see `read_loop`."""
 
     id: int
     writer: str
@@ -40,8 +40,9 @@ class ReaderCheckpoint:
 
     Attributes:
         version: 0: nothing is stored yet.
-        late_part: the number of the late completion in hand, and the ID up to which its rows were handed over.
-        must_read: ranges that are read whatever the evidence is; see `read_loop`.
+        late_part: the number of the late completion that is being read, and the ID up to which its rows were handed
+            over.
+        must_read: ranges to read regardless of the evidence; see `read_loop`.
         delivered: facts that may still be announced as late, by ID; see `read_loop`.
     """
 
@@ -61,7 +62,7 @@ class CheckpointStore:
         self._mode = mode
 
     def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
-        """The stored checkpoint. Makes the schema, and the row of the reader, if they do not exist. Raises
+        """Load the checkpoint. Creates the schema and the row of the reader if they do not exist. Raises
         `ReaderModeChanged` and `ReaderPartitionsChanged`."""
         yield from self.prepare()
         yield from self._check_visible()
@@ -102,10 +103,10 @@ class CheckpointStore:
         )
 
     def prepare(self) -> Generator[Request, Answer, None]:
-        """Make the schema if it does not exist."""
+        """Create the schema if it does not exist."""
         schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as there")
         if not schema[0]["there"]:
-            # Copies of a reader may make it at the same moment. No advisory lock: any other user could hold it.
+            # Copies of a reader may create it at the same moment. No advisory lock, because any user could hold it.
             yield from self._rows(SCHEMA_TEXT)
 
     def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
@@ -125,11 +126,11 @@ class CheckpointStore:
     def save(
         self, checkpoint: ReaderCheckpoint, more: Iterable[DeliveredFact], forgotten: Iterable[int], transaction: str
     ) -> Generator[Request, Answer, int]:
-        """Store the checkpoint, add the facts `more` to those that were delivered, and forget others, inside the
+        """Store the checkpoint, add the facts `more` to the delivered facts, and remove the facts `forgotten`, in the
         transaction.
 
         Returns:
-            The new version. It comes from the clock, so a database that is restored never gives out the same one again.
+            The new version. It is a clock value, so a restored database never repeats it.
 
         Raises:
             TransactionEnded: the transaction in which the row was locked has ended.
@@ -172,8 +173,9 @@ class CheckpointStore:
         return int(written[0]["version"])
 
     def wishes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
-        """What an operator changed: the stored version (None: the place was deleted), and the IDs of parked facts that
-        are to be handed over again, at most `RETRIES`."""
+        """Query changes by operators. Returns the stored version (None: the place was deleted), and the IDs of up to
+        `RETRIES` parked facts to hand over again.
+        """
         (row,) = yield from self._rows(
             "select (select version from tidemark_reader.places where reader = {reader} and stream = {stream}),"
             " array(select id from tidemark_reader.parked where reader = {reader} and stream = {stream}"
@@ -183,7 +185,7 @@ class CheckpointStore:
         return row["version"], row["retries"]
 
     def unpark(self, id: int) -> Generator[Request, Answer, bool]:
-        """Remove a parked fact that is to be handed over again. False: it is not parked any more."""
+        """Remove a parked fact before it is handed over again. False: it is no longer parked."""
         removed = yield from self._rows(
             "delete from tidemark_reader.parked where reader = {reader} and stream = {stream} and id = {id}"
             " and retry_at is not null returning id",
@@ -203,8 +205,8 @@ class CheckpointStore:
         )
 
     def _check_visible(self) -> Generator[Request, Answer, None]:
-        """Raises `Refused` if row level security hides rows of our tables from this user. The connection belongs to the
-        service, so `row_security` stays as the service set it."""
+        """Raises `Refused` if row level security hides rows of the reader's tables from this user. The connection
+        belongs to the service, so `row_security` stays as the service set it."""
         hidden_tables = yield from self._rows(
             "select relname as name, current_user::text as role, current_database()::text as database,"
             " pg_has_role(relowner, 'usage') as is_owner from pg_class"

@@ -1,7 +1,7 @@
 """The databases of a reader: addresses, the meaning of errors, and the wait for a replica. No connections.
 
-A position is published after the commits that it stands for. So all of these commits are below the position in the
-write-ahead log that the primary has once the position is known. A replica must replay up to there before it is read.
+A position is published after the commits that it covers. So when a position is known, these commits are below the
+primary's current write-ahead log position. A replica must replay up to that log position before it is read.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -65,17 +65,18 @@ class Databases:
     primary: str | None = field(default=None, repr=False)
 
     def conninfo(self, role: Role, reader: str) -> str:
-        # Operators count the copies of a reader by this name: one connection to the database with the place for each.
+        # Operators count the copies of a reader by this name: each copy has one connection to the database with the
+        # place.
         suffix = "" if role == "place" else f" ({role})"
         return conninfo(self._dsn(role), f"{APPLICATION}{reader}{suffix}")
 
     @contextmanager
     def translated(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
-        """Turn what psycopg raises into `Unavailable` (continue from the stored checkpoint) and `Refused`."""
+        """Convert psycopg's errors to `Unavailable` (continue from the stored checkpoint) and `Refused`."""
         try:
             yield
         except TidemarkError:
-            raise  # `refuse` has said what it is
+            raise  # already converted by `refuse`
         except Exception as error:
             cause = psycopg_error(error)
             if cause is None:
@@ -89,15 +90,18 @@ class Databases:
             raise problem from error
 
     def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
-        """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the server
-        may have run out of connections, which libpq reports like a wrong password."""
+        """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the cause
+        may be a lack of free connections, which libpq reports like a wrong password.
+        """
         if error.sqlstate is None and not is_outage(error) and answers(conninfo(self._dsn(role), "")):
             raise Refused(
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
 
     def with_lockers(self, role: Role, error: Unavailable) -> Unavailable:
-        """`error`, with the sessions that may have the lock if it is about a lock time-out. Connects for that."""
+        """For a lock time-out, `error` with the sessions that may hold the lock, for which it connects; else `error`
+        itself.
+        """
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
         with suppress(TidemarkError, psycopg.Error), SessionConnection.open(self.conninfo(role, "lock waits")) as other:
@@ -116,15 +120,14 @@ class Databases:
 
 
 def _ended_by(error: psycopg.Error) -> str | None:
-    """The setting that ended an idle or long transaction; None: something else happened."""
+    """The setting by which the server ended an idle or long transaction; None for another error."""
     if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
         return setting
     return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None
 
 
 def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
-    """`RowUnreadable`, if the error that the cursor raised while rows were fetched is about one row; else the error
-    itself."""
+    """`RowUnreadable` if the cursor's error is about one fetched row; else the error itself."""
     result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
     if result is None or request.id not in names:
         return error
@@ -142,7 +145,7 @@ def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exceptio
 log = get_logger(__name__)
 
 APPLICATION = "tidemark reader "
-"""How the `application_name` of a copy's connection begins; the name of the reader follows."""
+"""The prefix of the `application_name` of a copy's connection, before the name of the reader."""
 
 POLL = 0.01  # seconds
 LOG_EVERY = 1000  # polls
@@ -157,11 +160,11 @@ _REPLAYED = sql.SQL(
 ).format()
 
 PAGE = 8192
-SHORT_HEADER, LONG_HEADER = 24, 40  # of a page, and of the first page of a segment
+SHORT_HEADER, LONG_HEADER = 24, 40  # bytes of a page header, and of the header of a segment's first page
 
 
 def caught_up() -> Generator[Request, Answer, None]:
-    """Return once `source` has replayed everything that `primary` has written by now."""
+    """Wait until `source` has replayed everything that `primary` has written before the call."""
     (written,) = yield from rows(RunSql("primary", _WRITTEN))
     target = end_of_records(written["lsn"], written["segment"])
     polls = 0
@@ -176,10 +179,10 @@ def caught_up() -> Generator[Request, Answer, None]:
 
 
 def end_of_records(insert: int, segment: int) -> int:
-    """The end of the last record of a primary that would insert the next record at `insert`.
+    """The end of the last record of a primary whose insert position is `insert`.
 
     If `insert` is the first byte after a page header, no record reaches into that page. A replica that has replayed
-    everything is then before the header, and moves only when the next record is written.
+    everything then reports the position before the header, until the next record is written.
     """
     if insert % segment == LONG_HEADER:
         return insert - LONG_HEADER

@@ -1,7 +1,7 @@
-"""The reader's own database as the service uses it: an engine or a session maker of SQLAlchemy, a pool, Django.
+"""Transactions in the reader's own database through a library of the service: SQLAlchemy, a psycopg pool, or Django.
 
-A batch is handed over with the service's own session, and committed by the service's own library. The statements of the
-reader run on the psycopg connection below it, in the same transaction. No library is imported unless it is used.
+A batch is handed over with a session of the service's library, which also commits it. The statements of the reader run
+on the underlying psycopg connection, in the same transaction. No library is imported unless it is used.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,9 +23,9 @@ class OwnTransaction:
     """An open transaction of the service's library.
 
     Attributes:
-        session: what the batch is handed over with.
-        driver: the psycopg connection below it.
-        savepoint: makes a context manager that is a savepoint of the session.
+        session: the object that the service gets as `batch.connection`.
+        driver: the underlying psycopg connection.
+        savepoint: creates a context manager for a savepoint of the session.
     """
 
     session: Any
@@ -34,7 +34,7 @@ class OwnTransaction:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the handler has committed or rolled back. A lost connection is something else."""
+        """Whether the handler has committed or rolled back. False for a lost connection."""
         if self.driver.closed:
             return not self.driver.broken
         return bool(self.driver.info.transaction_status == TransactionStatus.IDLE)
@@ -45,7 +45,7 @@ class BatchRolledBack(Exception):
 
 
 def own_transactions(effects: Any) -> Callable[[], AbstractContextManager[OwnTransaction]] | None:
-    """What begins transactions of `effects`; None if it is an address. Raises `BadSetting`."""
+    """A function that begins transactions of `effects`; None if `effects` is an address. Raises `BadSetting`."""
     return None if isinstance(effects, str) else partial(_begin, _known(effects))
 
 
@@ -55,7 +55,7 @@ def async_own_transactions(effects: Any) -> Callable[[], AbstractAsyncContextMan
 
 
 def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
-    """The error of psycopg that is the cause of an error of SQLAlchemy or Django."""
+    """The psycopg error that caused an error of SQLAlchemy or Django."""
     while error is not None and not isinstance(error, psycopg.Error):
         error = getattr(error, "orig", None) or error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Events, which a follower hands over, and the place of a follower among them. Values only.
+"""The events that a follower hands over, and the place of a follower. Values only.
 
 IDs are signed. Times are the batch times of the pipeline, in milliseconds since 1970.
 """
@@ -15,8 +15,8 @@ class Advance:
     """The position of `writer` moved over `(prev, id]`. `prev` is where the last event of the writer ended.
 
     Attributes:
-        evidence: how the IDs of `(claimed, id]` were settled. If the reader began inside that range, `prev` is beyond
-            `claimed`, and the counts are upper bounds for `(prev, id]`.
+        evidence: how the IDs of `(claimed, id]` were settled. `claimed` is below `prev` if the reader began inside that
+            range; then the counts are upper bounds for `(prev, id]`.
         linear: the linear position after the batch of the advance.
     """
 
@@ -32,16 +32,16 @@ class Advance:
 
     @property
     def proven_empty(self) -> bool:
-        """No facts were written there: a reader of the table finds no rows."""
+        """Whether the range certainly has no facts: a reader of the table finds no rows."""
         return self.evidence.proves_empty
 
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """`(prev, id]` of `writer` is complete, and its evidence is not available any more: read the table for it.
+    """`(prev, id]` of `writer` is complete, but its evidence is no longer available: read the table.
 
     Without a `writer`: the same for every writer except those in `besides`, up to the linear position `id`. A writer
-    may have joined and retired while nobody followed, and no list names it any more.
+    may have joined and retired before this reader could see its name.
     """
 
     writer: str | None
@@ -59,9 +59,9 @@ class LinearMove:
     """The linear position moved over `(prev, id]`.
 
     Attributes:
-        advances: the advances that touch the range. An advance across an end of it is in two moves.
-        known: whether `advances` are all advances of the range, each with its evidence. If not, the range may hold
-            facts that none of them counts.
+        advances: the advances that overlap the range. An advance across an end of the range is in two moves.
+        known: whether `advances` are all advances of the range, each with its evidence. If not, the range may have
+            facts that no advance counts.
     """
 
     prev: int
@@ -71,20 +71,19 @@ class LinearMove:
 
     @property
     def proven_empty(self) -> bool:
-        """No writer wrote a fact there: a reader of the table finds no rows."""
+        """Whether the range certainly has no facts of any writer: a reader of the table finds no rows."""
         return self.known and all(advance.proven_empty for advance in self.advances)
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Completions in `(prev, id]` of `writer` that came after the range was settled without them. Each is handed over
-    once.
+    """Late completions in `(prev, id]` of `writer`: the range had been settled without them. Each is handed over once.
 
     Attributes:
         number: ascends with each late completion of the stream.
         why: `skipped`: an operator skipped the range. `regressed`: the source database was restored and gave these IDs
             out again. `final`: the linear position had passed the ID, or another writer had completed it. `announced`:
-            their own writer had declared the range empty.
+            their writer had declared the range empty.
 
     The range holds no ID of `writer` that was completed in time.
     """
@@ -102,7 +101,9 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class LateLost:
-    """Late completions numbered `(after, number]` are not listed any more. Tidemark's Postgres may still have them."""
+    """Redis no longer lists the late completions with numbers in `(after, number]`. Tidemark's Postgres may still have
+    them.
+    """
 
     after: int
     number: int
@@ -110,17 +111,19 @@ class LateLost:
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """What a reader reports after each commit, and whenever it has read everything: see `Reader(observe=...)`.
+    """The progress that a reader reports after each commit, and whenever it has read everything: see
+    `Reader(observe=...)`.
 
     Attributes:
         reader: the name of the reader.
         stream: the name of the stream.
-        position: up to where the reader has read and committed.
-        lag_ids: how many IDs it is behind what is complete, as far as it knows.
-        rows: rows of the batch that was committed; 0 if there was none.
+        position: the position up to which the reader has read and committed.
+        lag_ids: IDs between that and the complete position, as far as the reader knows.
+        rows: rows of the committed batch; 0 without a batch.
         is_late: the batch had late facts.
-        seconds: time from handing the batch over to its commit.
-        timed_out: how often the server ended the transaction of this batch before, because the handler was too slow.
+        seconds: seconds from the handover of the batch to its commit.
+        timed_out: how often the server had ended the transaction of this batch before, because the handler was too
+            slow.
     """
 
     reader: str
@@ -138,15 +141,15 @@ Event = Advance | Reread | LinearMove | Late | LateLost
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What was handed over to a follower: a plain value, to be stored in any form. A token says what is complete; a
-    place says what one reader has.
+    """What a follower has handed over: a plain value that may be stored in any form. A token states what is complete; a
+    place states what one reader has.
 
     Attributes:
         linear: the place of every writer that has no entry in `positions`.
         positions: by writer; an entry may be below `linear`. Empty in linear mode.
         late: the number of the last late completion.
-        is_settled: a reader of a table has the rows up to `linear` of writers that Tidemark does not know, too. A table
-            that is older than its stream has such rows. False is always safe: the range is read, again if necessary.
+        is_settled: a reader of a table also has the rows up to `linear` of writers that Tidemark does not know, which a
+            table older than its stream has. False is always safe: the range is read again.
     """
 
     linear: int = 0
@@ -156,5 +159,5 @@ class Place:
 
     @classmethod
     def after(cls, token: Token, late: int = 0) -> "Place":
-        """The place of a reader that has everything up to `token`, and late completions up to number `late`."""
+        """The place of a reader that has everything up to `token`, and the late completions up to number `late`."""
         return cls(token.linear, dict(token.positions), late)

@@ -1,15 +1,15 @@
-"""The program behind `follow`: turns a stream's list of advances into events, for as long as it runs. No sockets.
+"""The program behind `follow`: turns a stream's list of advances into events. No sockets.
 
-The list in Redis may be cut, emptied and begun again at any time. So each reading begins with the entry that the last
-reading ended with. If that entry is gone, the list is read from its start, and Postgres is asked for what the list does
-not hold; without Postgres the reader is told to read the table. And a reading is complete only when each writer is at
-the position that Redis gives in the same transaction.
+The list in Redis may be cut, cleared and filled again at any time. So each read begins with the last entry of the
+previous read. If that entry is gone, the list is read from its start, and Postgres is queried for missing advances;
+without Postgres the reader must read the table. A read is complete only when each writer is at the position that Redis
+returns in the same transaction.
 
-Merges what lists, history and positions say about a stream into one chain of events per writer. Pure.
+Merges the lists, history and positions of a stream into one chain of events per writer. Pure.
 
-The input may come twice, from a list that began again, or with gaps. The events of each writer join exactly: the `prev`
-of one is the `id` of the one before (Rule 3), and nothing is handed over twice. A writer that retired and joins again
-begins at the linear position, as a new one does. `LinearEvidence` makes moves of the linear position from the events of
+The input may have duplicates and gaps, and a list may start again. The events of each writer join exactly: the `prev`
+of one is the `id` of the one before (Rule 3), and no event is handed over twice. A writer that retired and joins again
+begins at the linear position, like a new writer. `LinearEvidence` makes moves of the linear position from the events of
 writers.
 """
 
@@ -42,9 +42,9 @@ from tidemark.streaming.values.direction import beyond, farther
 class LinearEvidence:
     """Turns moves of the linear position into `LinearMove` events.
 
-    The linear position may pass an ID before the position of its writer is known here, and it may pass IDs of writers
-    that joined and retired while nobody followed. So `known` is true only for a range that is beyond every position at
-    the start, that every writer has passed, and whose advances all have their evidence.
+    The linear position may pass an ID before the follower knows the position of its writer, and IDs of writers that
+    joined and retired unseen. So `known` is true only for a range beyond every position at the start that every writer
+    has passed, and whose advances all have their evidence.
     """
 
     def __init__(self, linear: int) -> None:
@@ -53,17 +53,18 @@ class LinearEvidence:
         self._events: list[Advance | Reread] = []
 
     def note(self, event: Advance | Reread) -> None:
-        """The position of a writer moved."""
+        """Add an event that moved the position of a writer."""
         if beyond(event.id, self.linear):
             self._events.append(event)
 
     def mark_uncertain(self) -> None:
-        """Advances may have been missed."""
+        """Note that advances may have been missed."""
         self._watched_from = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
-        """The linear position is at `linear`, and the writers are at their positions. All moves of writers so far were
-        noted."""
+        """Return the move to the linear position `linear`. All moves of the writers up to their positions must have
+        been added.
+        """
         if beyond(linear, self.linear):
             touching = [event for event in self._events if beyond(linear, event.prev)]
             known = (
@@ -81,7 +82,9 @@ class LinearEvidence:
 
 
 class EventMerge:
-    """Feed it anything that is true: it yields what is new. Its place has moved when an event is taken from it."""
+    """Takes any published facts about positions, in any order, and yields new events. The place moves when an event is
+    taken.
+    """
 
     def __init__(self, place: Place) -> None:
         self._linear = place.linear
@@ -100,7 +103,7 @@ class EventMerge:
 
     @property
     def linear(self) -> int:
-        """The place of writers that are not known."""
+        """The place of unknown writers."""
         return self._linear
 
     @property
@@ -116,7 +119,9 @@ class EventMerge:
         return self._reached.get(writer, self._linear)
 
     def leaves_gap(self, advance: Advance) -> bool:
-        """Whether the advance begins beyond the place of its writer: what settled the IDs between was not seen."""
+        """Whether the advance begins beyond the place of its writer, so that the evidence for the IDs between is
+        missing.
+        """
         return beyond(advance.prev, self.at(advance.writer))
 
     def advance(self, advance: Advance) -> Iterator[Advance | Reread]:
@@ -128,7 +133,7 @@ class EventMerge:
             yield replace(advance, prev=reached) if beyond(reached, advance.prev) else advance
 
     def reach(self, writer: str, position: int) -> Iterator[Reread]:
-        """The writer is at `position`, and its advances up to there are not available."""
+        """Move the writer to `position` without its advances, which are not available."""
         reached = self.at(writer)
         if beyond(position, reached):
             self._reached[writer] = position
@@ -140,14 +145,16 @@ class EventMerge:
             yield late
 
     def lose_late(self, number: int) -> Iterator[LateLost]:
-        """Late completions up to `number` were published, and those after the last one are not available."""
+        """Skip late completions up to `number`, which are not available."""
         if number > self._late:
             after, self._late = self._late, number
             yield LateLost(after, number)
 
     def sweep(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
-        """Hand over ranges of writers other than `writers`: they retired, and their last advances are not available.
-        They went up to `linear` at most, because a writer leaves only when the linear position has passed it."""
+        """Hand over ranges up to `linear` of the writers that are not in `writers`: they retired, and their last
+        advances are not available. A writer is removed only when the linear position has passed it, so it was not
+        beyond `linear`.
+        """
         for left_writer in sorted(self._reached.keys() - writers.keys()):
             yield from self.reach(left_writer, linear)
         if beyond(linear, self._linear):
@@ -156,19 +163,18 @@ class EventMerge:
             yield Reread(None, prev, linear, frozenset(self._reached))
 
     def read_all(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
-        """The first reading of a stream: hand over every range up to `linear` that no event has named.
+        """On the first read of a stream, hand over every range up to `linear` that no event has named.
 
         The table may be older than the stream. Then it has rows of writers that Tidemark does not know, rows without a
-        writer, and rows of known writers beyond their advances. All of them are committed, as everything up to the
-        linear position is.
+        writer, and rows of known writers beyond their advances. All of them are committed, because they are below the
+        linear position.
         """
         for writer in sorted(writers):
             yield from self.reach(writer, linear)
         yield from self.sweep(linear, writers)
 
     def settle(self, linear: int, writers: Iterable[str]) -> None:
-        """No writers are left except those that are known and `writers`. A writer that comes later begins beyond
-        `linear`.
+        """Note that no other writers exist than the known ones and `writers`. A later writer begins beyond `linear`.
 
         A writer joins before it reserves, so the linear position cannot pass an ID of a writer that has not joined
         (docs/design.md 3). A writer that has left and that the linear position has passed is forgotten, so names do not
@@ -190,7 +196,7 @@ class EventMerge:
             self._reached.setdefault(writer, self._linear)
 
     def is_behind(self, positions: Mapping[str, int], late: int) -> bool:
-        """Whether something was published that was not fed in."""
+        """Whether the merge lacks published positions or late completions."""
         return late > self._late or any(beyond(id, self.at(writer)) for writer, id in positions.items())
 
 
@@ -198,7 +204,7 @@ log = get_logger(__name__)
 
 LOG_EVERY = 60.0  # seconds between two warnings that a stream is not known
 
-PAGE = 5000  # advances that Postgres is asked for at once: bounds the memory, and the time of an answer
+PAGE = 5000  # advances of one query of Postgres: bounds memory and response time
 
 
 class ListMerge:
@@ -207,27 +213,26 @@ class ListMerge:
     Call `misses`, then `add_history` if it returns True, then `take`, and `complete` if the list has no more entries.
 
     Args:
-        joining: the events so far.
+        joining: the merge of the stream's events.
         completed: the reader has everything up to the positions that came with the newest entry of the list.
     """
 
     def __init__(self, merge: EventMerge, *, completed: bool) -> None:
         self._merge = merge
-        self.has_history = False  # everything that Postgres has was added
+        self.has_history = False  # the whole history in Postgres was added
         self._completed = completed
-        # The list has an entry that was handed over before: nothing after it was cut off. A list that was filled again
-        # has advances only if it has all late completions (sinks.redis.mirror).
+        # The list has an entry that was handed over before, so no later entry was cut off. A refilled list has advances
+        # only if it has all late completions (sinks.redis.mirror).
         self._overlaps = False
 
     def misses(self, keys: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
-        """Whether the list may lack evidence of what `keys` shows, so that Postgres should be asked before the list is
-        taken.
+        """Whether the list may lack evidence for the positions in `keys`, so that Postgres should be queried before
+        `take`.
 
-        True for every list at first: it has neither entries that were cut off nor writers that joined and retired
-        meanwhile.
+        True for every list at first, because entries may have been cut off, and writers may have joined and retired.
 
         Args:
-            seen: the keys of the stream.
+            keys: the keys of the stream.
             items: their list entries, parsed.
         """
         if not self._completed:
@@ -243,8 +248,9 @@ class ListMerge:
         return not keys.more and trial.is_behind(keys.positions, keys.late)
 
     def add_history(self, history: StreamHistory) -> Iterator[Event]:
-        """Add a page of history from Postgres. With the last page, everything is there that was published before it was
-        read."""
+        """Add a page of history from Postgres. After the last page, everything that was published before its read is
+        there.
+        """
         self.has_history = not history.more
         for writer, (position, advances) in history.chains.items():
             for advance in advances:
@@ -267,7 +273,7 @@ class ListMerge:
                 yield from new_late
 
     def complete(self, keys: StreamKeys) -> Iterator[Event]:
-        """Call this when the list has no entry left that was published before `keys` was read."""
+        """End the list. Call this when all entries that were published before `keys` were taken."""
         assert keys.linear is not None
         for writer, position in keys.positions.items():
             yield from self._merge.reach(writer, position)
@@ -285,7 +291,7 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Everything published at the last reading was handed over. For programs that build on this one."""
+    """Everything that was published at the last read is handed over. For programs that use this one."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
@@ -294,13 +300,13 @@ Steps = Generator[Request | Event | CaughtUp, Answer, None]
 class FollowProgram:
     """The program that follows one stream.
 
-    A token says nothing about late completions: those that are known at the first reading are not handed over.
+    A token has no number of late completions, so late completions that are known at the first read are not handed over.
 
     Args:
-        since: what the reader has; None: what is published at the first reading.
-        page: how many advances Postgres is asked for at once.
-        reads_table: the caller reads a table, which may be older than the stream. Until its place `is_settled`, the
-            ranges of rows whose writers Tidemark does not know are handed over too.
+        since: the reader's position; None: the positions at the first read.
+        page: the number of advances of one query of Postgres.
+        reads_table: the caller reads a table, which may be older than the stream. Until its place `is_settled`, ranges
+            of unknown writers are handed over too.
     """
 
     def __init__(
@@ -317,7 +323,9 @@ class FollowProgram:
 
     @property
     def place(self) -> Place | None:
-        """The place after the last event that was handed over. None while nothing is known, if no `since` was given."""
+        """The place after the last event that was handed over; None while the stream is unknown and no `since` was
+        given.
+        """
         if self._merge is None:
             return self._since if isinstance(self._since, Place) else None
         place = self._merge.place
@@ -333,8 +341,8 @@ class FollowProgram:
             yield from self._follow_list()
 
     def _follow_list(self) -> Steps:
-        """Runs until the list is not a continuation of what was read so far."""
-        # Postgres has everything of writers up to the end of the list. Linear mode needs entries above it.
+        """Follow one list until it is no continuation of the entries read before."""
+        # Postgres has all advances up to the end of the list. Linear mode needs entries beyond it.
         ends = self._mode == "vector"
         fresh = self._merge is None and self._since is None
         keys = yield from self._read_keys(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
@@ -376,7 +384,7 @@ class FollowProgram:
                 return
 
     def _log_unknown(self) -> Generator[Request, Answer, None]:
-        """Log at once, and again every minute: the name may be mistyped."""
+        """Log at once, and again every minute, that the stream is unknown: the name may be misspelled."""
         now = time.monotonic()
         self._unknown_since = self._unknown_since or now
         if self._logged and now - self._logged < LOG_EVERY:
@@ -407,7 +415,7 @@ class FollowProgram:
         self._merge = EventMerge(begin)
 
     def _writer_events(self, events: Iterable[Event]) -> Iterator[Event]:
-        """In linear mode the events of writers are only noted."""
+        """Pass on the events of writers; in linear mode only add them to the evidence."""
         for event in events:
             if self._linear_evidence and isinstance(event, Advance | Reread):
                 self._linear_evidence.note(event)
@@ -420,7 +428,7 @@ class FollowProgram:
         return keys
 
     def _add_history(self, list_merge: ListMerge, merge: EventMerge) -> Generator[Request | Event, Answer, None]:
-        """Read the history in Postgres, page after page."""
+        """Add the history in Postgres, page by page."""
         while True:
             history = yield from patiently(ReadHistory(self._stream, merge.place, self._page))
             if history is None:

@@ -1,5 +1,4 @@
-"""The history of a stream in Tidemark's Postgres: for what Redis does not list any more, and for everything while Redis
-is down."""
+"""The history of a stream in Tidemark's Postgres, for advances that Redis no longer lists, and while Redis is down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
 NEWEST = 10_000  # advances per writer; older ranges are read from the table
-SECONDS = 4.0  # for one statement: its work is bounded, so a longer time shows an overloaded server
+SECONDS = 4.0  # for one statement; its work is bounded, so a longer time means an overloaded server
 
 
 class History:
@@ -25,7 +24,7 @@ class History:
         self._postgres.close()
 
     def keys(self, stream: str) -> StreamKeys:
-        """The positions of `stream`, in the form of a Redis that lists no advances."""
+        """The positions of `stream`, in the form of an answer of Redis with an empty list."""
         positions = self._postgres.positions([stream]).get(stream)
         if positions is None:
             return StreamKeys(None, {}, joined=False)
@@ -46,7 +45,9 @@ class History:
         )
 
     def missed(self, since: DurableMark, most: int) -> "MissedChanges | None":
-        """What moved any stream since a mark. None if that is more than `most` advances, or not stored any more."""
+        """The changes of all streams since a mark. None if they have more than `most` advances, or are no longer
+        stored.
+        """
         changes = self._postgres.missed(since, most, SECONDS)
         if changes is None:
             return None
@@ -64,7 +65,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class MissedChanges:
-    """The events of each stream that moved, in order per writer, and its positions after them."""
+    """The events of each changed stream, in order per writer, and its positions after them."""
 
     events: Mapping[str, Sequence[Advance | Late]]
     streams: Mapping[str, StreamChange]

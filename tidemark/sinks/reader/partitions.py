@@ -1,8 +1,8 @@
-"""A reader in partitions: a place for each, and the copies that run share them. No sockets.
+"""A reader with partitions: each partition has a place, and the running copies share the partitions. No sockets.
 
-The rows of a key are in one partition, `tidemark_reader.partition_of` says in which, and each partition is read in
-order. Each copy notes in `tidemark_reader.copies` that it runs, and takes its share of the partitions by its rank among
-the copies. Copies that disagree do no harm: a batch locks its place, and a place that another copy moved is loaded
+All rows of a key are in one partition (`tidemark_reader.partition_of`), and each partition is read in order. Each copy
+registers in `tidemark_reader.copies` while it runs, and takes its share of the partitions by its rank among the copies.
+If copies disagree, the result is still correct: a batch locks its place, and a place that another copy moved is loaded
 again (`read_loop`).
 """
 
@@ -35,8 +35,8 @@ from tidemark.sinks.reader.token import ZERO, Token
 
 log = get_logger(__name__)
 
-ALIVE_EVERY = 1.0  # seconds between two notes that a copy runs
-DEAD_AFTER = 5.0  # seconds after the last note
+ALIVE_EVERY = 1.0  # seconds between two heartbeats of a copy
+DEAD_AFTER = 5.0  # seconds after the last heartbeat
 MOST = 1000
 
 _NOTE = """
@@ -60,7 +60,7 @@ select array(
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """The number of partitions, and the column whose value says in which one a row is."""
+    """The number of partitions, and the column that determines the partition of a row."""
 
     partitions: int
     key: str
@@ -74,7 +74,7 @@ class Partitioning:
         return replace(table, where=condition if table.where is None else f"({table.where}) and {condition}")
 
     def name(self, reader: str, partition: int) -> str:
-        """As `tidemark_reader.place_name`."""
+        """The name of the place of a partition, the same as of `tidemark_reader.place_name`."""
         return f"{reader}[{partition}/{self.partitions}]"
 
 
@@ -93,7 +93,7 @@ def partitioning(partitions: int | None, key: str | None, config: ReadConfig) ->
 
 @dataclass
 class _Lane:
-    """One partition: its program, and the request at which the program gave way."""
+    """One partition: its program, and the request at which the program was suspended."""
 
     number: int
     program: ReadProgram
@@ -105,8 +105,9 @@ class _Lane:
 
 
 class PartitionedReadProgram:
-    """`ReadProgram` for a reader in partitions: the partitions of this copy in turn. A program gives way when
-    it would wait, and after each batch; then it has no transaction open."""
+    """`ReadProgram` for a reader with partitions: runs the programs of this copy's partitions in turn. A program is
+    suspended when it would wait, and after each batch; it has no open transaction then.
+    """
 
     def __init__(self, config: ReadConfig, partitioning: Partitioning) -> None:
         self._config = config
@@ -133,17 +134,17 @@ class PartitionedReadProgram:
 
     @property
     def ledger(self) -> CheckpointStore:
-        """Of the batch in hand."""
+        """The checkpoint store of the current batch."""
         return self._current.program.ledger
 
     @property
     def partition(self) -> int:
-        """Of the batch in hand."""
+        """The partition of the current batch."""
         return self._current.number
 
     @property
     def usable(self) -> Token:
-        """What is complete, as far as the copy knows."""
+        """The token up to which everything is complete, as far as the copy knows."""
         return max((lane.program.usable for lane in self._lanes), key=lambda token: abs(token.linear))
 
     def steps(self) -> Steps:
@@ -157,7 +158,7 @@ class PartitionedReadProgram:
                 yield from self._wait()
 
     def _run(self, lane: _Lane) -> Generator[Request | Portion, Answer, bool]:
-        """Until the lane would wait, or has had a batch. True: it has handed over rows or moved its place."""
+        """Run the lane until it would wait, or has done a batch. True: it has handed over rows or moved its place."""
         step: Request | Portion
         if isinstance(lane.waits_with, BeginTransaction):
             step = lane.waits_with
@@ -179,7 +180,9 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """For an entry beyond what the first lane has read: the others have read later."""
+        """Wait for an entry beyond the last one that the first lane has read, because the other lanes have read
+        later.
+        """
         waits = [lane.waits_with for lane in self._own]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
         if entry is None:
@@ -194,7 +197,7 @@ class PartitionedReadProgram:
             self._patience.succeeded()
 
     def _share(self) -> Generator[Request | Portion, Answer, None]:
-        """Note that this copy runs, and take its share."""
+        """Send the heartbeat of this copy, and take its share of the partitions."""
         try:
             yield from self.ledger.prepare()
             (note,) = yield from rows(

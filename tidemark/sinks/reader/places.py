@@ -66,17 +66,16 @@ _NEXT_VERSION: LiteralString = "greatest(version + 1, (extract(epoch from clock_
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """How far a reader has read a stream.
+    """The stored place of a reader in a stream.
 
     Attributes:
-        has_begun: False: the reader has committed no batch yet, and begins where its service says (`since`).
+        has_begun: False: the reader has committed no batch yet, and begins at the `since` of its service.
         late: the number of the last late completion that was handed over.
         committed_at: when the place was stored.
-        parked: facts that were parked; `retried` of them are to be handed over again.
-        copies: connections of copies of the reader to this database, whatever partitions they have; None if they cannot
-            be counted, because the name of the reader is not ASCII or is too long, or it reads in SQL.
-        busy_since: when a copy began the batch that it works on; None if none does, or if that is not visible, as of a
-            partition.
+        parked: the number of parked facts; `retried` of them will be handed over again.
+        copies: the number of connections of the reader's copies to this database, for all partitions; None if they
+            cannot be counted, because the name of the reader is not ASCII or too long, or the reader uses SQL.
+        busy_since: when a copy began its current batch; None if there is none or it is not visible, as for a partition.
     """
 
     reader: str
@@ -99,7 +98,7 @@ class StoredPlace:
 
     @property
     def partition(self) -> tuple[int, int] | None:
-        """The partition and their number; None if the reader has none."""
+        """The number of the partition and the number of partitions; None if the reader has no partitions."""
         match = _PARTITION.search(self.reader)
         return (int(match[1]), int(match[2])) if match else None
 
@@ -110,7 +109,7 @@ class StoredPlace:
 
 @dataclass(frozen=True, slots=True)
 class ParkedFact:
-    """A fact that a reader has passed without its effects. `retry_at`: when it was asked to be handed over again."""
+    """A fact that a reader has passed without its effects. `retry_at`: when an operator requested a retry."""
 
     reader: str
     stream: str
@@ -122,7 +121,7 @@ class ParkedFact:
 
 @dataclass(frozen=True, slots=True)
 class ForgottenFacts:
-    """How many notes a change of a place removes: of parked facts, and of facts that were handed over."""
+    """The number of stored parked and delivered facts that a change of a place deletes."""
 
     parked: int
     delivered: int
@@ -145,19 +144,19 @@ class ReaderPlaces:
         self._session.close()
 
     def places(self, reader: str | None = None, stream: str | None = None) -> list[StoredPlace]:
-        """By stream, reader and partition; empty if no reader has used this database yet.
+        """The stored places, ordered by stream, reader and partition; empty if no reader has used this database yet.
 
         Args:
-            reader: a name, of which all partitions are meant, or the name of one partition, as `mailer[3/8]`.
+            reader: a reader, for all its partitions, or one partition, such as `mailer[3/8]`.
         """
         return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
 
     def parked(self, reader: str | None, stream: str | None, most: int) -> list[ParkedFact]:
-        """The facts that were parked last."""
+        """The parked facts, newest first."""
         return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, most=most)
 
     def numbered(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
-        """Parked facts by their IDs; those that are not parked are left out."""
+        """The parked facts with these IDs. Facts that are not parked are left out."""
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
 
@@ -171,14 +170,14 @@ class ReaderPlaces:
     def seek(self, stored: StoredPlace, token: Token, must_read: Iterable[tuple[str, int, int]]) -> ForgottenFacts:
         """Move a place to `token`, forwards or backwards.
 
-        The reader then reads the table for every ID up to where the stream is now, whatever the evidence says. Facts
-        beyond the token are handed over again, also those that are parked.
+        The reader then reads the table for every ID up to the stream's current positions, regardless of the evidence.
+        Facts beyond the token are handed over again, including parked ones.
 
         Args:
-            must_read: late completions beyond the token that the reader already had: writer, `prev` and ID of each.
+            must_read: (writer, prev, ID) of late completions beyond the token that the reader already had.
 
         Raises:
-            Refused: a copy has the place locked, and does not end its transaction.
+            Refused: a copy keeps the place locked.
         """
         positions = dict(token.positions) if stored.mode == "vector" else {}
         beyond = (
@@ -212,7 +211,9 @@ class ReaderPlaces:
             return ForgottenFacts(parked.rowcount, delivered.rowcount)
 
     def reset(self, stored: StoredPlace) -> ForgottenFacts:
-        """Forget the place, so that the reader begins again where its service says. Raises as `seek` does."""
+        """Reset the place, so that the reader begins again at the `since` of its service. Raises the errors of
+        `seek`.
+        """
         with self._locked(stored) as connection:
             connection.execute(
                 "update tidemark_reader.places set linear = 0, positions = '{}', late = 0, late_part = null,"
@@ -223,7 +224,7 @@ class ReaderPlaces:
             return _forget(connection, stored)
 
     def delete(self, stored: StoredPlace) -> ForgottenFacts:
-        """Remove everything that is stored of a reader of a stream. Raises as `seek` does."""
+        """Delete all stored data of a reader of a stream. Raises the errors of `seek`."""
         with self._locked(stored) as connection:
             connection.execute(
                 "delete from tidemark_reader.places where reader = %s and stream = %s", (stored.reader, stored.stream)
@@ -231,11 +232,11 @@ class ReaderPlaces:
             return _forget(connection, stored)
 
     def retry(self, facts: Sequence[ParkedFact]) -> int:
-        """Have parked facts handed over again. Returns how many are still parked, and so will be."""
+        """Request that parked facts are handed over again. Returns the number of facts that are still parked."""
         return self._on_parked("update tidemark_reader.parked set retry_at = now()", facts)
 
     def drop(self, facts: Sequence[ParkedFact]) -> int:
-        """Forget parked facts: their effects stay missing. Returns how many were still parked."""
+        """Delete parked facts: their effects stay missing. Returns the number of deleted facts."""
         return self._on_parked("delete from tidemark_reader.parked", facts)
 
     def _on_parked(self, statement: LiteralString, facts: Sequence[ParkedFact]) -> int:
@@ -248,7 +249,7 @@ class ReaderPlaces:
 
     @contextmanager
     def _locked(self, stored: StoredPlace) -> Iterator[Connection]:
-        """A transaction that has the lock of the place."""
+        """A transaction that holds the lock of the place."""
         with self._session.use() as connection, connection.transaction():
             connection.execute("set local lock_timeout = '5s'")
             try:

@@ -1,19 +1,20 @@
-"""The program behind `Reader`: follows a stream, reads the rows that its moves stand for, stores the checkpoint.
+"""The program behind `Reader`: follows a stream, reads the rows of its advances, and stores the checkpoint.
 
 No sockets. Each portion of rows is handed over in one transaction of the reader's own database, together with the
 checkpoint after it. The transaction begins with a lock on the checkpoint's row. So the effects of a portion are written
-once, whatever process is killed, and however many copies run.
+exactly once, even if processes are killed or several copies run.
 
-`plan` says what to read for a burst of events. Late completions are read before the ranges of the burst. A late range
-has up to three parts:
+`plan` computes the ranges to read for a burst of events. Late completions are read before the ranges of the burst. A
+late range has up to three parts:
 
-- The part at or below the place: its rows are handed over as late.
-- The part that the burst passes is `must_read`: the table is read there whatever the evidence says.
-- The part beyond the burst (of an incarnation that was fenced off) may never be passed. Its rows are handed over as
-  late, and remembered, so that a place that does come there does not hand them over again.
+- The part at or below the reader's place: its rows are handed over as late.
+- The part that the burst passes is `must_read`: the table is read there regardless of the evidence.
+- The part beyond the burst (of a fenced incarnation) may never be passed. Its rows are handed over as late, and
+  remembered, so that they are not handed over again if the place gets there.
 
 A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
-skipped range are remembered until the next epoch of the writer: from then on the writer is a zombie (docs/design.md 3).
+skipped range are remembered until the next epoch of the writer: afterwards the old epoch is a zombie (docs/design.md
+3).
 """
 
 import math
@@ -67,16 +68,16 @@ class ReadPlan:
     must_read: tuple[Range, ...] = ()
 
     def place(self, remaining: Sequence[Range]) -> Place:
-        """The place of the reader while `left` of the ranges have still to be read."""
+        """The place of the reader while the ranges `remaining` are still to be read."""
         linear = next((span.prev for span in remaining if span.writer is None), self.goal.linear)
         writers = {span.writer: span.prev for span in remaining if span.writer is not None}
         is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in remaining)
         return Place(linear, {**self.goal.positions, **writers}, self.goal.late, is_settled)
 
     def with_null(self, checkpoint: ReaderCheckpoint, facts_upto: int | None) -> "ReadPlan":
-        """With the rows whose writer is NULL, which are at the linear position alone.
+        """Add the rows whose writer is NULL to the plan. Only the linear position covers them.
 
-        `facts_upto` is the farthest ID that may hold a fact, as far as moves before this burst showed; None: not known.
+        `facts_upto`: the farthest ID that may have a fact, according to moves before this burst; None: unknown.
         """
         span = Range(None, checkpoint.place.linear, self.goal.linear, has_null=True)
         if any(span.writer is None for span in self.read) or not beyond(span.id, span.prev):
@@ -87,7 +88,7 @@ class ReadPlan:
         return replace(self, read=(*self.read, span))
 
     def uncertain(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
-        """Of the (ID, writer if the row tells it) those for which a late completion may still come."""
+        """Select the (ID, writer or None) for which a late completion may still come."""
         for id, writer in ids:
             for epoch, span in self.skipped:
                 if span.holds(id) and writer in {None, span.writer}:
@@ -97,7 +98,7 @@ class ReadPlan:
 
 
 def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> ReadPlan:
-    """`goal` is the place of the follower after the `events`, which all come after the place that is stored."""
+    """Compute what to read for `events`, which all come after the stored place. `goal`: the place after them."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     lost = next((event for event in events if isinstance(event, LateLost)), None)
     must_read = [
@@ -111,7 +112,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         besides = move.besides if isinstance(move, Reread) else frozenset[str]()
         first = spans.get(writer)
         spans[writer] = Range(writer, first.prev if first else move.prev, move.id, besides)
-        # In a table older than its stream, a JOIN means that nothing is open there, not that there are no rows.
+        # In a table older than its stream, a JOIN proves that nothing is open below it, not that there are no rows.
         if lost or not checkpoint.place.is_settled or not move.proven_empty:
             needed.add(writer)
     for writer, span in spans.items():
@@ -140,7 +141,7 @@ def passed_by_burst(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> It
 
 
 def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
-    """The parts of a late range whose rows are handed over as late now, in order."""
+    """The parts of a late range whose rows are now handed over as late, in order."""
     passed, _, beyond_it = _parts(checkpoint, late, goal)
     for span in (*passed, *beyond_it):
         handed_over = checkpoint.late_part if checkpoint.late_part and checkpoint.late_part[0] == late.number else None
@@ -150,7 +151,7 @@ def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterato
 
 
 def gaps(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
-    """The IDs of `(prev, id]` that are not `present`, which ascend away from 0: as pairs, the lower ID first."""
+    """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (lower ID, higher ID)."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
         if high - low > 1:
@@ -165,9 +166,10 @@ def still_unread(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
 
 
 def _parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
-    """The parts that were passed, that the burst passes, and beyond.
+    """Divide a late range: (the part already passed, the part that the burst passes, the part beyond).
 
-    If nothing but voids came late, all are empty. After a restore, the first one is not: its IDs may have had facts.
+    If only voids came late, all parts are empty. After a restore the first one is not, because its IDs may have had
+    facts.
     """
     span = Range(late.writer, late.prev, late.id)
     reached, passed_to = _at(checkpoint.place, late.writer), _at(goal, late.writer)
@@ -193,20 +195,20 @@ def _concerns(must_read: Range, span: Range) -> bool:
 log = get_logger(__name__)
 
 RANGES = 64  # in one query
-REGRESSED = "regressed"  # why facts are late after a restore of their source
-OTHERS = 10_000  # IDs that are compared in one transaction with those of a late range
+REGRESSED = "regressed"  # the reason of late facts after a restore of their source
+OTHERS = 10_000  # IDs of a late range that are compared in one transaction
 
 
 @dataclass(frozen=True, slots=True)
 class ReadConfig:
-    """What a reader reads.
+    """The configuration of a reader.
 
     Attributes:
         reader: the name of the reader.
         since: where a new reader begins.
-        rows: how many rows a portion has at most, unless one fact has more.
-        replica: the backing table is read from a replica, which has to catch up first.
-        observe: is called with the progress after each commit.
+        rows: the largest number of rows of a portion, unless one fact has more.
+        replica: the backing table is read from a replica, which must catch up first.
+        observe: called with the progress after each commit.
     """
 
     stream: str
@@ -227,9 +229,8 @@ class ReadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Rows to be handed over, in an open transaction that ends when the program continues. `late`: the late completion
-    that the rows belong to, None for rows in order. `withdrawn`: see `ReadBatch`. `is_retry`: the rows of a fact that
-    was parked."""
+    """Rows to hand over, in an open transaction that ends when the program continues. `late`: the late completion of
+    the rows, or None. `withdrawn`: see `ReadBatch`. `is_retry`: the rows of a parked fact."""
 
     rows: list[Row]
     late: Late | None
@@ -241,12 +242,12 @@ Steps = Generator[Request | Portion, Answer, None]
 
 
 BUSY = 0.5  # seconds until a copy tries again if another one holds the lock
-OPERATOR_EVERY = 5.0  # seconds between two looks for what operators changed
+OPERATOR_EVERY = 5.0  # seconds between two queries for changes by operators
 PROGRESS_EVERY = 10.0  # seconds between two log lines of a reader that catches up
 
 
 class CatchUpLog:
-    """Logs how fast a reader catches up, and how much is left, while it takes longer than `PROGRESS_EVERY`."""
+    """Logs the rate and the remaining IDs of a reader that needs longer than `PROGRESS_EVERY` to catch up."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
@@ -255,7 +256,7 @@ class CatchUpLog:
         self._is_logged = False
 
     def page(self, rows: int, passed: int, remaining: int) -> None:
-        """A page of `rows` was committed. It passed over so many IDs, and `remaining` IDs are left."""
+        """Note a committed page: its `rows`, the number of IDs `passed`, and the IDs `remaining`."""
         self._rows += rows
         self._ids += passed
         now = time.monotonic()
@@ -288,11 +289,12 @@ class _PlaceMoved(Exception):
 class ReadProgram:
     """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
 
-    `promised` is what the reader has read and committed. `usable` is what is complete as far as it knows.
+    `promised`: the token up to which the reader has read and committed. `usable`: up to which everything is complete,
+    as far as it knows.
     """
 
     partition: int | None = None
-    """Of a batch in hand, if the reader has partitions: `PartitionedReadProgram` knows."""
+    """The partition of the current batch, set by `PartitionedReadProgram`."""
 
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
@@ -301,11 +303,11 @@ class ReadProgram:
         self._transaction = ""
         self._patience = WaitLog()
         self._has_logged_since = False
-        self.timed_out = 0  # transactions of batches that the server ended, one after another
+        self.timed_out = 0  # consecutive transactions of batches that the server ended
         self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._handed_over_at = 0.0
         self._portion_in_hand: Portion | None = None
-        self._facts_upto: int | None = None  # the farthest ID that may hold a fact of the table
+        self._facts_upto: int | None = None  # the farthest ID that may have a fact of the table
         self.promised = self.usable = ZERO
 
     def steps(self) -> Steps:
@@ -313,7 +315,7 @@ class ReadProgram:
             try:
                 yield from self._follow()
             except _PlaceMoved as moved:
-                yield CommitTransaction()  # nothing was written: this releases the lock
+                yield CommitTransaction()  # releases the lock; nothing was written
                 if moved.busy:
                     yield PlaceBusy(BUSY)
             except BatchTimedOut as problem:
@@ -337,7 +339,7 @@ class ReadProgram:
         )
 
     def _follow(self) -> Steps:
-        """From the stored place, until another copy moves it or a database fails."""
+        """Follow the stream from the stored place, until another copy moves the place or a database fails."""
         yield BeginTransaction()
         self._checkpoint = yield from self.ledger.load()
         yield CommitTransaction()
@@ -374,7 +376,9 @@ class ReadProgram:
                 looked_at = time.monotonic()
 
     def _heed_operators(self) -> Generator[Request | Portion, Answer, bool]:
-        """Hand over parked facts again, each in a transaction of its own. True: the stored place was changed."""
+        """Hand over parked facts that an operator retries, each in its own transaction. True: an operator changed the
+        stored place.
+        """
         version, retries = yield from self.ledger.wishes()
         if version != self._checkpoint.version:
             return True
@@ -391,7 +395,7 @@ class ReadProgram:
         return False
 
     def _read(self, following: FollowProgram, events: Sequence[Event]) -> Steps:
-        """Bring the place to that of the follower."""
+        """Read the ranges of the events, and move the place to the follower's place."""
         goal = following.place
         assert goal is not None
         work = plan(self._checkpoint, events, goal)
@@ -460,7 +464,9 @@ class ReadProgram:
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
     def _may_be_of_null(self, late: Late) -> Generator[Request, Answer, bool]:
-        """Whether rows whose writer is NULL are the facts that came late. Raises `LateNeedsWriter` if some are not."""
+        """Whether the late facts include the rows whose writer is NULL. Raises `LateNeedsWriter` if there are more such
+        rows than late facts.
+        """
         span = Range(late.writer, late.prev, late.id)
         (counts,) = yield from rows(RunSql("source", self._config.table.count_of_writer(span)))
         if not counts["have_none"] or counts["have_writer"] >= late.facts:
@@ -484,9 +490,9 @@ class ReadProgram:
     def _withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
-        """Up to which ID of the span this is known, and the IDs up to there whose earlier facts are gone.
+        """The IDs of the span whose earlier facts no longer exist, and the ID up to which they were computed.
 
-        These are all IDs but those with rows of other writers, which other late completions are about.
+        All IDs except those with rows of other writers, which have their own late completions.
         """
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
@@ -494,7 +500,7 @@ class ReadProgram:
         present = [row[column] for row in with_rows]
         done = present[-1] if len(present) == OTHERS else span.id
         own_ids = {row[column] for row in own}
-        if self._config.table.where is not None:  # rows of the writer that the filter leaves out
+        if self._config.table.where is not None:  # rows of the writer that `where` excludes
             own_rows = yield from rows(RunSql("source", self._config.table.ids(span, OTHERS)))
             own_ids |= {row[column] for row in own_rows}
         return done, gaps(span.prev, done, [id for id in present if id not in own_ids])
@@ -507,7 +513,7 @@ class ReadProgram:
         return None if writer is None else str(writer)
 
     def _past(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
-        """IDs that were handed over and cannot be announced as late any more: their writer is in a later epoch."""
+        """Delivered IDs that can no longer be announced as late, because their writer is in a later epoch."""
         for fact in self._checkpoint.delivered.values():
             position = place.positions.get(fact.writer, place.linear)
             if epochs.get(fact.writer, fact.epoch) > fact.epoch and not beyond(fact.id, position):
@@ -524,7 +530,7 @@ class ReadProgram:
     def _save(
         self, checkpoint: ReaderCheckpoint, more: Iterable[DeliveredFact] = (), past: Iterable[int] = ()
     ) -> Generator[Request, Answer, None]:
-        """Store the place and commit it, with everything that was done in the transaction."""
+        """Store the place and commit the transaction."""
         added, forgotten = {fact.id: fact for fact in more}, {*past}
         delivered = {id: fact for id, fact in {**checkpoint.delivered, **added}.items() if id not in forgotten}
         checkpoint = replace(
@@ -561,7 +567,7 @@ class ReadProgram:
 
 
 def _left(ranges: Sequence[Range]) -> int:
-    """How many IDs the ranges have, together."""
+    """The total number of IDs of the ranges."""
     return sum(abs(span.id) - abs(span.prev) for span in ranges)
 
 
@@ -570,12 +576,12 @@ def _token(place: Place) -> Token:
 
 
 def _least(place: Place) -> Token:
-    """The token of a place with ranges that are still to be read: writers may be below its linear position."""
+    """The token of a place with unread ranges, so that writers may be below its linear position."""
     return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 
 def _burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
-    """All events up to where the follower would wait."""
+    """All events until the follower would wait."""
     events: list[Event] = []
     while True:
         step = driver.step()

@@ -1,6 +1,6 @@
-"""The loop of a service that reads a table along with its stream. The decisions are in `read_loop`.
+"""The loop with which a service reads the table of a stream. The decisions are in `read_loop`.
 
-This is the form for threads of `async_reader`.
+`reader`, the version for threads, is generated from this module (`make format`).
 """
 
 # Generated from tidemark/sinks/reader/async_reader.py by `make format`: change that module and not this one.
@@ -45,13 +45,12 @@ Connection = psycopg.Connection[TupleRow]
 class Reader(Iterator[ReadBatch[Any]]):
     """A context manager and an iterator of batches, for one thread.
 
-    The effects of a batch are committed when the next batch is asked for, and only then. A loop that is left by `break`
-    or by an error rolls back the batch in hand, with its effects. The loop ends between two batches once `stopping` is
-    set. The reader waits for servers that are down, and logs that.
+    The effects of a batch are committed when the loop requests the next batch, and only then. `break` or an error in
+    the loop rolls back the current batch with its effects. The loop ends between two batches once `stopping` is set.
+    The reader logs and waits while servers are down.
 
     Raises `Refused`, `ReaderInUse` (another thread reads from the same object), `ReaderModeChanged`,
-    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, and whatever psycopg raises of a statement that the
-    database does not understand.
+    `ReaderPartitionsChanged`, `LateUnknown`, `LateNeedsWriter`, and psycopg's errors about invalid statements.
     """
 
     def __init__(
@@ -75,25 +74,25 @@ class Reader(Iterator[ReadBatch[Any]]):
         """Raises `BadSetting`.
 
         Args:
-            positions: where positions are read.
+            positions: the source of positions.
             stream: the name of the stream.
             table: the backing table of the stream.
-            name: the name of the stored place. Every copy of a service uses the same name, and they take turns.
+            name: the name of the stored place. All copies of a service use the same name, and take turns.
             source: the address of the database with the backing table.
-            effects: the reader's own database: its address; or what your service uses itself, on psycopg 3: a pool of
-                psycopg, an engine or session maker of SQLAlchemy, or `django.db.connection`. Then `batch.connection` is
-                a connection of the pool, a session, or Django's connection, inside the transaction of the batch.
+            effects: the reader's own database: its address; or an object of your service, on psycopg 3: a psycopg pool,
+                a SQLAlchemy engine or session maker, or `django.db.connection`. Then `batch.connection` is a connection
+                of the pool, a session, or Django's connection, inside the transaction of the batch.
             mode: "linear", or "vector" to read the rows of each writer as soon as its position passes them.
-            since: where a new reader begins: a token, its text, or an ID. A reader that has a stored place continues
-                there, and logs that.
-            rows: how many rows a batch has at most, unless one fact has more.
+            since: where a new reader begins: a token, its text, or an ID. A reader with a stored place continues from
+                it, and logs that.
+            rows: the largest number of rows of a batch, unless one fact has more.
             primary: the address of the primary, if `source` is a replica.
             partitions: number of partitions, which the running copies divide among them. Linear mode only.
-            key: the column of the table that says in which partition a row is. Rows with one value of the column are
-                read in order.
+            key: the column of the table that determines the partition of a row. Rows with equal values are read in
+                order.
             stopping: once set, the loop ends between two batches.
-            observe: for metrics: is called with the progress after each commit, and whenever everything is read. It
-                must not block. What it raises is logged.
+            observe: for metrics: called with the progress after each commit, and whenever everything is read. It must
+                not block. Its errors are logged.
         """
         self._positions = positions
         self._own = own_transactions(effects)
@@ -129,7 +128,7 @@ class Reader(Iterator[ReadBatch[Any]]):
         self.close()
 
     def close(self) -> None:
-        """Roll back what was not committed. Whoever continues with the reader begins at the stored place."""
+        """Roll back uncommitted work and close the sessions. The next use begins at the stored place."""
         self._step.close()
         self._drop()
         self._begin()
@@ -140,16 +139,16 @@ class Reader(Iterator[ReadBatch[Any]]):
         if self._own is not None and transaction is not None and self._process == os.getpid():
             with suppress(Exception):
                 transaction.__exit__(BatchRolledBack, BatchRolledBack(), None)
-        # The sessions of the parent process stay open after a fork: closing them here would end the parent's.
+        # The sessions of the parent process stay open after a fork: closing them would end the parent's.
         if self._process == os.getpid():
             for session in self._sessions.values():
                 session.close()
         self._sessions.clear()
 
     def __iter__(self) -> Self:
-        """A loop that was left by an error, and is begun again, does not commit the batch that it had half done.
+        """Begin a loop. If an earlier loop ended with an error, its unfinished batch is not committed.
 
-        Raises `ReaderInUse` if another thread has that batch in hand.
+        Raises `ReaderInUse` if another thread is processing that batch.
         """
         if self._transaction is not None:
             self._step.check_loop()
@@ -158,12 +157,14 @@ class Reader(Iterator[ReadBatch[Any]]):
 
     @property
     def promised(self) -> Token:
-        """What this reader has read and committed: what it may promise to a process that waits for it."""
+        """The token up to which this reader has read and committed; it may promise this to processes that wait for
+        it.
+        """
         return self._reading.promised
 
     @property
     def usable(self) -> Token:
-        """What is complete as far as this reader knows: what it may use already."""
+        """The token up to which everything is complete, as far as this reader knows. It may use these facts already."""
         return self._reading.usable
 
     def __next__(self) -> ReadBatch[Any]:
@@ -251,7 +252,7 @@ class Reader(Iterator[ReadBatch[Any]]):
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)
-                if role == "place":  # the connection of the batch: its settings are those of the database
+                if role == "place":  # the connection of the batch keeps the settings of the database
                     connection = psycopg.Connection.connect(conninfo, autocommit=True)
                     backend = connection.execute(BACKEND)
                     unprepared_where_pooled(connection, backend.fetchone())

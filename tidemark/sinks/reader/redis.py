@@ -1,7 +1,6 @@
-"""Redis as the reader library uses it: the commands of a request, the meaning of the replies, sessions and errors.
+"""The Redis side of the reader library: commands for requests, parsing of replies, sessions and errors.
 
-A client of redis-py, for threads or for asyncio, carries the commands out. `publish.lua` writes the lists that are
-parsed here.
+A redis-py client, for threads or for asyncio, runs the commands. `publish.lua` writes the lists.
 """
 
 import asyncio
@@ -51,10 +50,10 @@ REMEDIES = Remedies(
 
 
 class AsyncSession:
-    """A client for asyncio. `aclose` closes it if it was made here.
+    """A client for asyncio. `aclose` closes it unless it is the caller's.
 
-    Tasks share connections: one connection reads the keys of all streams, one or two wait for entries of all lists. So
-    the number of tasks that wait is not limited by the connections of the client. A Cluster has one of each per stream.
+    Tasks share connections: one reads the keys of all streams, and one or two wait for entries of all lists. So
+    connections do not limit the number of waiting tasks. With a Cluster, each stream has its own connections.
     """
 
     def __init__(self, client: Any, *, is_owned: bool) -> None:
@@ -67,13 +66,13 @@ class AsyncSession:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Any]:
-        """The client. Turns what redis-py raises into `Unavailable` (call again) and `Refused`."""
+        """The client. Converts redis-py's errors to `Unavailable` (call again) and `Refused`."""
         async with self._others:
             with translated(self._client):
                 yield self._client
 
     async def read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
-        """Read after this call, perhaps together with what other tasks want to read."""
+        """Read the keys of a stream, possibly in one transaction with requests of other tasks."""
         if isinstance(request, ReadList):
             async with self.use() as client:
                 return read_reply(request, await send_request(client, request))
@@ -98,13 +97,13 @@ class AsyncSession:
             await aclose(self._client)
 
 
-OTHER_CONNECTIONS = 32  # of one client for asyncio, for what tasks do not share
+OTHER_CONNECTIONS = 32  # of an asyncio client, for commands that tasks do not share
 READS_AT_ONCE = 100  # streams in one transaction of Redis
-NEXT_WATCH = 0.05  # seconds for which the second connection waits, until it can take further streams
+NEXT_WATCH = 0.05  # seconds of one wait of the second connection; it can take further streams afterwards
 
 
 class _SharedReads:
-    """Reads the keys of streams, with one connection. A request joins the read that begins next."""
+    """Reads the keys of streams with one connection. A request joins the next read."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -157,16 +156,15 @@ class _SharedReads:
 
 
 class _SharedWatch:
-    """Waits for new entries of the lists of streams, with one connection that waits long for all of them.
+    """Waits for new entries of the lists of streams, with one long-waiting connection for all of them.
 
-    A stream that is added while that connection waits is waited for by a second one, for short times, until the first
-    one can take the stream.
+    A second connection waits for streams that are added meanwhile, for short times, until the first one can take them.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, int]]] = {}
-        self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by whether it is the first connection
+        self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by connection; True: the first one
         self._tasks: dict[bool, asyncio.Task[None]] = {}
 
     async def entry(self, request: AwaitEntry) -> None:
@@ -229,13 +227,13 @@ class _SharedWatch:
 
 
 def _entry_number(name: str) -> tuple[int, int]:
-    """The name of an entry of a list of Redis, for comparison."""
+    """The name of an entry of a Redis stream as numbers, for comparison."""
     time, _, number = name.partition("-")
     return int(time), int(number or 0)
 
 
 def _fail(answers: Sequence["asyncio.Future[Any]"], error: BaseException) -> None:
-    """Raise `error` in the tasks that wait for the answers. A task that was cancelled fails as if Redis did."""
+    """Raise `error` in the tasks that wait for the answers. A cancellation becomes a connection error."""
     for answer in answers:
         if not answer.done():
             cause = error if isinstance(error, Exception) else redis.ConnectionError("the client was closed")
@@ -260,7 +258,7 @@ async def async_await_entry(session: AsyncSession, request: AwaitEntry) -> None:
 
 
 class CallersSession:
-    """A client for threads that belongs to the caller, in the form of a `RedisSession`."""
+    """Adapts the caller's own client for threads to the interface of `RedisSession`."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -271,7 +269,7 @@ class CallersSession:
             yield self._client
 
     def close(self) -> None:
-        """The client stays open."""
+        """Do nothing: the caller's client stays open."""
 
 
 def open_async_session(redis: "str | RedisAddress | redis.asyncio.Redis") -> AsyncSession:
@@ -288,14 +286,15 @@ def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | Ca
 
 @contextmanager
 def translated(client: Any) -> Iterator[None]:
-    """Turn what `client`, of either form, raises into `Unavailable` (call again) and `Refused`."""
+    """Convert the errors of `client` (for threads or asyncio) to `Unavailable` (call again) and `Refused`."""
     try:
         yield
     except FOREIGN as error:
         raise redis_error(error, whereabouts(client), REMEDIES) from error
 
 
-# There are tens of thousands of advances, and neighbours have equal evidence, linear position, batch and time.
+# A cache saves memory: of tens of thousands of advances, neighbours have equal evidence, linear position, batch and
+# time.
 _shared = lru_cache(1024)(int)
 
 
@@ -305,7 +304,7 @@ def _evidence(*counts: str) -> Evidence:
 
 
 def parse_entry(entry: ListEntry) -> Advance | Late | None:
-    """None for a kind that this version does not know."""
+    """Parse a list entry; None for a kind that this version does not know."""
     fields = entry.fields
 
     def number(name: str) -> int:
@@ -352,7 +351,7 @@ PAGE = 1000  # list entries per reading: an event loop decodes them in about 15 
 
 
 def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
-    """Put the commands of `request` on a pipeline of either form of redis-py."""
+    """Add the commands of `request` to a pipeline (for threads or asyncio)."""
     pipe.get(key(request.stream, "linear"))
     pipe.hgetall(key(request.stream, "positions"))
     pipe.hget(key(request.stream, "fence"), "late")
@@ -367,12 +366,12 @@ def queue_commands(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None
 
 
 def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
-    """The replies to the commands of `request`, all of one moment; for an asyncio client, the coroutine."""
+    """Run the commands of `request` atomically. Returns the replies, or a coroutine with an asyncio client."""
     if not isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         pipe = client.pipeline(transaction=True)
         queue_commands(pipe, request)
         return pipe.execute()
-    # Transactions of a cluster's asyncio client run on a loop of their own. A script is one moment too, on one node.
+    # A Cluster's asyncio client runs transactions on a separate event loop. A script is atomic too, on one node.
     noted = _CommandRecorder()
     queue_commands(noted, request)
     names = dict.fromkeys(command[1] for command in noted.commands)
@@ -382,7 +381,7 @@ def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
 class _CommandRecorder(CoreCommands):
     """Records the commands that redis-py would send, and sends none."""
 
-    _event_dispatcher: Any = None  # the type of these commands needs it; the commands used here do not
+    _event_dispatcher: Any = None  # required by the type of these commands, but not used
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -392,12 +391,12 @@ class _CommandRecorder(CoreCommands):
 
 
 def is_named(client: Any, stream: str) -> Any:
-    """Whether Redis lists the stream; for an asyncio client, the coroutine."""
+    """Whether Redis lists the stream. Returns a coroutine with an asyncio client."""
     return client.sismember(STREAMS, stream)
 
 
 def is_filled(client: Any) -> Any:
-    """Whether a pipeline keeps this Redis filled; for an asyncio client, the coroutine."""
+    """Whether a pipeline publishes to this Redis. Returns a coroutine with an asyncio client."""
     return client.exists(SENTINEL)
 
 
@@ -408,14 +407,14 @@ def read_keys(session: RedisSession | CallersSession, request: ReadList | ReadNe
 
 
 def await_entry(session: RedisSession | CallersSession, request: AwaitEntry) -> None:
-    """Block until the list has a new entry, or until the time is over."""
-    milliseconds = max(1, round(1000 * request.seconds))  # 0 would block for ever
+    """Block until the list has a new entry, or for `request.seconds`."""
+    milliseconds = max(1, round(1000 * request.seconds))  # 0 would block without a limit
     with session.use() as client:
         client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
 def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
-    """Raises redis-py's `ResponseError` if the keys hold what Tidemark does not write."""
+    """Parse the reply to `request`. Raises redis-py's `ResponseError` if the keys have invalid content."""
     try:
         return _read_reply(request, reply)
     except ValueError as error:
@@ -451,7 +450,7 @@ def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any])
 
 
 def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
-    """Fields as text. The replies of a script have names and values in turn."""
+    """Fields as text. The replies of a script are flat lists of names and values."""
     pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
     return {
         name.decode() if isinstance(name, bytes) else name: value.decode() if isinstance(value, bytes) else value

@@ -1,7 +1,7 @@
 """Requests of a program, their answers, and the driver of a program. No sockets.
 
-A program is a generator that decides what to do and yields requests. `async_positions` and `async_reader` carry the
-requests out, for asyncio; `positions` and `reader`, which are generated from them, do so for threads. So both forms
+A program is a generator that decides what to do and yields requests. `async_positions` and `async_reader` run the
+requests with asyncio; `positions` and `reader`, which are generated from them, run them in threads. So both versions
 share every decision.
 """
 
@@ -18,7 +18,7 @@ from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import ReaderInUse, Unavailable
 from tidemark.sinks.reader.events import Advance, Late, Place
 
-LONGEST_WAIT = 1.0  # seconds between two readings: the linear position may move without a list entry (a writer retires)
+LONGEST_WAIT = 1.0  # seconds between two reads: the linear position may move without a list entry (a writer retires)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step of I/O, which may be carried out any number of times."""
+    """One step of I/O, which may be repeated any number of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class StreamKeys:
 
     Attributes:
         linear: None if Redis does not know the stream.
-        allocated: the highest ID that any record of the stream named; None: not known.
-        entries: of a `ReadList`, the entries after `after`.
+        allocated: the highest ID that any record of the stream named;
+        None: not known.
+        entries: the entries after `after` of a `ReadList`.
         joined: whether `after` is still on the list. True without an `after`.
         more: whether the list has more entries.
         last: the name of the newest entry that was read.
@@ -81,15 +82,16 @@ class StreamKeys:
 
 @dataclass(frozen=True, slots=True)
 class ReadName(Request):
-    """Ask whether a stream of that name may exist. Answered by a bool. False: Postgres, or without Postgres a filled
-    Redis, does not know it."""
+    """Query whether a stream with this name may exist. Answered by a bool. False: Postgres, or without Postgres a
+    filled Redis, does not know the stream.
+    """
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
-    """Return when the list of `stream` has an entry after the entry named `after`, or after `seconds`. No answer."""
+    """Wait until the list of `stream` has an entry after the entry named `after`, or for `seconds`. No answer."""
 
     stream: str
     after: str
@@ -98,7 +100,7 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """Read what Postgres knows of `stream` beyond `place`, at most `most` advances and as many late completions.
+    """Read the history of `stream` beyond `place` in Postgres: at most `most` advances and `most` late completions.
     Answered by `StreamHistory`, or None without a Postgres."""
 
     stream: str
@@ -111,10 +113,10 @@ class StreamHistory:
     """A page of the history of a stream, beyond a place.
 
     Attributes:
-        chains: by writer that is beyond the place: its position, and its newest advances up to there that are still
-            stored, oldest first.
-        late: the late completions after that of the place, oldest first.
-        more: whether there is another page, after this one. If so, a position may be an intermediate one.
+        chains: for each writer beyond the place: its position, and its newest stored advances up to that position,
+            oldest first.
+        late: the late completions after the place's one, oldest first.
+        more: whether another page follows. If so, a position may be an intermediate one.
     """
 
     chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
@@ -131,16 +133,16 @@ class Pause(Request):
 
 @dataclass(frozen=True, slots=True)
 class PlaceBusy(Pause):
-    """A pause because another copy of the reader has the place."""
+    """A pause because another copy of the reader has locked the place."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSql(Request):
-    """Run a statement on the session of a role. Answered by its rows, [] if it returns none.
+    """Run a statement on the session of a role. Answered by its rows, or [].
 
     Attributes:
-        role: `place`: the reader's own database, inside its transaction if one is open; `source`: where the backing
-            table is read; `primary`: the server that `source` is a replica of.
+        role: `place`: the reader's own database, inside its transaction if one is open; `source`: the database with the
+            backing table; `primary`: the server that `source` is a replica of.
         id: the column that names a row in an error.
     """
 
@@ -156,12 +158,12 @@ class BeginTransaction(Request):
 
 @dataclass(frozen=True, slots=True)
 class CommitTransaction(Request):
-    """Commit it. No answer. After a failure the outcome is unknown."""
+    """Commit the transaction. No answer. After a failure the outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSessions(Request):
-    """Close all database sessions, and with them an open transaction. No answer."""
+    """Close all database sessions, which rolls back an open transaction. No answer."""
 
 
 Role = Literal["place", "source", "primary"]
@@ -170,7 +172,7 @@ Answer = StreamKeys | StreamHistory | list[Row] | bool | None
 
 
 def patiently(request: Request) -> Generator[Request, Answer, Answer]:
-    """Repeat the request until it does not fail with `Unavailable`."""
+    """Repeat the request while it fails with `Unavailable`."""
     patience = WaitLog()
     while True:
         try:
@@ -183,7 +185,7 @@ def patiently(request: Request) -> Generator[Request, Answer, Answer]:
 
 
 def rows(request: RunSql) -> Generator[Request, Answer, list[Row]]:
-    """The rows that a statement gave."""
+    """Run the statement and return its rows."""
     answer = yield request
     assert isinstance(answer, list)
     return answer
@@ -193,9 +195,9 @@ R = TypeVar("R")
 
 
 class Driver(Generic[R]):
-    """`step` is the program's current request or value. It stays until `answered`, `failed` or `handed_over` is called.
+    """Runs a program. `step` is its current request or value until `answered`, `failed` or `handed_over` is called.
 
-    So a request that was interrupted is carried out again.
+    So an interrupted request is repeated.
     """
 
     def __init__(self, program: Generator[Request | R, Answer, None]) -> None:
@@ -203,7 +205,7 @@ class Driver(Generic[R]):
         self._step: Request | R | None = None
 
     def step(self) -> Request | R | None:
-        """None: the program is over. Raises what the program raises; it is over then."""
+        """The current request or value; None: the program has ended. Errors of the program are raised and end it."""
         if self._step is None:
             self._step = next(self._program, None)
         return self._step
@@ -234,7 +236,7 @@ def pause(stopping: threading.Event, seconds: float) -> None:
 class AsyncStep:
     """The next step of a reader, for one asyncio task at a time.
 
-    A step is a task of its own: if the caller is cancelled, for example by a time-out, the step goes on, and the next
+    A step is a separate task: if the caller is cancelled, for example by a time-out, the step continues, and the next
     call gets its result.
     """
 
@@ -245,7 +247,7 @@ class AsyncStep:
         self._task: asyncio.Task[Any] | None = None
 
     async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
-        """The result of `begin`, or of the step that goes on. Raises `ReaderInUse`."""
+        """The result of `begin`, or of a step that still runs. Raises `ReaderInUse`."""
         if self._is_taken:
             raise ReaderInUse(*self._names, "task")
         self._is_taken, self._caller = True, asyncio.current_task()
@@ -253,7 +255,7 @@ class AsyncStep:
             self._task = asyncio.ensure_future(begin())
         task = self._task
         try:
-            # The caller may be cancelled in the moment in which the step ends. Its result is then for the next call.
+            # If the caller is cancelled at the moment when the step ends, the next call gets the result.
             await asyncio.wait([task])
             self._task = None
             return cast("R", task.result())
@@ -261,12 +263,12 @@ class AsyncStep:
             self._is_taken = False
 
     def check_loop(self) -> None:
-        """A loop begins while a batch is in hand. Raises `ReaderInUse` if the task of that batch is running."""
+        """Check that a new loop may begin. Raises `ReaderInUse` if the task of the current batch is running."""
         if self._caller not in {None, asyncio.current_task()} and not self._caller.done():
             raise ReaderInUse(*self._names, "task")
 
     async def aclose(self) -> None:
-        """End a step that goes on."""
+        """Cancel a step that still runs."""
         task, self._task = self._task, None
         while task is not None and not task.done():
             task.cancel()
@@ -294,9 +296,9 @@ class Step:
             self._taken.release()
 
     def check_loop(self) -> None:
-        """A loop begins while a batch is in hand. Raises `ReaderInUse` if the thread of that batch is running."""
+        """Check that a new loop may begin. Raises `ReaderInUse` if the thread of the current batch is running."""
         if self._caller not in {None, threading.current_thread()} and self._caller.is_alive():
             raise ReaderInUse(*self._names, "thread")
 
     def close(self) -> None:
-        """A step never goes on after its call."""
+        """Do nothing: no step runs after its call."""

@@ -1,6 +1,6 @@
-"""The backing table of a stream: its queries, and its rows in pages that never divide a fact. No sockets.
+"""The backing table of a stream: its queries, and paging that never divides a fact. No sockets.
 
-SQL is composed, and names are always quoted.
+SQL is built with `psycopg.sql`, so names are always quoted.
 """
 
 from collections.abc import Generator, Sequence
@@ -15,7 +15,7 @@ from tidemark.streaming.values.direction import beyond, farther, nearer
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The table with the facts.
+    """The table that contains the facts of a stream.
 
     An index on the ID, or on writer and ID for the vector mode, makes reading cheap.
 
@@ -25,8 +25,8 @@ class Table:
         writer: the column with the writer's name. Needed in vector mode.
         columns: the columns of the rows; empty: all columns.
         then: the columns by which rows of one ID are ordered.
-        where: a condition in SQL for the rows that the reader gets, such as `"kind = 'sale'"`. Text of your program:
-            never put values of users into it.
+        where: an SQL condition for the rows that the reader gets, such as `"kind = 'sale'"`. Never put users' input
+            into it.
     """
 
     name: str
@@ -37,10 +37,11 @@ class Table:
     where: LiteralString | None = None
 
     def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
-        """The rows of the ranges, ascending (away from 0), at most `limit`. The ranges run in the same direction.
+        """The query of the rows of the ranges, ascending (away from 0), at most `limit`. All ranges have the same
+        direction.
 
-        Each range is a branch of its own, which its index returns in order. So Postgres merges the branches and stops
-        at the limit. One condition for all ranges would be read to the end, and sorted, for each page.
+        Each range is a branch of a union, which an index returns in order, so Postgres merges the branches and stops at
+        the limit. With one condition for all ranges, each page would read and sort all rows.
         """
         by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
         least = sql.SQL("" if limit is None else " limit {}").format(limit)
@@ -55,7 +56,7 @@ class Table:
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
     def ids(self, span: "Range", limit: int) -> sql.Composed:
-        """The IDs of the range that have rows, ascending (away from 0), at most `limit`."""
+        """The query of the IDs of the range that have rows, ascending (away from 0), at most `limit`."""
         return sql.SQL("select distinct {id} from {table} where {range} order by {id}{direction} limit {limit}").format(
             id=sql.Identifier(self.id),
             table=self._name(),
@@ -65,8 +66,9 @@ class Table:
         )
 
     def count_of_writer(self, span: "Range") -> sql.Composed:
-        """How many facts of the range have the writer of the range (`have_writer`), and how many have no writer
-        (`have_none`). Needs `writer`."""
+        """The query that counts the facts of the range with its writer (`have_writer`) and without a writer
+        (`have_none`). Needs `writer`.
+        """
         null = Range(None, span.prev, span.id, has_null=True)
         count = "(select count(distinct {}) from {} where {})"
         own, unnamed = (
@@ -79,7 +81,7 @@ class Table:
         return conditions if self.where is None else sql.SQL("{} and ({})").format(conditions, sql.SQL(self.where))
 
     def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
-        """The condition for rows of `span` that are not rows of `others` too."""
+        """The condition for rows of `span` that are not rows of `others`."""
         bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
         conditions = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
         if self.writer is not None and span.writer is not None:
@@ -91,7 +93,7 @@ class Table:
         elif self.writer is not None and span.besides:
             others_only = sql.SQL("({0} is null or {0} <> all({1}))")
             conditions.append(others_only.format(sql.Identifier(self.writer), sorted(span.besides)))
-        # A row without a writer makes the condition of another range null, neither true nor false.
+        # The condition of another range is null for a row without a writer.
         conditions += [sql.SQL("({}) is not true").format(self._in(other)) for other in others if span.meets(other)]
         return sql.SQL(" and ").join(conditions)
 
@@ -110,7 +112,7 @@ class Range:
     """IDs `(prev, id]` of `writer`. Without a `writer`: of all writers except `besides`, and of rows whose writer is
     NULL.
 
-    `has_null`: rows whose writer is NULL belong to the range too; without a `writer`, they alone.
+    `has_null`: rows whose writer is NULL belong to the range too; without a `writer`, only these rows.
     """
 
     writer: str | None
@@ -123,7 +125,7 @@ class Range:
         return beyond(id, self.prev) and not beyond(id, self.id)
 
     def meets(self, other: "Range") -> bool:
-        """Whether a row may belong to both."""
+        """Whether a row may belong to both ranges."""
         if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
             return False
         if self._reads_null and other._reads_null:
@@ -153,14 +155,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """The first rows of some ranges, ascending over all of them, and the ranges that are `left` to be read."""
+    """The first rows of some ranges, ascending over all ranges. `left`: the ranges that are still to be read."""
 
     rows: list[Row]
     left: list[Range]
 
 
 def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
-    """At most `limit` rows, but all rows of a fact: a fact with more rows makes a page of its own."""
+    """Read the next page: at most `limit` rows, but a fact with more rows is a page by itself."""
     page = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
     if len(page) <= limit:
         return TablePage(page, [])

@@ -1,13 +1,13 @@
 """Positions as text: tokens for services (`m7~first.9`), and IDs by writer for people. Pure.
 
-`m7~first.9` means: every ID up to 7, of any writer, and the IDs of `first` up to 9. Redis holds the same text
-(`publish.lua`). Entries at or below the linear position are left out. The others are sorted by the bytes of the
-writer's name. In a name, `%` is written `%25` and `~` is written `%7E`. A name may contain dots: the last dot separates
-it from the ID.
+`m7~first.9` means: every ID up to 7, of any writer, and the IDs of `first` up to 9. Redis contains the same text
+(`publish.lua`). Writers at or below the linear position are left out. The others are sorted by the bytes of their
+names. In a name, `%` is written `%25` and `~` is written `%7E`. A name may contain dots: the last dot separates it from
+the ID.
 
 `first:1-7:9,second:8` means 1 to 7 and 9 of `first`, and 8 of `second`; on a backward stream, `first:-1--7:-9`. In a
-name, colons, commas and percent signs are written `%3A`, `%2C` and `%25`. Dashes need no escape, because ranges come
-after the last name.
+name, colons, commas and percent signs are written `%3A`, `%2C` and `%25`. Dashes are not escaped, because ranges follow
+the last colon.
 """
 
 import re
@@ -22,7 +22,7 @@ from tidemark.common.errors import BadToken
 from tidemark.streaming.values.direction import Direction, DirectionName, beyond, farther, nearer
 
 TOKEN_PATTERN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"
-"""For descriptions of interfaces. `Token.parse` decides, and its error says better what is wrong."""
+"""For interface descriptions. `Token.parse` is authoritative, and its errors are clearer."""
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")
@@ -40,14 +40,16 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Made by `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so equal tokens compare equal."""
+    """A token, made by `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so equal tokens compare
+    equal.
+    """
 
     linear: int
     positions: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, linear: int, positions: Mapping[str, int] | None = None) -> Self:
-        """Raises `BadToken` if signs are mixed: a stream never mixes them."""
+        """Make a token. Raises `BadToken` if signs are mixed, which no stream does."""
         reached = abs(linear)
         positions = positions or {}
         above = [(writer, id) for writer in sorted(positions) if abs(id := positions[writer]) > reached]
@@ -59,7 +61,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises `BadToken` if `text` is not a token."""
+        """Parse a token. Raises `BadToken` if `text` is not a token."""
         first, *entries = text.split("~")
         if not first.startswith("m"):
             raise BadToken(text, "it does not begin with m and the linear position")
@@ -82,11 +84,11 @@ class Token:
         return "~".join((f"m{self.linear}", *entries))
 
     def at(self, writer: str) -> int:
-        """The position of `writer`, whether the token names it or not."""
+        """The position of `writer`, which is the linear position if the token does not name it."""
         return dict(self.positions).get(writer, self.linear)
 
     def covers(self, other: "Token | str | int") -> bool:
-        """Whether everything that `other` stands for is at or below this token. Raises as `compare` does."""
+        """Whether no position of `other` is beyond this token. Raises the errors of `compare`."""
         other = as_token(other)
         _check_direction(self, other)
         if beyond(other.linear, self.linear):
@@ -95,7 +97,9 @@ class Token:
         return not any(beyond(id, own.get(name, self.linear)) for name, id in other.positions)
 
     def compare(self, other: "Token | str | int") -> Order:
-        """Raises `BadToken` if one token is of a backward stream and the other is not, or if `other` is no token."""
+        """Compare two tokens. Raises `BadToken` if only one belongs to a backward stream, or if `other` is not a
+        token.
+        """
         other = as_token(other)
         _check_direction(self, other)
         pairs = [(self.linear, other.linear), *((own, other_id) for _, own, other_id in self._writers_of_both(other))]
@@ -106,11 +110,11 @@ class Token:
         return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL
 
     def least_upper(self, other: "Token | str | int") -> "Token":
-        """The least token that covers both: what two readers have read together."""
+        """The least token that covers both: everything that at least one of two readers has read."""
         return self._merged(as_token(other), farther)
 
     def greatest_lower(self, other: "Token | str | int") -> "Token":
-        """The greatest token that both cover: what each of two readers has read."""
+        """The greatest token that both cover: everything that both of two readers have read."""
         return self._merged(as_token(other), nearer)
 
     def farthest(self) -> int:
@@ -134,7 +138,7 @@ class Token:
 
 
 def as_token(value: Token | str | int) -> Token:
-    """A token, its text, or an ID, which stands for everything up to the ID. Raises `BadToken`."""
+    """Convert a token, its text, or an ID (everything up to it) to a token. Raises `BadToken`."""
     match value:
         case Token():
             return value
@@ -156,7 +160,9 @@ def _unescaped(text: str, name: str) -> str:
 
 
 def _numbers(text: str, ids: Sequence[str]) -> list[int]:
-    """All IDs of a token at once. One by one, the IDs of thousands of writers would block an event loop."""
+    """Parse all IDs of a token in one call, because separate calls for thousands of writers would block an event
+    loop.
+    """
     if _IDS.fullmatch("~".join(ids)):
         numbers = [*map(int, ids)]
         if min(numbers) >= -(2**63) and max(numbers) < 2**63:
@@ -174,7 +180,7 @@ _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
 
 
 def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: DirectionName = "forward") -> str:
-    """Print sets of magnitudes, each as `parse_intervals` gives them.
+    """Format sets of magnitudes, in the form that `parse_intervals` returns.
 
     Writers are sorted; empty sets are left out.
     """

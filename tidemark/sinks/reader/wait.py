@@ -1,4 +1,4 @@
-"""Published positions of a stream: programs that read them or wait for them, and positions that never go back.
+"""Programs that read or wait for the published positions of a stream, and a cache whose positions never go back.
 
 No sockets.
 """
@@ -28,19 +28,19 @@ log = get_logger(__name__)
 
 GRACE = 5.0
 LOG_EVERY = 60.0  # seconds between two warnings that a token is beyond every known ID
-PAUSE = 0.2  # seconds until a Redis that is down is read again
+PAUSE = 0.2  # seconds between two reads while Redis is down
 
 
 @dataclass(frozen=True, slots=True)
 class Recovering:
-    """Nothing is known of `stream`: it has no facts yet, or Redis lost its data and is being filled."""
+    """`stream` is unknown: it has no facts yet, or Redis lost its data and is being filled."""
 
     stream: str
 
 
 @dataclass(frozen=True, slots=True)
 class PositionSnapshot:
-    """The published positions of a stream. What is current is a range, from `promised` to `usable`.
+    """The published positions of a stream. They form a range from `promised` to `usable`.
 
     Attributes:
         linear: every ID up to here is complete.
@@ -59,8 +59,9 @@ class PositionSnapshot:
 
     @property
     def promised(self) -> int:
-        """The lower end: every ID up to here is complete, of any writer. A process that waits for an ID may be promised
-        it."""
+        """The lower end: every ID up to it, of any writer, is complete. It may be promised to a process that waits for
+        an ID.
+        """
         return self.linear
 
     @property
@@ -101,7 +102,7 @@ P = TypeVar("P", bound=PublishedPositions)
 
 
 class MonotonicPositions(Generic[P]):
-    """The farthest positions that were given out for each stream: what is given out never goes back (Rule 2).
+    """The farthest positions that were returned for each stream, so that returned positions never go back (Rule 2).
 
     Redis may lose its last writes or be restored from an older copy, and Postgres may be ahead of Redis.
 
@@ -115,20 +116,20 @@ class MonotonicPositions(Generic[P]):
         return stream in self._farthest
 
     def get(self, stream: str) -> P | None:
-        """What was given out last."""
+        """The positions that were returned last."""
         return self._farthest.get(stream)
 
     def items(self) -> Iterable[tuple[str, P]]:
         return self._farthest.items()
 
     def raise_to(self, stream: str, published: P) -> P:
-        """`published`, with no position below what was given out before."""
+        """`published`, with each position raised to the one that was returned before."""
         before = self._farthest.get(stream)
         farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
         return farthest
 
     def merge(self, before: P, published: P) -> P:
-        """The farther position of both, of each writer.
+        """The farther position of each writer.
 
         A writer that `published` does not list is left out once the linear position has passed it. That changes no
         token.
@@ -150,7 +151,9 @@ class MonotonicPositions(Generic[P]):
 
 
 def raise_keys(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
-    """The keys of a stream, with no position below what was given out before. What is not known stays so."""
+    """The keys of a stream, with each position raised to the one that was returned before. Unknown fields stay
+    unknown.
+    """
     if keys.linear is None:
         return keys
     farthest = monotonic.raise_to(stream, PublishedPositions(keys.linear, keys.positions, keys.late, keys.allocated))
@@ -169,8 +172,8 @@ class WaitConfig:
     """How long to wait for a token, in seconds.
 
     Attributes:
-        timeout: at most so long; None: no limit.
-        grace: at most so long while the stream is unknown.
+        timeout: limit of the wait; None: no limit.
+        grace: limit of the wait while the stream is unknown.
     """
 
     timeout: float | None
@@ -183,8 +186,8 @@ def wait_for_token(
     """Yields a snapshot that has reached `token`. Raises `NotReached`, `StreamNotKnown` and, if Redis is down at the
     deadline, `Unavailable`.
 
-    A token beyond every known ID is waited for like any other. The relay and the pipeline may have lag, so only the
-    writer's database knows whether it has given out the ID (Rule 9).
+    It also waits for a token beyond every known ID: the relay and the pipeline may have lag, so only the writer's
+    database knows whether the ID was given out (Rule 9).
     """
     began = clock()
     deadline = math.inf if config.timeout is None else began + config.timeout

@@ -1,1 +1,1 @@
-"""Positions for readers, in Redis, written by one script for each stream, and made again from Postgres."""
+"""Publishes positions to Redis for readers, with one script, and restores them from Postgres."""

@@ -1,10 +1,10 @@
-"""Clients of Redis: one server, a primary that Sentinels name, or a Cluster, each from one address.
+"""Clients of Redis, made from an address: for one server, a primary behind Sentinels, or a Cluster.
 
 redis-py parses the URL of a server; this module parses the two other forms, which are Tidemark's own. `RedisSession` is
 a client for threads that connects at its first use and raises the errors of `common.errors`. The names of keys and
 channels are at the end of the module.
 
-Each call of a Lua script (`Script`) is for many streams, which have one slot in a Cluster.
+Each call of a Lua script (`Script`) is for many streams, all of one slot in a Cluster.
 """
 
 import re
@@ -33,10 +33,10 @@ from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailab
 FOREIGN = (problems.RedisError, problems.RedisClusterException)
 """The errors that redis-py raises."""
 
-MAX_CONNECTIONS = 10_000  # of a client; the limit of redis-py would be 100, and each waiting thread has a connection
+MAX_CONNECTIONS = 10_000  # of a client; redis-py's default is 100, and each waiting thread has a connection
 
 _OUTAGES = (
-    problems.ConnectionError,  # also: loading its data, too many clients, no Sentinel knows the primary
+    problems.ConnectionError,  # also: loading data, too many clients, no Sentinel knows the primary
     problems.TimeoutError,
     problems.ReadOnlyError,  # a replica that is about to be promoted
     problems.OutOfMemoryError,
@@ -45,10 +45,10 @@ _OUTAGES = (
     problems.TryAgainError,
     problems.NoScriptError,  # a restart between two calls
 )
-# Outages for which redis-py has no class: a full disk, too few replicas, a script that runs too long.
+# Outages without a class in redis-py: a full disk, too few replicas, a script that runs too long.
 _OUTAGE_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
-# The text by which a Cluster's client reports that it cannot find the Cluster, or all of its slots. Its other errors
-# are about its arguments, and waiting does not help.
+# Messages of a Cluster's client that cannot find the Cluster or all of its slots. Its other errors are about arguments,
+# so waiting does not help.
 _SEARCHING = re.compile(
     r"cannot be connected|not covered|could not agree|[Nn]o targets|doesn't exist in the cluster"
     r"|has no redis_connection"
@@ -62,12 +62,12 @@ _OF_STREAM = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script:\d
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What a person has to do.
+    """Instructions for a person.
 
     Attributes:
-        access: if Redis refuses the login.
-        transport: if TLS or the protocol fails.
-        rights: if Redis refuses a command.
+        access: for a refused login.
+        transport: for a failure of TLS or of the protocol.
+        rights: for a refused command.
     """
 
     access: str
@@ -76,19 +76,19 @@ class Remedies:
 
 
 def of_stream(error: Exception) -> bool:
-    """Whether the error of a call for one stream is about that stream only."""
+    """Whether an error of a call for one stream concerns only that stream."""
     return type(error) is problems.ResponseError and _OF_STREAM.match(str(error)) is not None
 
 
 class StreamFault(Exception):
-    """A fault of one stream, with the server's message. Never raised out of this package."""
+    """A fault of one stream, with the server's message. Never leaves this package."""
 
 
 def sound(answer: Any) -> Any:
     """Return the answer to a call for one stream.
 
     Raises:
-        StreamFault: the answer is an error about that stream only. Any other error is raised itself.
+        StreamFault: the answer is an error that concerns only that stream. Other errors are raised unchanged.
     """
     if isinstance(answer, Exception):
         raise StreamFault(str(answer)) if of_stream(answer) else answer
@@ -101,7 +101,7 @@ def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkErr
     Only known outages become `Unavailable`.
     """
     problem = (str(error).splitlines() or [type(error).__name__])[0]
-    # An authentication error is a connection error too, and may be the cause of the error of a Cluster's client.
+    # Check first: an authentication error is a connection error too, and may be the cause of a Cluster client's error.
     for cause in _causes(error):
         if isinstance(cause, problems.AuthenticationError | problems.AuthorizationError):
             return Refused("Redis", where, str(cause), remedies.access)
@@ -149,8 +149,8 @@ class RedisAddress:
     - `redis+sentinel://user:password@host:26379,host/name/0`: the primary that the Sentinels know as `name`
     - `redis+cluster://user:password@host:6379,host`: some nodes of a Cluster
 
-    with `rediss` instead of `redis` for TLS. `password` takes precedence over that of the URL. `ca_file` is a PEM file;
-    the default is the certificates of the system.
+    with `rediss` instead of `redis` for TLS. `password` takes precedence over the URL's. `ca_file` is a PEM file; the
+    default is the system's certificates.
     """
 
     url: str = field(repr=False)
@@ -181,7 +181,7 @@ class RedisAddress:
 
     def async_client(self, timeout: float) -> Any:
         """A client for asyncio. It connects at its first use."""
-        # With RESP3, redis-py formats each message of a channel for its log, even if the log is off.
+        # With RESP3, redis-py formats each channel message for its log, even if logging is off.
         options = {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0), "protocol": 2}
         return self._made(redis.asyncio, options, timeout)
 
@@ -214,7 +214,7 @@ class RedisAddress:
         return {
             "decode_responses": True,
             "max_connections": MAX_CONNECTIONS,
-            "encoding_errors": "backslashreplace",  # a value that somebody else has written must not end a reader
+            "encoding_errors": "backslashreplace",  # a value of another program must not end a reader
             **self._transport(timeout),
             "credential_provider": self._credentials(),
         }
@@ -246,7 +246,7 @@ class RedisAddress:
         return hosts
 
     def _service(self) -> tuple[str, int]:
-        """The name of the primary in the Sentinels, and the number of the database."""
+        """The name of the primary in the Sentinels' configuration, and the number of the database."""
         name, _, database = urlsplit(self.url).path.strip("/").partition("/")
         if not name or not (database or "0").isdigit():
             raise bad_address()
@@ -284,7 +284,7 @@ def bad_address() -> BadSetting:
 
 
 def close(client: Any) -> None:
-    """Close a client for threads, and the connections to Sentinels or start-up nodes that redis-py leaves open."""
+    """Close a client for threads, including connections to Sentinels or start-up nodes, which redis-py leaves open."""
     client.close()
     for sentinel in _sentinels(client):
         sentinel.close()
@@ -307,13 +307,13 @@ def _sentinels(client: Any) -> list[Any]:
 
 
 def database_of(client: Any) -> int:
-    """The number of the database of a client of redis-py; 0 for a Cluster."""
+    """The database number of a redis-py client; 0 for a Cluster."""
     pool = getattr(client, "connection_pool", None)
     return 0 if pool is None else int(pool.connection_kwargs.get("db") or 0)
 
 
 def whereabouts(client: Any) -> str:
-    """The address of a client of redis-py, without user and password, for messages."""
+    """The address of a redis-py client, without user and password, for messages."""
     pool = getattr(client, "connection_pool", None)
     if pool is None:
         return ",".join(f"{node.host}:{node.port}" for node in client.nodes_manager.startup_nodes.values())
@@ -324,7 +324,7 @@ def whereabouts(client: Any) -> str:
 
 
 class RedisSession:
-    """A client that several threads may use at a time. Raises `BadSetting` if the address is invalid."""
+    """A thread-safe client. Raises `BadSetting` if the address is invalid."""
 
     def __init__(self, address: RedisAddress, remedies: Remedies, timeout: float) -> None:
         self.where = address.where
@@ -332,7 +332,7 @@ class RedisSession:
         self._remedies = remedies
         self._timeout = timeout
         self._lock = threading.Lock()
-        # The client of a Cluster would connect here.
+        # A Cluster's client connects when it is created, so not here.
         self._client: Any = None if address.is_cluster else address.client(timeout)
 
     @contextmanager
@@ -357,7 +357,7 @@ SENTINEL = "tidemark:sentinel"
 
 
 def tag(name: str) -> str:
-    """The hash tag of `name`, in braces. Each name has its own."""
+    """The hash tag of `name`, in braces."""
     return "{" + name.replace("{", "{<").replace("}", "{>") + "}"
 
 
@@ -371,7 +371,7 @@ def key_prefix(stream: str) -> str:
 
 
 def in_database(channel: str, database: int) -> str:
-    """The name of a channel for one database of Redis: all databases of a server share their channels."""
+    """The name of a channel for one Redis database, because all databases of a server share channels."""
     return f"{channel}{database_suffix(database)}"
 
 
@@ -384,7 +384,7 @@ def channel(stream: str, database: int = 0) -> str:
 
 
 def channels(database: int = 0) -> str:
-    """The pattern of the channels of all streams, which no other channel of Tidemark matches."""
+    """The pattern that matches the channels of all streams and no other channel of Tidemark."""
     return in_database("tidemark:{*}", database)
 
 
@@ -408,7 +408,7 @@ _KEYS = ("linear", "token", "advances", "fence", "allocated")
 
 
 class Script:
-    """A Lua script of this folder. It is loaded into a server that does not have it."""
+    """A Lua script of this folder, which is loaded into a server on demand."""
 
     def __init__(self, file: str) -> None:
         folder = files("tidemark.sinks.redis")
@@ -431,16 +431,16 @@ class Script:
             keys = [key(stream, "positions") for stream in streams]
             if (
                 is_cluster
-            ):  # names all keys: a node that does not have all of them (its slot is moving) must not run the script
+            ):  # lists all keys, so that a node without some of them (a slot is moving) does not run the script
                 keys += [key(stream, name) for stream in streams for name in _KEYS]
-            # redis-py refuses `evalsha` in a pipeline of a Cluster, although each call has a node.
+            # redis-py refuses `evalsha` in a Cluster's pipeline, although each call concerns one node.
             pipeline.execute_command("EVALSHA", self._sha, len(keys), *keys, *arguments, **{NEVER_DECODE: True})
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
 
 
 def slots(client: Any) -> Callable[[str], int]:
-    """A function from a stream to the slot of its keys; always 0 if it is not a Cluster."""
+    """A function that maps a stream to the slot of its keys; always 0 without a Cluster."""
     if isinstance(client, RedisCluster):
         keyslot: Callable[[str], int] = client.keyslot
         return lambda stream: keyslot(key(stream, "positions"))
@@ -448,7 +448,7 @@ def slots(client: Any) -> Callable[[str], int]:
 
 
 def group_by_slot(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], most: int) -> list[list[_Item]]:
-    """Group items into calls: one slot per call, in order, with a total size of at most `most`.
+    """Group items into calls: in order, one slot per call, with a total size of at most `most`.
 
     Each item has a stream and a size. An item that is larger than `most` gets a call of its own.
     """

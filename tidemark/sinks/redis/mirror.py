@@ -1,7 +1,7 @@
-"""The sink that mirrors Postgres to Redis: it publishes each batch, and refills what Redis has lost.
+"""The sink that mirrors Postgres to Redis: publishes each batch, and restores data that Redis has lost.
 
-It only copies committed data, so it may run at any time, and twice (docs/design.md, rule 4). A lock prevents a refill
-and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
+It only copies committed data, so it may run at any time, even concurrently (docs/design.md, rule 4). A lock prevents a
+refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
 """
 
 import threading
@@ -20,7 +20,7 @@ from tidemark.sinks.redis.snapshot import RedisPositions
 log = get_logger(__name__)
 
 STREAMS_PER_CHUNK = 500
-ENTRIES = 100_000  # of the history that one refill copies, in about four seconds; older ones are only in Postgres
+ENTRIES = 100_000  # of the history that one refill copies, in about 4 s; older ones are only in Postgres
 
 
 class Mirror:
@@ -29,7 +29,7 @@ class Mirror:
     name = "redis"
 
     def __init__(self, postgres: Postgres, redis: Redis, fence: Fence, progress: Progress = no_progress) -> None:
-        """`progress` shows the streams that a refill writes."""
+        """`progress` shows the number of streams that a refill writes."""
         self._postgres = postgres
         self._progress = progress
         self._redis = redis
@@ -46,13 +46,12 @@ class Mirror:
 
     def publish(self, batch: Batch, committed: Committed) -> int:
         if not self._has_compared:
-            # Redis may not have everything that earlier processes committed, and a batch must not join an incomplete
-            # stream.
+            # Redis may lack batches that earlier processes committed, and a batch must not follow an incomplete stream.
             self._compare_first()
         if committed.repeated:
-            # Postgres has the outcome of the first attempt; the batch does not.
+            # Only Postgres has the outcome of the first attempt.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
-        # Faulty streams wait for a refill: they miss more than this batch.
+        # Faulty streams need a refill, because earlier batches are missing too.
         changes = [change for change in of_batch(batch, committed) if change.stream not in self._redis.faults]
         with self._lock:
             lost = self._write([("known" if self._known(change.stream) else "new", change) for change in changes])
@@ -71,13 +70,13 @@ class Mirror:
         return self._linear
 
     def lost(self) -> bool:
-        """Write a new stamp; True if the last one is gone: Redis was flushed, restored or replaced."""
+        """Replace the sentinel. True if the last sentinel is gone: Redis was flushed, restored or replaced."""
         last = f"{self._fence.token}:{self._stamps}"
         self._stamps += 1
         return self._redis.stamp(f"{self._fence.token}:{self._stamps}") != last
 
     def refill(self, streams: Sequence[str] | None = None) -> Refilled:
-        """Compare `streams` (None: all) with Postgres, and write what is missing. Readers may read meanwhile."""
+        """Compare `streams` (None: all) with Postgres, and write missing data. Readers may read meanwhile."""
         if streams is None:
             with self._comparing:
                 return self._refill_all()
@@ -88,7 +87,7 @@ class Mirror:
         return refilled
 
     def _compare_first(self) -> None:
-        """Compare all streams, or wait for another thread that is doing it."""
+        """Compare all streams, or wait until another thread has done so."""
         with self._comparing:
             if not self._has_compared:
                 self._refill_all()
@@ -122,7 +121,7 @@ class Mirror:
         return Refilled(len(outdated), entries)
 
     def _outdated(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
-        """Streams with missing data in Redis, and the number of their writers concerned. Fills `linear`."""
+        """Streams with missing data in Redis, each with the number of affected writers. Fills `linear`."""
         outdated: dict[str, int] = {}
         ahead: list[str] = []
         fence = 0
@@ -146,7 +145,7 @@ class Mirror:
         if fence > self._fence.token:
             raise LeaseLost(self._fence.token, fence)
         if ahead:
-            # No position moves back (rule 2): readers may have used it.
+            # Positions never move back (rule 2): readers may have used them.
             log.error(
                 "Redis is ahead of Postgres; was the database restored from a backup?",
                 streams=len(ahead),
@@ -157,7 +156,7 @@ class Mirror:
     def _both(
         self, streams: Sequence[str]
     ) -> Iterator[tuple[Mapping[str, RedisPositions], Mapping[str, StreamPositions]]]:
-        """The data of Redis and then that of Postgres, chunk by chunk.
+        """Read Redis and then Postgres, chunk by chunk.
 
         Redis reads the next chunk while the current one is compared.
         """
@@ -170,7 +169,7 @@ class Mirror:
                 yield snapshots.result(), self._postgres.positions(names)
 
     def _repairs(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
-        """The changes that bring these streams up to date, with at most the `newest` advances of each writer."""
+        """The changes that repair these streams, with at most `newest` advances of each writer."""
         snapshots = self._redis.snapshots(names)
         stored = {stream: row for stream, row in self._postgres.positions(names).items() if stream in snapshots}
         rebuilt = {stream for stream in stored if not snapshots[stream].positions}
@@ -180,7 +179,7 @@ class Mirror:
             for stream in repaired
             for writer in _outdated_writers(snapshots[stream], stored[stream])
         ]
-        # One more than is written shows that there are too many: a repaired list must have no holes.
+        # Read one more than is written, to detect too many: a repaired list must have no holes.
         history = self._postgres.advances_since(since, newest + 1)
         late = self._postgres.late_since([(stream, snapshots[stream].late) for stream in repaired], newest + 1)
         rebuilt |= {stream for (stream, _), chain in history.items() if len(chain) > newest}
@@ -191,7 +190,7 @@ class Mirror:
         for (stream, _), chain in history.items():
             chains.setdefault(stream, []).append(chain)
         late |= self._postgres.late_since([(stream, 0) for stream in rebuilt], newest + 1)
-        # To a reader, an advance that it knows proves that the list has all later late completions.
+        # A reader that finds a known advance in the list assumes that the list has all later late completions.
         for stream in [stream for stream, completions in late.items() if len(completions) > newest]:
             del late[stream][0]
             chains.pop(stream, None)
@@ -206,14 +205,14 @@ class Mirror:
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         self._fence.check()
         named = {change.stream for mode, change in calls if mode != "known"}
-        self._redis.name(named)  # first: the name of a stream that is written is not checked again
+        self._redis.name(named)  # first, because the names of written streams are not checked again
         lost = self._redis.publish(self._fence.token, calls)
         self._named |= named
         return lost
 
 
 def _has_moved(snapshot: RedisPositions, stored: StreamPositions) -> bool:
-    """Whether a key of the stream is missing or out of date, other than the position of a writer."""
+    """Whether a key of the stream, other than a writer's position, is missing or outdated."""
     return (
         snapshot.linear is None
         or abs(snapshot.linear) < abs(stored.linear)
@@ -235,14 +234,14 @@ def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
 
 
 def _affected(snapshot: RedisPositions, stored: StreamPositions) -> int:
-    """The number of writers whose position in Redis is missing, out of date or to be removed."""
+    """The number of writers whose position in Redis is missing, outdated or to be removed."""
     if snapshot.positions == stored.positions:
         return 0
     return len(_outdated_writers(snapshot, stored)) + len(stored.forgotten & snapshot.positions.keys())
 
 
 def _outdated_writers(snapshot: RedisPositions, stored: StreamPositions) -> list[str]:
-    """Writers whose position in Redis is missing or out of date."""
+    """The writers whose position in Redis is missing or outdated."""
     return [
         writer
         for writer, position in stored.positions.items()

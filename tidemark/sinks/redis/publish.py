@@ -1,8 +1,7 @@
 """Calls of `publish.lua`, the only script that writes positions to Redis.
 
-It applies changes from a batch and changes from Postgres, and never moves a position back. Everything in Redis can
-therefore be written again. The keys of a stream share a hash tag. One call changes many streams, which have one slot in
-a Cluster.
+It applies changes from a batch or from Postgres, and never moves a position back, so every write may be repeated. The
+keys of a stream share a hash tag. One call changes many streams, all of one slot in a Cluster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +52,9 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `LATE` entry of the list of advances. `number` is that of Postgres, and shows which entries Redis has."""
+    """A `LATE` entry of the list of advances. `number` is the number in Postgres, by which missing entries are
+    found.
+    """
 
     number: str
     writer: str
@@ -69,7 +70,7 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The change of a stream. The entries of a writer are in the order of its chain.
 
-    `positions` has the writers whose position is not the end of an entry.
+    `positions` has the positions of writers without an entry that ends there.
     """
 
     stream: str
@@ -82,7 +83,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def of_batch(batch: Batch, committed: Committed) -> list[Change]:
-    """The changes of `batch`, as Postgres has committed them. Streams without a visible change are left out."""
+    """The changes of `batch`, according to `committed`. Streams without a visible change are left out."""
     changes = []
     for shard in batch.effects:
         origin = str(batch.number), str(shard.now)
@@ -96,7 +97,7 @@ def _is_visible(effects: StreamEffects) -> bool:
 
 
 def _of_stream(origin: tuple[str, str], effects: StreamEffects, committed: Committed) -> Change:
-    """`origin` is the number of the batch and its time."""
+    """The change of one stream. `origin`: number and time of the batch."""
     name, linear = effects.stream, str(effects.linear)
     advances: Iterable[WriterAdvance | None] = effects.advances
     if committed.settled:
@@ -118,12 +119,12 @@ def _of_stream(origin: tuple[str, str], effects: StreamEffects, committed: Commi
 def of_history(
     stream: str, stored: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
 ) -> Change:
-    """The change that writes a stream as Postgres has it. `advances` has one chain per writer."""
+    """The change that writes the state in Postgres of a stream. `advances` has one chain per writer."""
     history: list[tuple[int, StoredAdvance]] = []
     for chain in advances:
         newest = 0
         for advance in chain:
-            # A clock that was set back must not change the order of a writer's advances.
+            # If a clock was set back, the order of a writer's advances must not change.
             newest = max(newest, advance.time)
             history.append((newest, advance))
     history.sort(key=lambda item: item[0])
@@ -159,7 +160,7 @@ def _late(number: int, late: LateCompletion, batch: str, time: str) -> LateEntry
 
 
 STREAMS_PER_PIPELINE = 500  # bounds the memory of client and server
-MOVES_PER_CALL = 200  # such a call blocks the server for some milliseconds; one stream may have more
+MOVES_PER_CALL = 200  # such a call blocks the server for a few milliseconds; a single stream may have more
 
 _SCRIPT = Script("publish.lua")
 
@@ -177,7 +178,9 @@ _REMEDIES = Remedies(
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`redis_advances_max` is the approximate bound of each stream's list of advances. `timeout` is in seconds."""
+    """`redis_advances_max`: the approximate largest length of each stream's list of advances. `timeout` is in
+    seconds.
+    """
 
     address: str | RedisAddress = field(repr=False)
     redis_advances_max: int = 10_000
@@ -186,7 +189,7 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisReport:
-    """`info`: fields of INFO, if the user may ask. `clock`: the server's time, s since 1970, if the user may ask."""
+    """`info`: fields of INFO; `clock`: the server's time, s since 1970; both only if the user may query them."""
 
     info: Mapping[str, str]
     reads: bool
@@ -195,7 +198,7 @@ class RedisReport:
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """The answer of the server, or the error that is its answer."""
+    """The answer of the server; an error is returned, not raised."""
     try:
         return call()
     except ResponseError as error:
@@ -229,10 +232,10 @@ class Redis:
             client.ping()
 
     def report(self) -> RedisReport:
-        """What the server says of itself and of our rights, for people. What is not allowed is left out."""
+        """A report on the server and this user's rights, for people. Omits fields that the user may not query."""
         with self._session.use() as client:
             reads = not isinstance(_answer(lambda: client.get("tidemark:doctor")), NoPermissionError)
-            # A script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
+            # Call a script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
             writes = not isinstance(_answer(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError)
             info, clock = _answer(client.info), _answer(client.time)
         return RedisReport(
@@ -243,10 +246,10 @@ class Redis:
         )
 
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
-        """Publish each change, stream by stream, not in one transaction. The call is idempotent.
+        """Publish the changes, each stream in its own transaction. The call is idempotent.
 
         Returns:
-            The streams of which Redis has lost data. Nothing was written for them.
+            The streams with lost data in Redis. Nothing was written for them.
 
         Raises:
             LeaseLost: Redis has seen a newer token. Nothing was written for that stream.
@@ -285,7 +288,9 @@ class Redis:
         return snapshots
 
     def published(self, stream: str, writer: str, id: int) -> int | None:
-        """When `writer` moved over `id` (ms, by the clock of Redis); None if the list of advances does not tell it."""
+        """The time (ms, by the clock of Redis) at which `writer` moved over `id`; None if the list of advances has no
+        such entry.
+        """
         with self._session.use() as client:
             return entry_time(client, stream, writer, id)
 
@@ -295,13 +300,15 @@ class Redis:
             return set(client.smembers(STREAMS))
 
     def stamp(self, value: str) -> str | None:
-        """Replace the sentinel by `value` and return the old one. If it is not the last stamp, writes were lost."""
+        """Replace the sentinel by `value` and return the old one. If the old one differs from the last `value`, writes
+        were lost.
+        """
         with self._session.use() as client:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
     def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
-        """Each change with the answer of the script, or its error."""
+        """Run the script. Yields each change with its answer or error."""
         with self._session.use() as client:
             calls = group_by_slot(
                 ((change.stream, _moves(change), (mode, change)) for mode, change in chunk),
@@ -331,7 +338,7 @@ class Redis:
                 for call in calls
             ),
         )
-        for answer in answers:  # the session converts an error that is not about a stream
+        for answer in answers:  # the session converts errors that do not concern one stream
             if isinstance(answer, Exception) and not of_stream(answer):
                 raise answer
         return answers

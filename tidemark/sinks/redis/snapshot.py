@@ -1,4 +1,4 @@
-"""Reading the keys of streams in Redis, which `publish.lua` writes, to compare them with Postgres."""
+"""Reads the keys of streams that `publish.lua` writes, to compare them with Postgres."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +11,18 @@ from tidemark.sinks.redis.client import STREAMS, Script, StreamFault, group_by_s
 
 _PAGE = 1000  # entries of a list in one read
 _STREAMS_PER_CALL = 100  # such a call blocks the server for less than a millisecond
-_POSITIONS_PER_CALL = 2000  # a call stops after the stream that reaches it
+_POSITIONS_PER_CALL = 2000  # a call stops after the stream that reaches this number
 _SCRIPT = Script("snapshot.lua")
-HIGHEST_TOKEN = 2**62  # a higher token of a lease was not written by Tidemark
+HIGHEST_TOKEN = 2**62  # a higher token was not written by Tidemark
 
 
 class RedisPositions(msgspec.Struct, frozen=True, gc=False):
     """The keys of a stream in Redis; None, 0 and {} for missing keys.
 
     Attributes:
-        late: number of the newest entry about a late completion.
-        fence: highest token of a lease that was seen.
-        agrees: the token matches the other keys.
+        late: number of the newest late completion in the list.
+        fence: highest lease token that was written.
+        agrees: the key `token` matches the other keys.
         listed: the stream is in the set of names.
     """
 
@@ -120,7 +120,7 @@ def _token(linear: int | None, positions: dict[str, int]) -> str | None:
 
 
 def _number(text: str) -> int:
-    """Parse an ID in the form that `publish.lua` writes, which compares IDs as text.
+    """Parse an ID. Only the form that `publish.lua` writes is valid, because the script compares IDs as text.
 
     Raises:
         ValueError: another form.

@@ -1,1 +1,3 @@
-"""The relay: what `tidemark.append` left in a service's database, decided and sent to Kafka (docs/design.md 4b)."""
+"""The relay: reads the outbox that `tidemark.append` fills in a service's database, and sends facts to Kafka
+(docs/design.md 4b).
+"""

@@ -1,7 +1,7 @@
-"""Decides what became of each ID: runs the queries of the database in their order (docs/design.md 4b).
+"""Decides the outcome of each ID: runs the queries of the database in their order (docs/design.md 4b).
 
-Any number of deciders may work on one database at once, and stop or be killed between any two steps. What is decided
-follows from the database alone, so they only repeat each other.
+Any number of deciders may work on one database at once, and stop or be killed between any two steps. Decisions follow
+from the database alone, so all deciders decide the same.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -20,11 +20,12 @@ from tidemark.sources.relay.sequences import StrayRowQuery, StrayRows, StreamSna
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Steps = Generator[str, None, "list[Decision]"]
-"""The name of each step, before it is taken. Tests let other processes act between two steps."""
+"""Yields the name of each step before the step runs, so that tests can let other processes act between steps."""
 
 PAGES_AT_ONCE = 500
-"""Streams that are read in one round. Their facts are sent before others are read, also by a relay that is killed every
-few seconds."""
+"""Streams that are read in one round. Their facts are sent before others are read, so even a relay that is killed often
+makes progress.
+"""
 
 
 def is_due(evidence: StreamEvidence, head: int) -> bool:
@@ -33,10 +34,9 @@ def is_due(evidence: StreamEvidence, head: int) -> bool:
 
 
 def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads: Mapping[int, int]) -> Generator[str]:
-    """Query the transactions that may own the IDs up to the heads, and note them in the evidence of the streams.
+    """Query the transactions that may own the IDs up to the heads, and add them to the evidence of the streams.
 
-    Nothing new of a stream is observed if its sequence has become unfit. Yields the name of each step before it is
-    taken.
+    A stream whose sequence has become unfit is not observed. Yields the name of each step before it runs.
 
     Args:
         connection: is not in a transaction.
@@ -62,8 +62,8 @@ def observe(connection: Connection, streams: Mapping[int, StreamEvidence], heads
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """IDs of one stream whose outcome is final, also if the server crashes: `facts` in order, and `voids` without a
-    fact.
+    """IDs of one stream whose outcome is final, even after a crash of the server: `facts` in order, and `voids` without
+    a fact.
 
     `emptied` are IDs without a row that were published before the database went back. They may have had a fact.
     """
@@ -75,11 +75,11 @@ class Decision:
     emptied: Intervals = EMPTY
 
     def without_rows(self) -> "Decision":
-        """The same without the rows of its facts."""
+        """A copy without the rows of its facts."""
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def ids(self) -> dict[str, Intervals]:
-        """By writer, the IDs with an edge of their own: those of facts, and for the database itself those of voids."""
+        """By writer, the IDs that have an edge of one ID: IDs of facts, and voids for the database itself."""
         by_writer: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:
             by_writer.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
@@ -93,7 +93,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Stream:
-    """`chains` is None if the stream has one writer: its chain is cut at every ID. `ended`: by writer, the ID at
+    """`chains` is None if the stream has one writer, whose chain is cut at every ID. `ended`: by writer, the ID at
     which its epoch ends. `problem`: why the stream is blocked."""
 
     stream_epoch: StreamEpoch
@@ -149,7 +149,7 @@ class Decider:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the outbox holds more than the last round could read."""
+        """Whether the outbox has more rows than the last round could read."""
         return any(state.evidence.unseen for state in self._streams.values())
 
     @property
@@ -219,7 +219,7 @@ class Decider:
         return decided
 
     def _head(self, state: _Stream, snapshot: StreamSnapshot | None) -> int:
-        """The highest ID that may be decided. If rows or the sequence went back, this decider is outdated."""
+        """The highest ID that may be decided. Raises if rows or the sequence went back: the decider is outdated."""
         known = state.evidence.head
         if snapshot is None:
             return known  # the stream was dropped
@@ -262,8 +262,9 @@ class Decider:
         return [decided]
 
     def beat(self) -> Generator[str]:
-        """Write a beat for each stream with several writers, one of which has a chain that ends below the head. A
-        stream that is blocked gets none."""
+        """Write a beat for each stream with several writers if the chain of one of them ends below the head. Blocked
+        streams get none.
+        """
         for state in self._streams.values():
             if state.problem is None and state.chains is not None and state.chains.behind(state.evidence.head):
                 yield "beat"
@@ -286,10 +287,10 @@ class Decider:
                 state.chains.acknowledged(writer, ids)
 
     def settle(self, most: int | None = None) -> Generator[str]:
-        """Raise the floors to where everything is in Kafka, and delete the rows below.
+        """Raise each floor to the ID up to which everything is in Kafka, and delete the rows below.
 
         Args:
-            most: streams to settle in this call; None for all. The next calls settle the others.
+            most: the largest number of streams to settle in this call; None for all. The next calls settle the others.
         """
         settled = 0
         for state in _from([*self._streams.values()], self._settled + 1):
@@ -316,7 +317,7 @@ class Decider:
 
 
 def _from(streams: Sequence[_Stream], number: int) -> list[_Stream]:
-    """The same streams, those with this number and higher ones first."""
+    """The streams in a rotated order: this number and higher ones first."""
     return sorted(
         streams, key=lambda state: (state.stream_epoch.stream.number < number, state.stream_epoch.stream.number)
     )

@@ -1,6 +1,6 @@
 """The Kafka records of a decision (docs/design.md 3). Every relay makes the same edges of the same IDs.
 
-Only how many edges share a record may differ, which does not change the meaning.
+Only the number of edges in a record may differ, which does not change the meaning.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ _decoder = msgspec.json.Decoder(Raw)
 
 @dataclass(frozen=True, slots=True)
 class _RecordEdge:
-    """`(id - 1, id]`; without rows for a void. `bytes`: about its size in a record."""
+    """The edge `(id - 1, id]`. A void has no rows. `bytes`: its approximate size in a record."""
 
     writer: str
     id: int
@@ -44,11 +44,11 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
 
     Args:
         decided: the decision.
-        most: edges of a record at most.
-        most_bytes: bytes of a record of several edges at most.
+        most: the largest number of edges of a record.
+        most_bytes: the largest size of a record of several edges.
 
     Raises:
-        MalformedFact: a row is no JSON. It cannot be sent, and its ID is no void.
+        MalformedFact: a row is not JSON. The fact cannot be sent, and its ID is not void.
     """
     stream_epoch, stream = decided.stream_epoch, decided.stream_epoch.stream.name
     signed = stream_epoch.stream.towards.signed
@@ -126,8 +126,7 @@ facts."""
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Decisions that were sent together, without their rows. `left`: how many of their records are not acknowledged.
-    `size`: bytes."""
+    """A decision that was sent, without its rows. `left`: its records that are not acknowledged. `size`: bytes."""
 
     decided: Decision
     size: int
@@ -137,19 +136,19 @@ class InFlight:
         self.left -= 1
 
     def counted(self, values: Iterable[bytes]) -> Iterator[bytes]:
-        """The same values, each with the acknowledgement that it waits for."""
+        """Count each value as a record that waits for an acknowledgement, and return the values."""
         for value in values:
             self.left += 1
             yield value
 
 
 def send(producer: RecordProducer, decided: Decision, most_facts: int) -> InFlight:
-    """Send the records of `decided`, made one by one. A record has `most_facts` of a backlog."""
+    """Encode and send the records of `decided` one by one. In a backlog, a record has up to `most_facts` facts."""
     name = decided.stream_epoch.stream.name
     size = sum(fact.bytes for fact in decided.facts)
     size += _VOID_RECORD_BYTES * (decided.voids.width() + len(decided.announced))
     most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _AROUND_BYTES)
-    # `left` begins with 1, so that nothing is acknowledged before all of it is sent.
+    # `left` begins with 1, so that the decision is not acknowledged before all records are sent.
     parcel = InFlight(decided.without_rows(), size, 1)
     producer.send_all(name, parcel.counted(encode_decision(decided, most_facts, most_bytes)), parcel.acknowledged)
     parcel.acknowledged()

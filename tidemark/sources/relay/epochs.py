@@ -1,10 +1,10 @@
 """The epochs in which the streams of a database are published: the first one, and a new one for each timeline.
 
 Everything follows from the database alone, so a relay that starts needs no epoch of its own: it continues the stored
-one. A new epoch begins only if the server or the database is another one than that in which the epoch began (started
-again, restored, or failed over). Then each writer joins at the current floor. Its JOIN says how far the database knows
-that IDs were published. Tidemark compares that with its own positions, and so detects that an older disk was put back.
-A new writer joins at the current floor when its first fact is found: no fact of it lies below.
+one. A new epoch begins only after the server was restarted, the database was restored, or a standby was promoted. Then
+each writer joins at the current floor. Its JOIN says how far the database knows that IDs were published. Tidemark
+compares that with its own positions, and so detects a restored older disk image. A new writer joins at the current
+floor when its first fact is found: no fact of it lies below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class StreamEpoch:
     regression: str = ""
 
     def name_of(self, writer: str) -> str:
-        """The name on Kafka of a writer as the outbox names it."""
+        """The name on Kafka of a writer in the outbox."""
         return self.own if writer in {"", BEAT} else writer
 
     def acts(self) -> list[Join | Retire]:
@@ -97,8 +97,9 @@ class StreamEpoch:
 
 
 UnknownWriters = Mapping[int, Mapping[str, int]]
-"""By number of the stream: writers whose rows a relay has read and that it does not know, or whose epoch has ended at
-that ID."""
+"""By number of the stream, then by writer: writers that the relay does not know but whose rows it has read, or whose
+epoch has ended at that ID.
+"""
 
 
 def begin(
@@ -107,11 +108,10 @@ def begin(
     writer: str,
     unknown_writers: UnknownWriters | None = None,
 ) -> list[StreamEpoch]:
-    """All streams, with their writers in their epochs of this history; of a stream that was dropped only those that are
-    to be retired.
+    """All streams, with the epochs of their writers in this history. A dropped stream has only the writers to retire.
 
-    Any number of relays may call it, in any order. If a stream went back, a new timeline begins at the ID that shows
-    it. Raises `BadSetting` if Tidemark knows the streams by another name."""
+    Any number of relays may call it, in any order. If a stream went back, a new timeline begins at that ID. Raises
+    `BadSetting` if Tidemark knows the streams by another name."""
     with connection.transaction():
         sequences.warn_readers_of_filled_ids(connection)
         back = sequences.find_regressions(connection)
@@ -211,7 +211,7 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
 
 
 def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
-    """Begin a new timeline for the readers of this database, unless another relay has taken the regression back."""
+    """Begin a new timeline for the readers of this database, unless another relay has handled the regression."""
     if not back:
         return
     rows = connection.execute(
@@ -231,7 +231,7 @@ def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
 
 
 def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
-    """Store new writers, and make all relays start again, which do not know their chains."""
+    """Store new writers. All relays start again, because they do not know the new chains."""
     connection.execute(
         """
         with raised as (
@@ -256,7 +256,7 @@ def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) 
 
 
 def _now(connection: Connection) -> int:
-    """The clock of the database in ms. Epochs begin above it, so they rise over a restore too."""
+    """The clock of the database in ms. Epochs begin above it, so they also rise after a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])

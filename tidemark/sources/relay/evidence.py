@@ -1,18 +1,18 @@
-"""What became of the IDs of one stream, by evidence from its database (docs/design.md 4b). Pure; magnitudes only.
+"""The outcome of the IDs of one stream, by evidence from its database (docs/design.md 4b). Pure; magnitudes only.
 
-Three queries, in this order: how far IDs were given out (the *head*); which transactions run, and if necessary which of
-them hold the lock of which writer; the rows of the outbox, in a later snapshot than both. Each transaction that
-reserved an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all
-those transactions have ended, an ID that has no row in the outbox has no fact for ever. An ID that only other writers
-can have is not this writer's.
+Three queries, in this order: the highest ID that was given out (the *head*); the running transactions, and if necessary
+the writer locks that they hold; the rows of the outbox, in a later snapshot than both. Each transaction that reserved
+an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all those
+transactions have ended, an ID that has no row in the outbox will never have a fact. An ID that only other writers can
+have is not this writer's.
 
-What is remembered between two observations only saves reading again. It is no evidence: a relay that begins with
-nothing decides the same.
+The state that is kept between two observations only saves queries. It is not evidence: a relay that starts without
+state decides the same.
 
-A writer's chain (`WriterChains`) is cut at its own facts and at the *beats*: IDs that belong to no writer, and are in
-the outbox like facts. Each own fact is an edge of one ID, which is sent as soon as it is committed. The range between
-two neighbouring cuts is sent as one announcement, once no ID in it can be the writer's. Then no cut can come between
-the two, so every relay sends the same range, whenever it reads the database.
+A writer's chain (`WriterChains`) is cut at its own facts and at the *beats*: IDs that belong to no writer, with rows in
+the outbox. Each own fact is an edge of one ID, which is sent as soon as it is committed. The range between two
+neighbouring cuts is sent as one announcement, once no ID in it can be the writer's. Then no cut can come between the
+two, so every relay sends the same range, whenever it reads the database.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -54,7 +54,7 @@ class _Mark:
     absent: Intervals = EMPTY
 
     def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
-        """The same mark after some transactions have ended."""
+        """A copy that waits only for the transactions that still run and hold a lock."""
         if lock_holders is None:
             waiting = frozenset(lock for lock in self.waiting if lock.transaction in running)
         else:
@@ -69,9 +69,10 @@ class _Mark:
 
 
 class StreamEvidence:
-    """The evidence of one connection: after a crash of the server, numbers of transactions and IDs may come again.
+    """The evidence of one connection. A new connection needs new evidence: after a crash the server reuses transaction
+    numbers and IDs.
 
-    `several`: the stream has several writers, so the locks of a transaction matter.
+    `several`: the stream has several writers, so locks are evidence too.
     """
 
     def __init__(self, floor: int, *, several: bool = False) -> None:
@@ -90,7 +91,7 @@ class StreamEvidence:
 
     @property
     def undecided(self) -> int:
-        """How many IDs up to the head are not decided."""
+        """The number of IDs up to the head that are not decided."""
         return sum(mark.unread.width() + mark.absent.width() for mark in self._marks)
 
     @property
@@ -117,7 +118,7 @@ class StreamEvidence:
         return unknown or (bool(self._waited_for) and self._observations >= _ASKED_EVERY)
 
     def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
-        """`head` was read first, then both others: `running` of the snapshot, and the `holders` among them."""
+        """Add an observation. `head` was read first, then the `running` transactions and their locks."""
         self._observations += 1
         if lock_holders is not None:
             self._holders, self._observations = frozenset(_transactions(lock_holders)), 0
@@ -137,7 +138,7 @@ class StreamEvidence:
             self._marks = [first.with_(second), *rest]
 
     def unread(self) -> Intervals:
-        """The ranges of the outbox to read next, the lowest first."""
+        """The ID ranges of the outbox to read next, in ascending order."""
         ids = EMPTY
         for mark in self._marks:
             ids = ids.union(mark.unread)
@@ -147,7 +148,7 @@ class StreamEvidence:
         """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer.
 
         If such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
-        contradict a range beyond. The database itself (None) never ends so.
+        contradict a range beyond. The database itself (None) never retires.
         """
         undecided, end = EMPTY, self.head
         for mark in self._marks:
@@ -165,10 +166,9 @@ class StreamEvidence:
         )
 
     def read(self, asked: Intervals, ids: Collection[int], settled: int = 0) -> Intervals:
-        """Note that the outbox has the rows `ids` in the ranges `asked`, and no others there. Returns the IDs without a
-        fact.
+        """Note that `ids` are all rows of the outbox in the ranges `asked`. Returns the IDs without a fact.
 
-        IDs up to `settled` are decided, whatever the outbox has: their rows were deleted.
+        IDs up to `settled` count as decided, because their rows were deleted.
         """
         present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
         if settled:
@@ -214,7 +214,7 @@ class _WriterChain:
 
 
 class WriterChains:
-    """`lasts`: by writer, where its chain was last cut. Everything of the writer up to there is in Kafka."""
+    """`lasts`: by writer, the ID of the last cut of its chain. Everything of the writer up to that ID is in Kafka."""
 
     def __init__(self, lasts: Mapping[str, int]) -> None:
         self._chains = {writer: _WriterChain(last) for writer, last in lasts.items()}
@@ -227,7 +227,7 @@ class WriterChains:
         return len(self._chains)
 
     def own(self, writer: str, ids: Intervals) -> None:
-        """These IDs are edges of the writer, and are sent."""
+        """Note that these IDs were sent as edges of the writer."""
         if ids:
             self._chains[writer].sent = self._chains[writer].sent.union(ids)
             self._gappy.add(writer)
@@ -239,16 +239,16 @@ class WriterChains:
         self._gappy.update(self._chains)
 
     def end(self, writer: str) -> None:
-        """The writer's epoch ends; a RETIRE or JOIN settles the rest."""
+        """End the writer's epoch. A RETIRE or JOIN settles its remaining IDs."""
         self._chains.pop(writer, None)
         self._gappy.discard(writer)
 
     def behind(self, head: int) -> bool:
-        """Whether a chain ends below `head`, and no beat is on its way."""
+        """Whether a chain ends below `head` and no beat was written yet."""
         return head > self.last_beat and any(chain.sent.reach(chain.last) < head for chain in self._chains.values())
 
     def announce(self, open_to: Callable[[str], Intervals]) -> list[EmptyRange]:
-        """The ranges between neighbouring cuts that were not sent and have no undecided ID of their writer."""
+        """The unsent ranges between neighbouring cuts in which the writer has no undecided ID."""
         ranges = list[EmptyRange]()
         for writer in sorted(self._gappy):
             chain = self._chains[writer]
@@ -275,7 +275,7 @@ class WriterChains:
             chain.acknowledged = chain.acknowledged.union(ids)
 
     def floor(self, reached: int) -> int:
-        """The highest ID up to `reached` below which each chain is in Kafka, as far as it is cut."""
+        """The highest ID, at most `reached`, up to which Kafka has every chain."""
         return min([reached, *map(self._limit, self._chains.values())])
 
     def settled(self, floor: int) -> None:
@@ -292,7 +292,7 @@ class WriterChains:
 
 
 def edges(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
-    """The same by writer."""
+    """The ranges as edges, by writer."""
     by_writer: dict[str, list[tuple[int, int]]] = {}
     for gap in announced:
         by_writer.setdefault(gap.writer, []).append((gap.prev, gap.id))

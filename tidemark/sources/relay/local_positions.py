@@ -1,8 +1,8 @@
-"""The positions of the streams of a database, for its readers, by its own transactions (docs/design.md 6b).
+"""Decides the positions of a database's streams for readers in that database, by its transactions (docs/design.md 6b).
 
-The evidence is that of the relay (`evidence`), and needs no Kafka. The relay decides what became of each ID. This
-module decides only whether an ID is complete: its transaction has ended, and every later statement sees its rows. Any
-number of processes may decide at once, and be killed between any two steps: what they store only rises.
+The evidence is the relay's (`evidence`); Kafka is not needed. The relay decides the outcome of each ID. This module
+decides only whether an ID is complete: its transaction has ended, and every later statement sees its rows. Any number
+of processes may decide at once, and be killed between any two steps: stored positions only rise.
 """
 
 import threading
@@ -26,17 +26,17 @@ from tidemark.streaming.values.intervals import Intervals
 log = get_logger(__name__)
 
 SHORTEST, LONGEST = 0.005, 0.045
-"""Seconds between two rounds: the first while something happens, the second after a while without."""
+"""Seconds between two rounds, while IDs are given out and while the database is idle."""
 IDS_AT_ONCE = 50_000
 _LOCK_KEY = 1
-"""Beside `queries.LOCK`; the relay itself has 0."""
+"""Second half of the lock key, after `queries.LOCK`. The relay uses 0."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 
 
 @dataclass(slots=True)
 class _KnownStream:
-    """`position` is stored, for readers, in the timeline `timeline`; None: nothing is stored yet. `locks`: the second
-    half of the lock key of each writer with a name; `writers`: their stored positions."""
+    """`position` is stored for readers in `timeline`; None: nothing is stored yet. `locks`: the second half of the lock
+    key of each writer with a name; `writers`: their stored positions."""
 
     stream: AppendStream
     version: int
@@ -60,10 +60,9 @@ class _KnownStream:
 
 class PositionDecider:
     """Decides and stores the positions on one connection, which is not in a transaction. A new connection needs a new
-    decider: a server that crashed gives out numbers of transactions again.
+    decider, because a server reuses transaction numbers after a crash.
 
-    `is_ours` says whether all writers of a stream are in this database. It is called until it is true for the first
-    time.
+    `is_ours` returns whether all writers of a stream are in this database. It is called until it first returns True.
     """
 
     def __init__(self, connection: Connection, is_ours: Callable[[str], bool] = lambda _: True) -> None:
@@ -110,7 +109,7 @@ class PositionDecider:
             if snapshot.foreign:
                 del self._streams[number]
             if snapshot.sequence.problem(stream) or snapshot.foreign or head < snapshot.reached:
-                continue  # the relay reports it, and begins a new timeline
+                continue  # the relay reports this and begins a new timeline
             if head < before:
                 del self._streams[number]
                 self._begin_timeline(stream, min(head, snapshot.floor), "The sequence of a stream went back")
@@ -119,7 +118,7 @@ class PositionDecider:
         return heads
 
     def _begin_timeline(self, stream: AppendStream, floor: int, why: str) -> None:
-        """IDs beyond the floor may come again."""
+        """Begin a timeline: IDs beyond the floor may be given out again."""
         log.warning(why, stream=stream.name, floor=stream.towards.signed(floor))
         self._connection.execute(
             "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.towards.signed(floor)]
@@ -171,7 +170,7 @@ class PositionDecider:
         ).fetchall()
         for number, version, floor, linear, timeline, is_foreign, locks in rows:
             stream, _ = snapshots[number]
-            if is_foreign:  # a restore of these positions alone; if it was one of all tables, the relay handles it
+            if is_foreign:  # only these positions were restored; the relay handles a restore of all tables
                 self._begin_timeline(stream, floor, "A restore or a replication has written the positions for readers")
             elif timeline is not None or self._is_ours(stream.name):
                 evidence = StreamEvidence(max(floor, linear or 0), several=bool(locks))
@@ -205,13 +204,13 @@ class PositionDecider:
             if known.stream.name in moved and known.timeline is not None:
                 known.position, vector = positions[known.stream.number]
                 known.writers = {**known.writers, **vector}
-            else:  # a new row, or another process was here
+            else:  # a new row, or another process changed the row
                 del self._streams[known.stream.number]
         return True
 
 
 class LocalPositions:
-    """Keeps the positions until `halt` is set. One of several processes works, the others wait for its end."""
+    """Updates the positions until `halt` is set. One of several processes works; the others are on standby."""
 
     def __init__(
         self, session: PostgresSession, halt: threading.Event, is_ours: Callable[[str], bool] = lambda _: True
@@ -223,7 +222,7 @@ class LocalPositions:
         self._problem = ""
 
     def run(self) -> None:
-        """Waits for a database that is away. Closes the session in the end."""
+        """Run until `halt` is set; wait while the database is unavailable. Closes the session at the end."""
         try:
             self._run()
         finally:
@@ -258,7 +257,7 @@ class LocalPositions:
 
 
 def _result(steps: Generator[str, None, bool]) -> bool:
-    """Take all steps and return their result."""
+    """Run all steps and return their result."""
     while True:
         try:
             next(steps)

@@ -1,7 +1,7 @@
-"""The queries and statements of the relay in a service's database. Each statement sees the database at its own time.
+"""The queries and statements of the relay in a service's database. Each statement has its own snapshot.
 
-The order in which they run is the proof: see `sources.relay.evidence` and `sources.relay.decider`. The schema is made
-by the files in `migrations/` and has a version of its own; see `common.migrations`.
+Their order is essential for the proof: see `sources.relay.evidence` and `sources.relay.decider`. The schema is made by
+the files in `migrations/` and has a version of its own; see `common.migrations`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -49,9 +49,9 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON (UTF-8), and none if no fact has the ID; `bytes` is the size of its records.
+    """`id` is a magnitude; `rows` are JSON (UTF-8); an ID without a fact has none. `bytes` is the size of its records.
 
-    `writer` is empty for the database itself. The rows of a beat are the names of the writers whose epochs end there.
+    `writer` is empty for the database itself. The rows of a beat are the names of writers whose epochs end at its ID.
     """
 
     id: int
@@ -69,7 +69,7 @@ class AppendedFact:
         return [row.decode() for row in self.rows] if self.writer == BEAT else ()
 
     def without_rows(self) -> "AppendedFact":
-        """The same without the memory of its rows; `void` is unchanged."""
+        """A copy without its rows, to free memory; `void` is unchanged."""
         return self if self.void else replace(self, rows=_SENT)
 
 
@@ -78,8 +78,9 @@ _SENT = (b"",)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Facts of the queried ranges, in order, up to the ID `upto`, and the floor and version of the stream in the
-    same snapshot."""
+    """The facts of the queried ranges up to the ID `upto`, in order, with the stream's floor and version in the same
+    snapshot.
+    """
 
     facts: Sequence[AppendedFact]
     upto: int
@@ -98,11 +99,11 @@ _HAS_SEQUENCE: LiteralString = """
 
 
 def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
-    """By number of the stream: which of the `running` transactions hold the lock of which writer now.
+    """By number of the stream: the `running` transactions, each with the writer whose lock it holds now.
 
     A transaction that holds a lock and is not in `running` had reserved nothing when `running` was read, or has ended.
-    So had one without a lock on the stream's sequence, which `nextval` takes until the transaction ends. Any login can
-    take the advisory lock, but only the functions can use the sequence.
+    The same holds for a transaction without a lock on the stream's sequence, which `nextval` takes until the
+    transaction ends. Any user can take the advisory lock, but only the functions can use the sequence.
     """
     rows = connection.execute(
         """
@@ -126,7 +127,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 
 def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
-    """The facts of the outbox in these ranges, in order; at least one, if there is one."""
+    """The facts of the outbox in these ranges, in order, up to `most_bytes`, but at least one if any exists."""
     order = "asc" if stream.towards is Direction.FORWARD else "desc"
     lows, highs = signed(stream, asked)
     cursor = connection.cursor(binary=True)
@@ -151,7 +152,7 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
         """.encode(),
         [lows, highs, stream.number, most_bytes, stream.number],
     ).fetchall()
-    floor, version = rows[0][:2] if rows else (0, -1)  # a stream that was dropped has none
+    floor, version = rows[0][:2] if rows else (0, -1)  # a dropped stream has none
     facts = [AppendedFact(*fact) for _, _, *fact in rows if fact[0] is not None]
     size = sum(fact.bytes for fact in facts)
     whole = len(facts) < ROWS_AT_ONCE and size < most_bytes
@@ -159,15 +160,14 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
 
 
 def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bool:
-    """Store that everything that is about to be published of these streams lies at or below the heads, and wait for the
-    disk.
+    """Store the heads as upper bounds of the IDs that will be published next, and wait for the disk.
 
-    `nextval` is durable only with a later commit, and so is a commit with `synchronous_commit = off`. The message in
-    the write-ahead log makes both durable.
+    `nextval`, and a commit with `synchronous_commit = off`, are durable only with a later commit. The message in the
+    write-ahead log makes both durable.
 
     Returns:
         False if a restore or a replication has written the rows of a stream. Nothing is stored for such a stream,
-        because the heads are those of the history before.
+        because its head belongs to the previous history.
     """
     row = connection.execute(
         """
@@ -186,7 +186,7 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bo
 
 
 def beat(connection: Connection, stream: AppendStream) -> bool:
-    """Give out an ID that belongs to no writer, at which the chain of every writer is cut.
+    """Give out an ID that belongs to no writer. It cuts the chain of every writer.
 
     Nothing happens if the ID has a row already: the sequence was set back since the last round, and the next round
     begins a new timeline or blocks the stream.
@@ -216,11 +216,11 @@ def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
 def raise_floor(
     connection: Connection, stream: AppendStream, version: int, old: int, new: int, rows_sent: Intervals
 ) -> bool:
-    """Kafka has everything up to `new`: delete the rows and raise the floor, in one transaction.
+    """Delete the rows up to `new`, which Kafka has, and raise the floor, in one transaction.
 
     Only the rows of `rows_sent` are deleted. A row with another ID was committed after its ID was declared void: the
-    row stays below the floor, where `sequences.stray_rows` finds it. The database's own chain is cut at every ID that
-    belongs to no named writer. Writers whose epochs end there become `retiring`.
+    row stays below the floor, where `sequences.stray_rows` finds it. The database's own chain has a cut at every ID
+    without a named writer. Writers whose epochs end at or below `new` become `retiring`.
 
     Returns:
         False if another relay has changed the stream, or a restore or a replication has written its rows.
@@ -283,7 +283,7 @@ def raise_floor(
 
 
 def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
-    """The lowest and the highest ID of each range, as the table has them."""
+    """The lowest and the highest ID of each range, signed as in the table."""
     lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
     if stream.towards is Direction.FORWARD:
         return [low + 1 for low in lows], highs
@@ -303,26 +303,27 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Records are announced after its commits, so the commits must be durable, whatever the database's default is.
+        # Records are sent after these commits, so the commits must be durable, even if the database's default differs.
         ("synchronous_commit", "on"),
-        # The outbox is empty most of the time, so a planner with statistics would scan it, dead rows and all.
+        # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
+        # dead rows.
         ("enable_seqscan", "off"),
         ("enable_bitmapscan", "off"),
         ("jit", "off"),
     ),
-    # Otherwise a crash of the server would not be noticed, and IDs that it took back would be declared void.
+    # Otherwise a crash of the server would not be noticed, and IDs that are given out again would be declared void.
     pooled="give the relay a direct connection to the server",
 )
 
 SILENT_SECONDS = 600.0
-"""How long a host that died without closing its connections may hold a stream without a word of warning."""
+"""Log a warning if a host that died without closing its connections can block a stream for longer than this."""
 _LINUX = 7200 + 9 * 75
 
 
 def silence(connection: Connection) -> float:
-    """Seconds for which the server treats a transaction as open after its host has died, by its settings.
+    """Seconds until the server ends a transaction whose client host has died, by the server's settings.
 
-    If the server leaves keepalives to its system, those of Linux are assumed.
+    If the server uses the operating system's keepalive defaults, Linux is assumed.
     """
     row = connection.execute(
         """
@@ -338,7 +339,7 @@ def silence(connection: Connection) -> float:
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """The relay's session; `application` is its name among the sessions of the server."""
+    """The relay's session; `application` is its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 

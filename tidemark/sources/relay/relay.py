@@ -1,10 +1,10 @@
 """The relay: sends to Kafka what services appended in their database (docs/design.md 4b).
 
-It has no state of its own. While Kafka or the database is away it waits, without a limit of time. The facts wait in the
-database, and the memory of the relay is bounded by bytes. One of several relays of a database works, the others are on
-standby. If two worked at once, Kafka would have duplicates, and no other harm would be done.
+It has no state of its own. While Kafka or the database is unavailable, the relay waits without a time limit. The facts
+wait in the database, and the memory of the relay is bounded by bytes. One of several relays of a database works; the
+others are on standby. Two active relays would only cause duplicates in Kafka.
 
-The metrics of `tidemark relay` are at the beginning; `docs/reference/metrics.md` is made from them too.
+`docs/reference/metrics.md` is generated from the metrics at the beginning.
 """
 
 import threading
@@ -72,7 +72,7 @@ log = get_logger(__name__)
 _NAMES_BYTES = 2 * 4 * 255
 """Bytes of the names of stream and writer, at most."""
 MOST_BYTES = 16 * 1024 * 1024
-"""Bytes of records that wait for Kafka's acknowledgement; the rest waits in the database."""
+"""The largest number of bytes that wait for Kafka's acknowledgement; further facts wait in the database."""
 SHORTEST, LONGEST = 0.005, 0.05
 """Seconds between two queries of the database: the first while there are changes, the second after a while without
 changes."""
@@ -86,12 +86,12 @@ _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count 
 OUTBOX = "tidemark.append_outbox"
 REGRESSED = "The database or its sequence went back, or a row came below the floor: a new timeline begins"
 _JOINED_AT_ONCE = 500
-"""Streams whose JOINs are acknowledged together, so that a relay that is killed leaves fewer JOINs to the next one."""
+"""Streams whose JOINs are acknowledged together, so that a relay that is killed often makes progress."""
 
 
 class AppendRelay(RunLoop):
-    """The relay. `writer` is what Tidemark calls the database, None for its own name. Up to `most_facts` facts of a
-    backlog share a record."""
+    """The relay. `writer` is the database's writer name in Tidemark; None: the name of the database. Up to `most_facts`
+    facts of a backlog share a record."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class AppendRelay(RunLoop):
         return [0]
 
     def _work(self, connection: Connection) -> None:
-        """Work until the connection breaks, or streams or epochs are others."""
+        """Work until the connection breaks, or streams or epochs change."""
         set_lock_timeout(connection)
         if not self._has_worked and (seconds := silence(connection)) > SILENT_SECONDS:
             log.warning("A host that dies may hold a stream for long", seconds=seconds, set=_SETTINGS)
@@ -192,7 +192,7 @@ class AppendRelay(RunLoop):
         _result(decider.settle())
 
     def _report_blocked(self, decider: Decider) -> None:
-        """Log each stream once when it is blocked, and when it continues."""
+        """Log once when a stream becomes blocked, and once when it continues."""
         blocked = {stream: str(problem) for stream, problem in decider.blocked.items()}
         if blocked == self._blocked:
             return
@@ -206,7 +206,7 @@ class AppendRelay(RunLoop):
         self._blocked = blocked
 
     def _report_without_beat(self, connection: Connection, decider: Decider) -> None:
-        """Log each stream once when another session prevents its heartbeats."""
+        """Log a stream once if another session prevents its beats."""
         for stream in decider.without_beat - self._without_beat:
             log.warning(
                 "The linear position of a stream waits: a session holds the lock of its heartbeats",
@@ -221,8 +221,9 @@ class AppendRelay(RunLoop):
         self._in_flight.append(encode.send(self._producer, self._fitting(decided), self._most_facts))
 
     def _fitting(self, decided: Decision) -> Decision:
-        """The facts that the topic accepts. No record of another fact is sent: Kafka would accept its smaller records,
-        and the last one, which has the ID, would make the fact look complete."""
+        """The facts that the topic accepts. For a fact that is too large, no record is sent: Kafka would accept its
+        smaller records, and the last one, which has the ID, would make the fact look complete.
+        """
         stream, signed = decided.stream_epoch.stream.name, decided.stream_epoch.stream.towards.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
         for fact in decided.facts:
@@ -235,7 +236,7 @@ class AppendRelay(RunLoop):
         return decided if len(fitting) == len(decided.facts) else replace(decided, facts=fitting)
 
     def _process_acknowledgements(self, decider: Decider) -> None:
-        """Learn what Kafka has acknowledged."""
+        """Apply the acknowledgements of Kafka."""
         self._poll_kafka()
         for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.left]:
             decider.acknowledged(in_flight.decided)

@@ -1,6 +1,7 @@
-"""The heads of the streams' sequences, their fitness, and rows where no row can be (docs/design.md 4b). All are
-queried in every round: a logical replication, a restore or a `setval` changes rows and sequences separately, while
-the connection stays open."""
+"""Queries the heads of the streams' sequences, their fitness, and stray rows: rows at impossible IDs (docs/design.md
+4b). All are queried in every round, because logical replication, a restore or `setval` changes rows and sequences
+separately while the connection stays open.
+"""
 
 import time
 from collections.abc import Collection, Mapping
@@ -21,9 +22,9 @@ from tidemark.streaming.values.direction import Direction
 log = get_logger(__name__)
 
 HEADS_AT_ONCE = 1000
-"""Sequences that one statement reads: it takes a lock on each of them, out of a table that all sessions share."""
-# Not `select last_value`, which reads without the sequence's lock: while `nextval` writes its log it stands up to 32
-# higher there for a moment.
+"""Sequences that one statement reads. It locks each of them, and the shared lock table is limited."""
+# `select last_value` would read without the sequence's lock: while `nextval` writes its log, the value is briefly up to
+# 32 too high.
 _LAST = """
     case when has_sequence_privilege(ids, 'select') and seqcache is not null
         then abs(pg_sequence_last_value(ids)) end
@@ -49,15 +50,15 @@ _HEADS = f"""
     order by known.number limit {HEADS_AT_ONCE}
 """.replace("%%", "%").encode()
 _prepared: WeakSet[Connection] = WeakSet()
-"""The sessions that know `_HEADS`."""
+"""The sessions in which `_HEADS` is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
     """The sequence of a stream; `last` is the ID that it gave out last (a magnitude).
 
-    `last` is None if it gave out none since it was made or restarted. `unfit`: the options by which it may give out an
-    ID that no transaction holds, `gone`, `unreadable`, or empty.
+    `last` is None if the sequence gave out no ID since its creation or restart. `unfit`: the sequence options that make
+    it unsafe, or `gone`, or `unreadable`; empty if it is fit.
     """
 
     name: str
@@ -65,7 +66,7 @@ class SequenceState:
     last: int | None
 
     def problem(self, stream: AppendStream) -> UnsuitableSequence | None:
-        """Why no ID of it may be decided, and what to do; None if it is fit."""
+        """The reason why no ID of the sequence may be decided, and what to do; None if it is fit."""
         match self.unfit:
             case "":
                 return None
@@ -79,8 +80,9 @@ class SequenceState:
         return self._problem(stream, f"it has {self.unfit}, so it may give out IDs that were declared void", do)
 
     def lags_table(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
-        """The problem of a sequence whose table has a row with ID `highest` (a magnitude), which it has not given
-        out yet."""
+        """The problem of a sequence that has not given out `highest` (a magnitude), although the table has a row with
+        that ID.
+        """
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
@@ -91,9 +93,9 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StreamSnapshot:
-    """The stored state of a stream (magnitudes). `after`: its IDs begin behind this one. `upto`: the highest ID up
-    to which this database knows that something was published. `foreign`: 1 if the row with the floor was not written
-    by a relay, but by a restore or a replication."""
+    """The stored state of a stream (magnitudes). `after`: its IDs begin beyond this one. `upto`: the highest ID that
+    was published, as far as this database knows. `foreign`: 1 if a restore or a replication, not a relay, wrote the row
+    with the floor."""
 
     sequence: SequenceState
     after: int
@@ -104,23 +106,23 @@ class StreamSnapshot:
 
     @property
     def reached(self) -> int:
-        """The highest ID that this database knows to be given out."""
+        """The highest ID that was given out, as far as this database knows."""
         return max(self.floor, self.upto)
 
 
 @dataclass(frozen=True, slots=True)
 class StrayRows:
-    """IDs (magnitudes) of rows where none can be: `lowest` at or below the floor, `highest` beyond the head."""
+    """The IDs (magnitudes) of stray rows: `lowest` at or below the floor, `highest` beyond the head."""
 
     lowest: int | None
     highest: int | None
 
 
 def heads(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
-    """The streams that are there, with their sequences.
+    """The existing streams, with their sequences.
 
-    Asked twenty times a second for as long as nothing happens, so without psycopg's cursors, which cost more than the
-    question. Raises `psycopg.Error`.
+    Called 20 times a second while the database is idle, so it avoids psycopg's cursors, which cost more than the query.
+    Raises `psycopg.Error`.
     """
     server = connection.pgconn
     if connection not in _prepared:
@@ -155,14 +157,15 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
 
 
 def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, seen: int) -> int:
-    """The highest ID that the sequence gave out. `seen`: the highest one known before. A sequence that is new or was
-    restarted knows only its next ID."""
+    """The highest ID that the sequence gave out. `seen`: the highest one known before. A new or restarted sequence has
+    only its next ID.
+    """
     if snapshot.sequence.last is not None:
         return snapshot.sequence.last
     if snapshot.sequence.unfit or seen <= snapshot.after:
         return snapshot.after
-    # The row is read without the sequence's lock. The next call takes the lock, so no session was in the middle of
-    # taking an ID.
+    # The row is read without the sequence's lock. The next call takes the lock, so no session is taking an ID at that
+    # moment.
     row = connection.execute(
         f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {snapshot.sequence.name}".encode(),
         [snapshot.sequence.name],
@@ -176,8 +179,8 @@ def stray_rows(connection: Connection) -> dict[int, StrayRows]:
     """By number of the stream, the rows of the outbox at or below its floor or beyond its head. Streams without such
     rows are left out.
 
-    A sequence is read after the snapshot, so no row that is committed during the query is beyond it. If a sequence gave
-    out no ID since its restart, `highest` is any row.
+    Sequences are read after the snapshot, so a row that is committed during the query is not beyond its head. If a
+    sequence gave out no ID since its restart, `highest` is any row.
     """
     rows = connection.execute(
         f"""
@@ -210,8 +213,9 @@ _SHARE = 0.05
 
 
 class StrayRowQuery:
-    """Queries stray rows in every round. If a query takes longer than `QUICK`, queries take a twentieth of the time:
-    dead rows that no vacuum may remove yet slow each of them down."""
+    """Queries stray rows in every round, or for 5 % of the time if a query takes longer than `QUICK`: dead rows that
+    vacuum cannot remove yet slow it down.
+    """
 
     def __init__(self) -> None:
         self.found: Mapping[int, StrayRows] = {}
@@ -229,8 +233,8 @@ class StrayRowQuery:
 
 
 def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
-    """By number, of these streams, why their sequences are unfit. Queried after the heads: an option that was set and
-    reset before is harmless, because no session keeps IDs from before a change of its sequence."""
+    """By number of the stream, why its sequence is unfit. Query after the heads: an option that was set and reset
+    before is harmless, because no session keeps IDs from before a change of its sequence."""
     rows = connection.execute(
         f"""
         select number, {_UNFIT} from tidemark.append_streams left join pg_sequence on seqrelid = ids
@@ -246,8 +250,8 @@ class Regression:
     """A stream that goes back to `floor`.
 
     IDs beyond `upto` that were published may come again (magnitudes). `version`: the version of the stream that
-    shows the regression, so that only one of several relays handles it. Readers of this database go back to
-    `back_to`; but if `is_restore`, and the restore has put back their positions too, they go on from these."""
+    shows the regression, so that only one of several relays handles it. Readers of this database go back to `back_to`;
+    but if `is_restore`, and the restore included their positions, they continue from those."""
 
     stream: AppendStream
     version: int
@@ -259,8 +263,9 @@ class Regression:
 
 
 def find_regressions(connection: Connection) -> list[Regression]:
-    """The streams that went back. A stream whose sequence is unfit is left out: nothing of it is decided until it is
-    repaired."""
+    """The streams that went back. A stream with an unfit sequence is left out: none of its IDs is decided until the
+    repair.
+    """
     observed = heads(connection)
     strays = stray_rows(connection)
     regressions = list[Regression]()
@@ -280,7 +285,8 @@ def find_regressions(connection: Connection) -> list[Regression]:
             limits.setdefault(given_out, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
-            # A relay may have noted a higher ID after the restore, and services may have taken IDs again up to there.
+            # A relay may have stored a higher ID after the restore, and services may have taken IDs again up to that
+            # one.
             upto = snapshot.floor if snapshot.foreign else snapshot.upto
             floor, upto = min(snapshot.floor, limit), min(upto, limit)
             why = "; ".join(limits.values())
@@ -290,7 +296,7 @@ def find_regressions(connection: Connection) -> list[Regression]:
 
 def warn_readers_of_filled_ids(connection: Connection) -> None:
     """Begin a new timeline for the readers of each stream that has a fact at or below their position which is younger
-    than the position: its sequence was set back and has passed the position again, while no process looked.
+    than the position: its sequence was set back and has passed the position again, and no process noticed.
 
     The transactions of the facts below a position end before the transaction that stores the position begins.
     """

@@ -1,7 +1,8 @@
 """Persisting an event: in the caller's transaction, with its facts on the streams `events`, `backfill` and `caches`.
 
 A transaction first takes the lock of the event's room. So rooms are independent, and one transaction at a time changes
-a room. The isolation level is `read committed`: after the lock is taken, the transaction sees the changes of others.
+a room. The isolation level is `read committed`: after it has taken the lock, the transaction sees the committed changes
+of other transactions.
 """
 
 import re
@@ -41,7 +42,7 @@ from tidemark.sources.writer import Writer
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not if the backslash itself is escaped
 MOST_MEMBERS = 10
-"""If the rooms of more members change, the whole cache is cleared."""
+"""If the memberships of more members change, the whole cache is cleared."""
 
 
 class Appender(Protocol):
@@ -65,7 +66,7 @@ class WriterAppender(Writer):
 
 
 class SqlAppender:
-    """Append with the SQL functions, in the name of the database itself (`name`)."""
+    """Append with the SQL functions; `name`, the database itself, is the writer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -121,7 +122,7 @@ class RoomStore:
         try:
             with connection.transaction():
                 return self._persist(connection, event, timeline, given, reserved)
-        except psycopg.errors.UniqueViolation as error:  # the same ID in two rooms at once
+        except psycopg.errors.UniqueViolation as error:  # two rooms with the same event ID at the same time
             raise BadEvent(event.id, "another event has this ID") from error
 
     def _persist(
@@ -190,7 +191,7 @@ class RoomStore:
         current = before.group
         current_groups = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
         if newest is not None and current is not None and len(current_groups) > 1:
-            current_groups = dict.fromkeys([current, newest])  # the newest state contains the states that it replaced
+            current_groups = dict.fromkeys([current, newest])  # the newest state includes the replaced states
         group = merged([*current_groups], None, {}, groups) if current_groups else None
         if group == current:
             return
@@ -294,7 +295,9 @@ def _as_stored(event: RoomEvent) -> RoomEvent:
 
 
 def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
-    """Prev events and depth of a new event in the room, whose lock is taken: it follows the forward extremities."""
+    """The prev events and the depth of a new event, which follows the room's forward extremities. Requires the room's
+    lock.
+    """
     tables.locked(connection, room)
     prevs = chosen_prevs(known for known, _ in tables.forward_extremities(connection, room).values())
     return tuple(known.id for known in prevs), depth_after(prevs)

@@ -1,4 +1,4 @@
-"""Reading rooms as clients do, by positions that the caller has: sync, messages, initial sync.
+"""The reads of clients, at positions that the caller gives: sync, messages, initial sync.
 
 Forwards, by arrival: `sync` returns the events between two positions of the stream `events`, including late events of
 slow writers. Backwards, by `(depth, stream_ordering)`: `messages` returns history in pages. The caller reads the
@@ -26,11 +26,11 @@ class Upto:
         return max(self.linear, self.positions.get(writer, 0))
 
     def passed(self, row: "TimelineRow") -> bool:
-        """History needs no position: it blocks no reader."""
+        """Whether the position covers the row. It always covers history, which blocks no reader."""
         return row.stream_ordering <= self.at(row.writer)
 
     def beside(self, other: "Upto") -> "Upto":
-        """The stream IDs that both positions cover."""
+        """The position that covers what both positions cover."""
         names = {*self.positions, *other.positions}
         linear = max(self.linear, other.linear)
         return Upto(linear, {name: max(self.at(name), other.at(name)) for name in sorted(names)})
@@ -51,7 +51,7 @@ class TimelineRow(NamedTuple):
 
 
 class PageEnd(NamedTuple):
-    """The last event of a page: the next one begins before it."""
+    """The last event of a page: the next page begins before it."""
 
     depth: int
     stream_ordering: int
@@ -65,7 +65,7 @@ class Synced:
     rooms: Sequence[str]
     events: Sequence[TimelineRow]
     sent: Sequence[TimelineRow]
-    """Out-of-band memberships, to the member alone."""
+    """Out-of-band memberships, which only the member receives."""
     left: Sequence[TimelineRow] = ()
     """The events that ended stays (leave, kick or ban). No more events of such a stay follow. If the member has joined
     again, the room is also in `rooms`."""
@@ -73,8 +73,9 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A room as a member sees it first: the newest events of the timeline, the state, and the beginning of the
-    history."""
+    """The initial sync of a room: the newest events of the timeline, the state, and the end of the first page of
+    history.
+    """
 
     events: Sequence[TimelineRow]
     state: State
@@ -85,7 +86,7 @@ _COLUMNS = "stream_ordering, event, room, depth, writer"
 
 
 def _passed(row: str) -> str:
-    """Whether a row of a timeline is history, or no further than its writer's position."""
+    """An SQL condition: a row of a timeline is history, or at or below its writer's position."""
     position = f"greatest(%(linear)s, (%(to)s::jsonb->>{row}.writer)::bigint)"
     return f"({row}.stream_ordering < 0 or {row}.stream_ordering <= {position})"
 
@@ -113,11 +114,11 @@ def members_of(connection: Connection, room: str) -> list[str]:
 def sync(
     connection: Connection, member: str, since: Upto, now: Upto, limit: int = 100, rooms: Sequence[str] | None = None
 ) -> Synced:
-    """The events after `since` up to `now`, in order of arrival: of the member's stays, or of all given rooms.
+    """The events after `since` up to `now`, in order of arrival, of the member's stays or of the given rooms.
 
     At most the first `limit` events; `until` is then less than `now`. `until` is never less than `since`, which may
     be beyond the positions that this process knows. The end of a stay is returned only when the linear position has
-    passed it, because a slow writer's event of the stay may come until then."""
+    passed it: until then a slow writer may add an event of the stay."""
     now = now.beside(since)
     stays = _stays(connection, member, since) if rooms is None else [Stay(room, 0) for room in rooms]
     until = now
@@ -163,7 +164,7 @@ def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple
 
 
 def _arrived(connection: Connection, stays: Sequence[Stay], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:
-    """Each stay is read by the index, so the cost follows the events of its room and not those of all rooms."""
+    """Each stay is read by the index, so the cost depends on the events of its room, not of all rooms."""
     writers = [*{*since.positions, *now.positions}]
     rows = connection.execute(
         f"""
@@ -294,7 +295,7 @@ def members_with_version(connection: Connection, room: str) -> tuple[int, list[s
 
 
 def joined_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
-    """How often the member's rooms were invalidated, and the rooms, from one snapshot."""
+    """The number of invalidations of the member's rooms, and the rooms, from one snapshot."""
     ((version, rooms),) = connection.execute(
         """
         select (

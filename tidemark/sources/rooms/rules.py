@@ -1,10 +1,10 @@
-"""The rules of a room's DAG: what persisting one event does to edges, extremities and timelines. Pure.
+"""The rules of a room's DAG: how one persisted event changes edges, extremities and timelines. Pure.
 
 An event names its `prev_events`, and so the edges point back in time. `persisted` needs only the neighbours of an
 event, so a store looks up a few rows, whatever the size of the room.
 
-A state says for each key (type, state key) which event is valid. Resolving states is simple, and is not Matrix's: for
-each key the deepest event wins, among equally deep ones the greatest ID. So the order and number of resolutions do not
+A state maps each key (type, state key) to the valid event. The state resolution is simpler than Matrix's: for each key
+the deepest event wins; among equally deep events, the greatest ID. So the order and number of resolutions do not
 matter. An event's own state is the state of its prev events with itself. State groups are stored as deltas on chains of
 bounded length.
 """
@@ -40,11 +40,11 @@ class HeldAs(StrEnum):
 
     REGULAR = "regular"
     SOFT_FAILED = "soft-failed"
-    """Soft-failed: it has edges and a state, and is no forward extremity."""
+    """Soft-failed: it has edges and a state, but is no forward extremity."""
     REJECTED = "rejected"
-    """Rejected: like soft-failed, and it changes no state."""
+    """Rejected: like soft-failed, but it changes no state."""
     OUTLIER = "outlier"
-    """Stored without the room's state at it: it has no edges, sets no state, and is in no timeline."""
+    """Outlier: the room's state at the event is unknown. It has no edges, sets no state, and is in no timeline."""
     OUT_OF_BAND = "out-of-band"
     """An outlier that is sent to its user: an invite, its rejection, a knock."""
 
@@ -91,14 +91,15 @@ class RoomEvent:
         return KnownEvent(self.id, self.room, self.depth, self.held_as)
 
     def same(self, other: "RoomEvent") -> bool:
-        """Whether it is the same event, also if it is stored as another kind."""
+        """Whether both are the same event. Ignores the kind as which they are stored."""
         return _content(self) == _content(other)
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The stored neighbours of an event: itself, its prev events (of any room and kind), and the events of its room
-    with an edge to it, as regular ones if that edge counts."""
+    """An event's stored copy, if any, its prev events (of any room and kind), and the events of its room with an edge
+    to it. An event whose edge counts is included as a regular one.
+    """
 
     itself: RoomEvent | None = None
     prevs: Mapping[str, KnownEvent] = field(default_factory=dict)
@@ -111,9 +112,9 @@ class RoomChange:
 
     `timeline`: the stream on which it is published; None for an outlier, which is not published. `extremity`: it
     becomes a forward extremity. `counts`: its edges count. Then its prev events are no longer forward extremities; if
-    some of them are soft-failed or rejected, the edges of those count from now on too. If it has edges, it is no longer
-    a backward extremity, and its `missing` prev events become backward extremities. The edges to it from the events
-    `untrue` are removed, because those events state a false depth."""
+    some of them are soft-failed or rejected, their edges count from now on too. If it has edges, it is no longer a
+    backward extremity, and its `missing` prev events become backward extremities. The edges from the events `untrue` to
+    it are removed, because these events state a wrong depth."""
 
     edges: tuple[str, ...]
     counts: bool
@@ -124,7 +125,7 @@ class RoomChange:
 
 
 def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -> RoomChange:
-    """The change by `event`, which arrives live or as history (`backfill`). Raises `BadEvent`."""
+    """The effects of persisting `event`, which arrives live or as history (`backfill`). Raises `BadEvent`."""
     _check_alone(event)
     if around.itself is not None:
         _check_again(event, around.itself)
@@ -145,13 +146,15 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
 
 
 def chosen_prevs(extremities: Iterable[KnownEvent]) -> tuple[KnownEvent, ...]:
-    """The prev events of a new event: the deepest forward extremities. Later events follow the others."""
+    """The prev events of a new event: the deepest forward extremities. The other extremities are left to later
+    events.
+    """
     ranked = sorted(extremities, key=lambda known: (-known.depth, known.id))
     return tuple(ranked[:MOST_PREVS])
 
 
 def depth_after(prevs: Iterable[KnownEvent]) -> int:
-    """The depth of the deepest prev event plus one, at most the largest depth."""
+    """The depth of the deepest prev event plus one, limited to `DEEPEST_EVENT`."""
     return min(DEEPEST_EVENT, 1 + max((known.depth for known in prevs), default=0))
 
 
@@ -202,7 +205,7 @@ def _check_again(event: RoomEvent, stored: RoomEvent) -> None:
 
 def _check_place(event: RoomEvent, around: Around) -> None:
     """Edges stay in the room and lead from deeper events to less deep ones, or among the deepest to earlier ones, so
-    there is no cycle. An event that names this one and is not deeper states a false depth; its edge is removed.
+    there is no cycle. An event that names this one and is not deeper states a wrong depth; its edge is removed.
     """
     for known in around.prevs.values():
         _require(event, known.room == event.room, f"its prev event {known.id} is of another room, {known.room}")
@@ -240,7 +243,7 @@ class Stay:
 
 
 def joins(event: RoomEvent) -> bool:
-    """Whether its user has joined where this membership holds; after a leave, a kick, a ban, an invite not."""
+    """Whether this membership event makes its user a joined member; leave, kick, ban and invite do not."""
     return event.content.get("membership") == JOINED
 
 
@@ -256,7 +259,7 @@ StateKey = tuple[str, str]
 
 
 class KeyHolder(NamedTuple):
-    """The valid event of a key. The greater one wins."""
+    """The valid event of a key. State resolution keeps the greater holder."""
 
     depth: int
     id: str
@@ -266,7 +269,9 @@ State = Mapping[StateKey, KeyHolder]
 
 
 class Placed(NamedTuple):
-    """How a group is stored: the keys in which it differs from its `base`, or all of them. `length` is the chain's."""
+    """A stored group: the keys in which it differs from its `base`, or all keys without a base. `length`: of its
+    chain.
+    """
 
     base: int | None
     delta: State
@@ -274,12 +279,12 @@ class Placed(NamedTuple):
 
 
 class Groups(Protocol):
-    """The groups of a room. Numbers mean nothing; a group never changes its state."""
+    """The state groups of a room, by number. The state of a group never changes."""
 
     def state(self, group: int) -> State: ...
 
     def chain(self, group: int) -> Sequence[int]:
-        """The chain of groups: the group, its base, and so on to the last."""
+        """The group, its base, the base of that one, and so on."""
 
     def add(self, placed: Placed) -> int: ...
 
@@ -296,8 +301,9 @@ def resolved(states: Iterable[State]) -> dict[StateKey, KeyHolder]:
 def given_state(
     event: RoomEvent, change: RoomChange, given: Collection[str] | None, stored: Mapping[str, RoomEvent]
 ) -> State | None:
-    """The state before `event` that another server sent, as IDs of events; None if the own state is known. Raises
-    `BadEvent` if it is required and missing, or if it cannot be the state there."""
+    """The state before `event` that another server sent, as IDs of events; None if the server knows the state itself.
+    Raises `BadEvent` if the state is required and missing, or impossible.
+    """
     if not change.missing:
         return None
     if given is None:
@@ -316,7 +322,7 @@ def given_state(
 
 
 def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups: Groups) -> int:
-    """The group of the state at a persisted event, itself included; a new group only if the state changes.
+    """The group of the state after a persisted event. Adds a group only if the state changes.
 
     `prevs`: the groups of the stored prev events. `given`: the state before the event, if not all prev events are
     stored.
@@ -326,7 +332,7 @@ def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups
 
 
 def merged(stored: Sequence[int], given: State | None, own: State, groups: Groups) -> int:
-    """The group of the state that these groups resolve to, with `given` and then `own`."""
+    """The group of the resolution of the `stored` groups and `given`, with `own` applied last."""
     if len(stored) == 1 and given is None:
         (group,) = stored
         return groups.add(placed_on(group, own, groups)) if own else group
@@ -343,8 +349,7 @@ def merged(stored: Sequence[int], given: State | None, own: State, groups: Group
 
 
 def placed_on(base: int, delta: State, groups: Groups) -> Placed:
-    """A group that differs from `base` by `delta`: its base is `base`, or a group half way down if the chain is
-    full."""
+    """A group that differs from `base` by `delta`: its base is `base`, or the group in the middle of a full chain."""
     chain = groups.chain(base)
     if len(chain) < LONGEST_CHAIN:
         return Placed(base, delta, len(chain) + 1)
@@ -395,8 +400,9 @@ class MemoryGroups:
 
 
 def compacted(stored: Mapping[int, Placed], used: Collection[int]) -> dict[int, Placed]:
-    """The same groups in fewer rows. Unused groups are removed, except those that are the base of several others.
-    The others keep their state. Chains that are too long are cut."""
+    """Store the groups in fewer rows. Removes unused groups, except bases of several others. The other groups keep
+    their state. Chains that are too long are cut.
+    """
     before, after = MemoryGroups(dict(stored)), MemoryGroups()
     for group in sorted(_needed(stored, used)):
         state = before.state(group)

@@ -1,8 +1,8 @@
 """The tables of the rooms, in the service's own database, and caches of their rows.
 
 The caches follow the stream `caches`: rows `[name, keys or null, ms]`. A value that was loaded before an invalidation
-is never returned after it was `invalidated`, even if it was still loading. So a reader first applies the invalidations
-up to a position, and from then on returns nothing older.
+is never returned after it was `invalidated`, even if it was still loading. So a reader applies the invalidations up to
+a position first, and then returns no older values.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -82,7 +82,7 @@ def state_of(connection: Connection, group: int) -> State:
 
 
 class LockedRoom(NamedTuple):
-    """The group of the room's current state, that state's version, and how often the lock was taken."""
+    """A room whose lock is taken. `group`, `version`: of its current state. `turn`: how often the lock was taken."""
 
     group: int | None
     version: int
@@ -116,7 +116,7 @@ def _event(row: Sequence[Any]) -> RoomEvent:
 
 
 def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
-    """The events with an edge to an event; as soft-failed ones if that edge does not count."""
+    """The events with an edge to an event. An event whose edge does not count is returned as soft-failed."""
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
     return [
         KnownEvent(event, room, depth, HeldAs.REGULAR if counts else HeldAs.SOFT_FAILED)
@@ -137,8 +137,8 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Kn
 
 
 def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """The events that are followed by an event whose edges count. If one of them is soft-failed or rejected, its edges
-    count from now on too, recursively.
+    """End the forward extremities at `events`, which a later event now follows. If one of them is soft-failed or
+    rejected, its edges count from now on too, recursively.
     """
     connection.execute(
         """
@@ -163,7 +163,7 @@ def end_extremities(connection: Connection, room: str, events: Sequence[str]) ->
 
 
 def backward_extremities(connection: Connection, room: str) -> list[str]:
-    """The events whose history is missing, those that the deepest events name first."""
+    """The missing prev events, ordered by the depth of the events that name them, deepest first."""
     rows = connection.execute(
         "select missing.event from rooms.backward_extremities as missing"
         " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
@@ -183,7 +183,7 @@ def joined_of(connection: Connection, room: str, members: Collection[str]) -> se
 
 
 def renew_members(connection: Connection, room: str, events: Sequence[str]) -> None:
-    """Memberships that hold from now on, by their events."""
+    """Store the new memberships, each with its event."""
     connection.execute(
         "insert into rooms.memberships (member, room, membership, event)"
         " select state_key, %s, coalesce(content->>'membership', 'leave'), event"
@@ -194,7 +194,7 @@ def renew_members(connection: Connection, room: str, events: Sequence[str]) -> N
 
 
 def renew_stays(connection: Connection, room: str, turn: int, came: Sequence[str], went: Mapping[str, int]) -> None:
-    """Begin stays and end others, each with the stream ID of its event."""
+    """Begin and end stays of members, each with the stream ID of its event."""
     connection.execute(
         "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [came, room, turn]
     )
@@ -274,8 +274,7 @@ Entry = tuple[str, tuple[str, ...]]
 
 
 class Caches:
-    """Any thread may call. `groups`: names of groups of caches that share a key. `most`: the largest number of
-    entries."""
+    """Thread-safe. `groups`: names of groups of caches that share a key. `most`: the largest number of entries."""
 
     def __init__(self, groups: Mapping[str, Collection[str]], most: int = 10_000) -> None:
         self._groups = groups
@@ -308,8 +307,9 @@ class Caches:
                     return value
 
     def invalidated(self, cache: str, keys: Sequence[str] | None) -> None:
-        """Forget what was cached for the keys; without keys, all of that cache. Names of other readers' caches are no
-        error."""
+        """Remove the keys from a cache; without keys, clear the cache. Ignores names of caches that this reader does
+        not have.
+        """
         with self._lock:
             for name in self._groups.get(cache, (cache,)):
                 self._forget(
@@ -319,7 +319,7 @@ class Caches:
                 )
 
     def clear(self) -> None:
-        """Forget everything, because invalidations may have been missed."""
+        """Clear all caches, because invalidations may have been missed."""
         with self._lock:
             self._forget([*self._values, *self._loading])
 

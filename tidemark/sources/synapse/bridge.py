@@ -1,7 +1,7 @@
-"""The bridge: sends to Kafka what the workers of a Synapse write, as they complete it (docs/how-to/synapse.md).
+"""The bridge: sends the facts that Synapse's workers write to Kafka when they complete (docs/how-to/synapse.md).
 
-While a server is away it waits, without a limit of time. Its memory is bounded: facts wait in Synapse's database. One
-of several bridges of a stream works, the others are on standby until its session ends.
+While a server is unavailable, the bridge waits without a time limit. Its memory is bounded: facts wait in Synapse's
+database. One of several bridges of a stream works, the others are on standby until its session ends.
 """
 
 import threading
@@ -131,12 +131,13 @@ class BridgeMetrics(LoopMetrics):
 log = get_logger(__name__)
 
 MOST_UNSENT = 20_000
-"""Records that wait for Kafka's acknowledgement; the rest waits in Synapse's database."""
+"""The largest number of records that wait for Kafka's acknowledgement; further facts wait in Synapse's database."""
 SHORTEST, LONGEST = 0.01, 0.05
 _CHECK_EVERY = 1.0
 _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
-"""Seconds between two requests for the positions of all workers, at first and in the end. The answer is a line of every
-writer of every stream."""
+"""Seconds until the first request for the positions of all workers, and between further ones. The answer has a line for
+every writer of every stream.
+"""
 _DEEP_EVERY, _NEWEST = 60, 1000
 """One in this many audits compares all remembered published facts; the others compare only the newest."""
 
@@ -189,7 +190,7 @@ class SynapseBridge(RunLoop):
             self._publish(synapse, connection)
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
-        """Send the records that another bridge has left in the outbox, and load the state of the streams."""
+        """Send the records that the previous bridge left in the outbox, and load the state of the streams."""
         self._connect_producer()
         self._sent, self._done, self._in_flight = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
@@ -251,7 +252,7 @@ class SynapseBridge(RunLoop):
         return bool(received)
 
     def _round(self, synapse: Connection, own: Connection) -> bool:
-        """Returns whether there are records to send."""
+        """Decide all streams once. Returns whether there are records to send."""
         asked = [publisher for publisher in self._publishers.values() if publisher.decider.wants_observation]
         if asked:
             heads = self._see(synapse, asked)
@@ -310,7 +311,7 @@ class SynapseBridge(RunLoop):
             state.delete_acknowledged(own, done)
 
     def _check_streams(self, synapse: Connection, own: Connection) -> None:
-        """Update metrics, audit the streams, carry out orders to retire, and report open transactions.
+        """Update metrics, audit the streams, execute requested retirements, and report open transactions.
 
         All workers are asked for their positions if a stream lags.
         """
@@ -350,7 +351,7 @@ class SynapseBridge(RunLoop):
         )
 
     def _audit(self, synapse: Connection, own: Connection) -> None:
-        """Check that the database is still the same, and that no fact appeared where everything was published.
+        """Check that the database is the same one, and that no fact appeared at or below published positions.
 
         Raises `Unavailable` if it is another database.
         """
@@ -378,7 +379,7 @@ class SynapseBridge(RunLoop):
             for name in sorted(writer.streams & slowest.keys()):
                 sent_upto = self._publishers[name].of.name
                 opened.append(replace(writer.transaction, stream=sent_upto, writer=slowest[name].writer))
-        # Always report in the name of the same writer: a report in the name of another writer would never be withdrawn.
+        # Always report as the same writer: a report of another writer would never be withdrawn.
         known = [publisher.known for publisher in self._publishers.values() if publisher.known is not None]
         self._reports.reporters = {
             stream.name: (first, stream.epochs[first]) for stream in known for first in [min(stream.sent_upto)]
@@ -392,7 +393,7 @@ class SynapseBridge(RunLoop):
 
 
 def _fact_of(stream: str, unsent: Sequence[Unsent]) -> tuple[str, int | None]:
-    """Writer and ID of the first record of the stream: of several rows of a fact, the last record has the ID."""
+    """Writer and ID of the first record of the stream: for a fact of several rows, the last record has the ID."""
     for record in (records.decode(row.value) for row in unsent if row.stream == stream):
         if not isinstance(record, Rdata):
             break

@@ -1,7 +1,7 @@
-"""Synapse's replication channel on Redis, received by a thread: what workers announce, and where lines may be missing.
+"""Receives Synapse's replication channel on Redis in a thread: announcements of workers, and possible losses of lines.
 
-The subscription is confirmed before anything is asked for. Redis keeps nothing, so every line is lost that was sent
-while Redis or the connection was away, and lines that were received just before may be lost, too. The thread reports
+The subscription is confirmed before the first request. Redis does not store lines, so lines that were sent during an
+outage of Redis or of the connection are lost, and lines that were sent just before may be lost, too. The thread reports
 that, and asks all workers for their positions.
 """
 
@@ -29,7 +29,7 @@ _PAUSE = 1.0
 
 class ChannelEvent(Enum):
     """An event of the channel. `LOSS`: lines may be lost, or a worker has started; all workers were asked for their
-    positions. `ASKED`: this bridge asked while no line was lost, so the same processes answer as before."""
+    positions. `ASKED`: this bridge has asked for positions without a loss of lines, so the same processes answer."""
 
     LOSS = "loss"
     ASKED = "asked"
@@ -39,8 +39,9 @@ ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 
 class SynapseChannel:
-    """The client of the channel. Its thread runs from `__enter__` to `__exit__`. One other thread may call `take` and
-    `ask`."""
+    """The client of the channel. Its thread runs from `__enter__` to `__exit__`. Only one other thread may call `take`
+    and `ask`.
+    """
 
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
         """`make` returns a client of redis-py with its own time-outs."""
@@ -126,7 +127,7 @@ class SynapseChannel:
                 raise redis.TimeoutError("no answer")
 
     def _ask(self) -> None:
-        """Send a REPLICATE line of our own, which can be recognised: workers read only its first word."""
+        """Send a REPLICATE line that this bridge can recognise: workers read only its first word."""
         self._asking.clear()
         line = f"REPLICATE {uuid.uuid4().hex}"
         self._asked.add(line)

@@ -1,16 +1,16 @@
-"""How far each writer of one Synapse stream is, and with which facts (docs/how-to/synapse.md). Pure; magnitudes.
+"""Decides the position and facts of each writer of one Synapse stream (docs/how-to/synapse.md). Pure; magnitudes.
 
-Three kinds of evidence, of which no two are enough:
+It needs all three kinds of evidence:
 
 - *The position that a writer announces* on the channel: all its IDs up to `n` have ended. Synapse takes an ID before it
   opens the transaction that uses it, so the database alone cannot show which IDs are about to be used.
-- *The table*: which IDs are facts, and whose. Lines may be lost without a sign; a committed row is in the table.
-- *The running transactions*: a process that was killed leaves transactions that commit after its successor has
-  announced a position. So a position that may be a successor's counts only when all transactions have ended that ran
-  when it was received: its *barrier*.
+- *The table*: the facts and their writers. Lines may be lost unnoticed; a committed row is in the table.
+- *The running transactions*: a process that was killed leaves transactions that may commit after its successor has
+  announced a position. So a position that may be a successor's counts only when all transactions that ran at its
+  receipt have ended: its *barrier*.
 
-A position that comes twice, late or out of order changes nothing: the highest one counts. A position beyond what the
-sequence has given out counts for nothing, and the writer does not advance until it announces another one.
+Repeated, late or reordered positions are harmless: the highest one counts. A position beyond the IDs that the sequence
+has given out is ignored, and the writer does not advance until it announces another one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -23,15 +23,15 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
 
 MASTER = "master"
-"""The main process, which older rows do not name."""
+"""The main process. Older rows do not name it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFact:
     """`rows` are JSON, at least one. `writer` is empty if the table does not name it.
 
-    `marks`: a hash of each row's identity; empty for a fact that was received and is in no table. `is_proof`: no other
-    history has a fact of these marks.
+    `marks`: a hash of each row's identity; empty for a fact that was received but is in no table. `is_proof`: no other
+    history has a fact with these marks.
     """
 
     id: int
@@ -80,8 +80,8 @@ class WriterEncoder:
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
         """The records of an advance. Each fact is an edge from the one before; the rest is an announcement.
 
-        If more facts may be there, each fact is an edge of one ID, and the JOIN of the next epoch settles the IDs
-        between: `epoch` is one less than that.
+        If the range may have more facts, each fact is an edge of one ID, and a JOIN in the epoch `epoch + 1` settles
+        the IDs between.
         """
         prev, signed = advance.prev, self.towards.signed
         for fact in advance.facts:
@@ -100,7 +100,7 @@ class WriterEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Each transaction of a dead process that may still commit an ID up to `head` is in `waiting`."""
+    """`waiting` contains each transaction of a dead process that may still commit an ID up to `head`."""
 
     head: int
     waiting: frozenset[int]
@@ -108,8 +108,9 @@ class Barrier:
 
 @dataclass(slots=True)
 class SynapseWriter:
-    """A writer of the stream. `is_uncertain`: its next position may be that of a successor. `has_reported`: it has
-    announced a position since."""
+    """A writer of the stream. `is_uncertain`: its next position may be a successor's. `has_reported`: it has announced
+    a position since the last loss of lines.
+    """
 
     sent_upto: int
     reported: int = 0
@@ -117,7 +118,7 @@ class SynapseWriter:
     has_reported: bool = False
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
-    """IDs beyond were given out since the writer's present process started."""
+    """IDs beyond this one were given out after the writer's current process started."""
     empty: Intervals = EMPTY
     """The ranges beyond its published position that the writer has announced to be empty."""
     moved: bool = False
@@ -125,16 +126,17 @@ class SynapseWriter:
     answers: int = 0
     """How often the writer may announce the same position without being a successor: the number of requests since."""
     has_backlog: bool = False
-    """When the writer joined, other writers were published beyond its facts. Its facts are read once all of their
-    transactions have ended."""
+    """Whether the writer joined below positions of other writers. Its facts there are read once their transactions have
+    ended.
+    """
     retiring: bool = False
     ends: int | None = None
     """The ID at which a retiring writer ends; None: not known yet."""
     beyond: int = 0
-    """An announced position beyond the IDs that were given out. It is ignored. 0: there is none."""
+    """An announced position beyond the IDs that were given out, which is ignored; 0: none."""
 
     def report_position(self, id: int, *, again: bool = False) -> None:
-        """Note an announced position. `again`: the position has not moved, so the worker was asked or has started."""
+        """Note an announced position. `again`: the position is unchanged, so the worker was asked or has started."""
         if again and self.answers:
             self.answers -= 1
         else:
@@ -148,8 +150,8 @@ class SynapseWriter:
     def check(self, head: int) -> bool:
         """Discard the announced position if it is beyond `head`, which was read after the position was received.
 
-        Then the sequence went back, and the writer has announced nothing about the IDs that are given out again.
-        Returns whether the position was discarded.
+        The sequence went back then, and the announcement is not about the IDs that are given out again. Returns whether
+        the position was discarded.
         """
         if self.reported <= head:
             return False
@@ -171,7 +173,7 @@ class SynapseWriter:
 
     @property
     def guarded(self) -> int:
-        """IDs up to this one that are in no table may still be committed."""
+        """The ID up to which transactions may still commit IDs that are in no table yet."""
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
@@ -187,10 +189,10 @@ table."""
 class StreamDecider:
     """Decides for one connection to Synapse's database. `sent_upto`: by known writer, the highest published ID.
 
-    `keeps`: a row that is in no table above `kept_above` never was. Otherwise rows are overwritten and deleted, and an
+    `keeps`: an ID above `kept_above` without a row never had a fact. Otherwise rows are overwritten and deleted, and an
     ID without a row may have had a fact. `retired`: by retired writer, the highest published ID. The decider does not
     wait for a retired writer until it announces a position again. `with_backlog`: see `backlog`. For one thread:
-    receive all messages, observe, and read what `asked` gives.
+    receive all messages, observe, and read the range `asked`.
     """
 
     def __init__(
@@ -228,8 +230,7 @@ class StreamDecider:
 
     @property
     def beyond(self) -> Mapping[str, int]:
-        """By writer, an announced position beyond the IDs that were given out. The writer waits for another
-        position."""
+        """By writer, an announced position beyond the IDs that were given out. Such a writer does not advance."""
         every = {**self._writers, **self._unknown_writers}
         return {name: writer.beyond for name, writer in every.items() if writer.beyond}
 
@@ -254,7 +255,7 @@ class StreamDecider:
 
     @property
     def _may_end(self) -> bool:
-        """Whether a writer is to retire, and every other one has announced a position since."""
+        """Whether a retirement was requested, and every other writer has announced a position since."""
         every = self._writers.values()
         ending = any(writer.retiring and writer.ends is None for writer in every)
         return ending and not any(
@@ -268,18 +269,22 @@ class StreamDecider:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """An operator states that the writer is gone. All workers are asked; a worker that answers is not gone."""
+        """Begin to retire a writer that is gone, by an operator's statement. All workers are asked; a worker that
+        answers is not gone.
+        """
         self.mark_uncertain()
         self._writers[writer].retiring, self._writers[writer].ends = True, None
 
     @property
     def retiring(self) -> Mapping[str, int | None]:
-        """The writers that retire, with their position once everything is published; without those that came back."""
+        """The retiring writers, each with its final position once everything is published. Writers that came back are
+        left out.
+        """
         every = {name: writer for name, writer in self._writers.items() if writer.retiring}
         return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
 
     def forget(self, writer: str) -> None:
-        """The writer has retired: the decider no longer waits for it."""
+        """Remove a writer that has retired."""
         self._retired[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
@@ -296,23 +301,25 @@ class StreamDecider:
 
     @property
     def backlog(self) -> list[str]:
-        """Writers that joined below positions of other writers, and have completed everything below since. Their
-        facts below are published before anything else of them (`backlog_sent`)."""
+        """Writers that joined below positions of other writers, and have completed everything there since. Their facts
+        there are published before their other facts (`backlog_sent`).
+        """
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Lines may be lost, and with them the first positions of a successor."""
+        """Note that lines may be lost, including the first positions of a successor."""
         self._begun.clear()
         self._whole.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
 
     def asked_all(self) -> None:
-        """This bridge has asked all workers for their positions. A worker that starts asks, too, and that makes
-        positions uncertain."""
+        """Note that this bridge has asked all workers for their positions. The request of a starting worker makes
+        positions uncertain instead.
+        """
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.answers += 1
 
@@ -345,7 +352,9 @@ class StreamDecider:
         return self._writers.get(writer) or self._unknown_writers[writer]
 
     def observe(self, head: int, running: frozenset[int]) -> None:
-        """The head and then the running transactions, both queried after all messages were received."""
+        """Add an observation: `head`, then the `running` transactions, both queried after all messages were
+        received.
+        """
         self.check(head)
         if self._may_end:
             for known in self._writers.values():
@@ -377,7 +386,7 @@ class StreamDecider:
             writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
 
     def asked(self) -> tuple[int, int] | None:
-        """The range `(low, high]` to read from the table now; None: no range."""
+        """The range `(low, high]` to read from the table now, or None."""
         moved = [writer for writer in self._writers.values() if writer.may_advance]
         if not moved:
             return None
@@ -385,12 +394,13 @@ class StreamDecider:
         return low, min(low + MOST_IDS, max(writer.reported for writer in moved))
 
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
-        """The facts of the tables in `asked` and the head, read together and last; returns what may be published
-        now."""
+        """Apply the facts of the tables in `asked` and the head, which were read last, in one snapshot. Returns the
+        advances to publish.
+        """
         self.check(head)
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact for fact in self.owned(facts)}
-        # If rows are kept, a received row that is not in the table was deleted, or belongs to a history that was lost.
+        # If rows are kept, a received row that is not in the table was deleted, or belongs to a lost history.
         received = min(top, self.kept_above)
         known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
         for fact in known.values():

@@ -1,5 +1,6 @@
 """The evidence about a stream that the bridge stores in its own database, besides positions. Published facts show
-whether the tables have another history now. The times at which IDs were given out show how old a row may be."""
+whether the tables now have another history. The times at which IDs were given out show how old a row may be.
+"""
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ class PublishedFacts:
         return marks is not None and bool(marks) and fact.marks <= marks
 
     def above(self, count: int) -> int:
-        """An ID with `count` published facts above it."""
+        """The highest ID with `count` published facts above it."""
         return sorted(self._marks)[-count] - 1 if len(self._marks) > count else self.since
 
     def unpublished(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> list[StreamFact]:
@@ -63,7 +64,7 @@ class PublishedFacts:
         return proven
 
     def go_back(self, at: int) -> None:
-        """IDs beyond may be given out again."""
+        """Remove the facts beyond `at`, whose IDs may be given out again."""
         self.since = min(self.since, at)
         self._marks = {id: marks for id, marks in self._marks.items() if id <= at}
 
@@ -83,7 +84,7 @@ _SAMPLE_EVERY = 3_600_000
 
 
 def load(connection: Connection, name: str) -> PublishedFacts | None:
-    """None: no fact of this stream is stored."""
+    """The stored facts of the stream; None if there are none."""
     row = connection.execute("select facts_since from tidemark.synapse_streams where stream = %s", [name]).fetchone()
     if row is None or row[0] is None:
         return None
@@ -123,7 +124,7 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
 
 
 def go_back(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
-    """Forget what is beyond the ID: these IDs may be given out again."""
+    """Delete the facts beyond `at`, whose IDs may be given out again."""
     published.go_back(at)
     connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
     connection.execute(
@@ -132,7 +133,7 @@ def go_back(connection: Connection, name: str, published: PublishedFacts, at: in
 
 
 def forget(connection: Connection, name: str, published: PublishedFacts) -> None:
-    """Remember the newest facts, and of older ones few."""
+    """Keep the newest facts, and a few older ones."""
     if published.forget():
         with connection.transaction():
             connection.execute(
@@ -145,7 +146,7 @@ def forget(connection: Connection, name: str, published: PublishedFacts) -> None
 
 
 def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
-    """Thin out older facts, the newest first: the distance between two remembered facts doubles."""
+    """Select the older facts to keep, newest first: the distance between two kept facts doubles."""
     rows = connection.execute(
         "select id, marks from tidemark.synapse_facts where stream = %s and id <= %s and is_anchor order by id desc",
         [name, upto],
@@ -157,7 +158,7 @@ def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
 
 @dataclass
 class HeadSamples:
-    """`samples` are moments in ms and a head that was read after each: IDs beyond it were given out later."""
+    """`samples`: times in ms, each with a head that was read afterwards. IDs beyond that head were given out later."""
 
     name: str
     samples: list[tuple[int, int]] = field(default_factory=list)
@@ -175,7 +176,7 @@ class HeadSamples:
         return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
 
     def note(self, connection: Connection, now: int, head: int, kept_for: float) -> None:
-        """Once an hour. A moment that the clock has not reached yet, since it was set back, proves nothing."""
+        """Add a sample once an hour. Samples in the future, after the clock was set back, are dropped."""
         oldest = now - int(kept_for * 1000)
         if any(now - _SAMPLE_EVERY < at <= now for at, _ in self.samples):
             return

@@ -1,9 +1,8 @@
-"""The state of the bridge, in Tidemark's database: the bridge may die anywhere, and the next one continues.
+"""The state of the bridge, in Tidemark's database. The bridge may be killed at any point, and the next one continues.
 
-Records are stored in the outbox before they are sent, in one transaction with the position up to which they lead. So
-the next bridge sends the same bytes again, and the edges are always the same. Any number of bridges may run: one has
-the locks of its session and works. A bridge that lost its session unnoticed finds that the positions have moved, and
-starts again.
+Records are stored in the outbox before they are sent, in one transaction with the position that they reach. So the next
+bridge sends the same bytes again, and the edges are always the same. Any number of bridges may run; the one that holds
+the locks works. A bridge that lost its session unnoticed detects that the positions have moved, and starts again.
 """
 
 import uuid
@@ -31,7 +30,7 @@ class Unsent:
 
 
 def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
-    """The outbox records of each stream beyond its number, in order."""
+    """The outbox records with a number above `after`, in order."""
     rows = connection.execute(
         "select number, stream, value from tidemark.synapse_outbox"
         " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
@@ -67,7 +66,7 @@ _USE = DatabaseUse(
         "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
     },
     options=(("synchronous_commit", "on"),),
-    # The bridge's lock belongs to a session.
+    # The bridge needs session-level locks.
     pooled="give the bridge a direct connection to the server",
 )
 
@@ -121,7 +120,7 @@ class StreamProgress:
 
 
 def lock_keys(connection: Connection, names: Sequence[str]) -> list[int]:
-    """The keys of the advisory locks by which one bridge alone publishes these streams."""
+    """The keys of the advisory locks for publishing these streams."""
     rows = connection.execute("select hashtext(name) from unnest(%s::text[]) as name", [[*names]]).fetchall()
     return [key for (key,) in rows]
 
@@ -135,7 +134,7 @@ def create_stream(
     floor: int,
     head: int | None = None,
 ) -> tuple[StreamProgress, PublishedFacts]:
-    """Publish the stream from `floor` on. Facts below were never announced, and readers find them in the table."""
+    """Publish the stream from `floor` on. Readers find older facts in the table."""
     names, now = sorted(writers), clock(connection)
     timeline = Timeline(seen.database, uuid.uuid4().hex)
     made = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
@@ -164,8 +163,9 @@ def create_stream(
 def add_writer(
     connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
-    """The writer joins at `at`, or at the ID at which it retired. Its facts below are its backlog, because no reader
-    waited for them. Rows of IDs up to `kept_above` may have been deleted from its table."""
+    """Add a writer that joins at `at`, or at the ID at which it retired. Its facts below are its backlog: no reader
+    waited for them. Rows of IDs up to `kept_above` may have been deleted from its table.
+    """
     now, ended = clock(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
@@ -221,8 +221,8 @@ def advance_stream(
     lsn: str,
     head: int,
 ) -> StreamProgress:
-    """Store the records to send. `head`: the highest ID that was seen. Raises `PrerequisitePending` if another
-    bridge has moved the stream meanwhile."""
+    """Store the records of the advances. `head`: the highest ID that was given out. Raises `PrerequisitePending` if
+    another bridge has moved the stream meanwhile."""
     sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
     with connection.transaction():
         connection.execute(
@@ -250,7 +250,7 @@ def advance_stream(
 
 
 def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
-    """Everything of the writer is published, and its epoch ends."""
+    """End the epoch of a writer whose facts are all published."""
     at = known.sent_upto[writer]
     with connection.transaction():
         connection.execute(
@@ -285,7 +285,7 @@ def clock(connection: Connection) -> int:
 
 
 def ordered_retirements(connection: Connection, name: str) -> list[str]:
-    """Writers of the stream that a person wants to retire."""
+    """The writers of the stream whose retirement was requested."""
     rows = connection.execute(
         "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
     ).fetchall()
@@ -293,8 +293,9 @@ def ordered_retirements(connection: Connection, name: str) -> list[str]:
 
 
 def order_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
-    """Ask the bridge to retire the writer in this stream, or in all. Returns the streams in which it will retire. The
-    last writer of a stream stays."""
+    """Request the bridge to retire the writer in `stream`, or in all streams. Returns the streams concerned. The last
+    writer of a stream is not retired.
+    """
     rows = connection.execute(
         """
         update tidemark.synapse_writers ending set state = 'retiring'
@@ -311,7 +312,7 @@ def order_retirement(connection: Connection, writer: str, stream: str | None) ->
 
 
 def active_writers(connection: Connection, stream: str | None) -> list[str]:
-    """Writers of this stream, or of any, that are not gone."""
+    """The writers of this stream, or of all streams, that are not retired."""
     rows = connection.execute(
         "select distinct writer from tidemark.synapse_writers"
         " where state = 'active' and (%(stream)s::text is null or stream = %(stream)s) order by writer",

@@ -1,4 +1,4 @@
-"""One stream of Synapse, between its evidence and its records: begun when all writers are known, then published."""
+"""Publishes one stream of Synapse: begins when all writers are known, then turns evidence into records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 log = get_logger(__name__)
 
 MOST_LATE = 500
-"""Late facts that are published at once."""
+"""The largest number of late facts that are published in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BridgedStream:
     """`name`: the stream's name on Kafka. `writers`: the writers that an operator named; the stream begins when all of
-    them have announced a position. If there are none, the writers that the database names."""
+    them have announced a position. Empty: the writers that the database names."""
 
     stream: SynapseStream
     name: str
@@ -32,7 +32,7 @@ class BridgedStream:
 
 class StreamPublisher:
     """Publishes one stream, with one connection to each database. `known` and `published` are None until all writers
-    have joined. `head`: the highest ID that was seen to be given out."""
+    have joined. `head`: the highest known ID that was given out."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StreamPublisher:
         self.decider.add_unknown(writers)
 
     def see(self, head: int) -> None:
-        """The highest ID that was given out. Raises `SequenceWentBack`."""
+        """Update the highest ID that was given out. Raises `SequenceWentBack`."""
         if head < self.head:
             raise SequenceWentBack(self.of.stream.sequence, self.head, head)
         self.head = head
@@ -83,7 +83,7 @@ class StreamPublisher:
         return self.decider.sent_upto if self.has_begun else {}
 
     def retire(self, own: Connection) -> bool:
-        """Begin with the orders to retire writers. Returns whether all workers must be asked now."""
+        """Start the requested retirements. Returns whether all workers must be asked now."""
         asked = {*state.ordered_retirements(own, self.of.name)} if self.has_begun else set[str]()
         added = asked - self._retiring
         for writer in sorted(added):
@@ -136,7 +136,7 @@ class StreamPublisher:
         return advances
 
     def check_sequence(self, synapse: Connection) -> None:
-        """Hold the stream while its sequence does not give out IDs one by one, in order."""
+        """Block the stream while its sequence does not give out IDs one by one, in order."""
         if (unfit := tables.unfit(synapse, self.of.stream)) != self.blocked_reason:
             self.blocked_reason = unfit
             if unfit:
@@ -145,14 +145,14 @@ class StreamPublisher:
                 log.info("A stream of Synapse continues", stream=self.of.name)
 
     def age(self, synapse: Connection, own: Connection, now: int) -> None:
-        """Rows that Synapse may have deleted by `now`, the clock of its server in ms, prove nothing."""
+        """Update the ID up to which Synapse may have deleted rows by `now`, its server's clock in ms."""
         if self.of.stream.kept_for is not None:
             self.decider.kept_above = self._samples.kept_above(now, self.of.stream.kept_for)
             if self.has_begun:
                 self._samples.note(own, now, self.head, self.of.stream.kept_for)
 
     def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
-        """Publish facts as late if the tables have them at IDs that were already published.
+        """Publish facts that appeared at or below published positions as late.
 
         Args:
             synapse: Synapse's database.
@@ -208,7 +208,7 @@ class StreamPublisher:
         self.see(tables.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
-            return  # a worker announced an ID that was not given out
+            return  # a worker announced an ID that the sequence has not given out
         writers = self.decider.reported_positions.keys()
         self.known, self.published = state.create_stream(
             own, self.of.stream, self.of.name, self._seen, writers, floor, self.head

@@ -1,12 +1,11 @@
-"""Synapse's streams in its database: their sequences, their tables, and whether a missing row proves that there is no
+"""Synapse's streams in its database: their sequences and tables, and whether a missing row proves that there is no
 fact.
 
 Each query returns the rows of a fact as JSON in the form in which Synapse sends them, `[...]`. If a fact has rows from
 several queries, they are in the order of the queries.
 
-The bridge only reads Synapse's database. Each statement sees the database at its own time. Two queries have effects
-that are not visible: one uses up a transaction number, one writes a message to the write-ahead log, so that everything
-before it is on the disk.
+The bridge only reads Synapse's database. Each statement has its own snapshot. Two queries have invisible effects: one
+uses up a transaction number, one writes a message to the write-ahead log, so that everything before it is on the disk.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,12 +20,12 @@ from tidemark.streaming.values.direction import Direction
 
 @dataclass(frozen=True, slots=True)
 class TableQuestion:
-    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join.
+    """How to query the facts in a table. `table` may be a join; `id`: its column of stream IDs; `row`: a JSON
+    expression.
 
-    `identity`: an expression of text that does not change while the row exists, and differs for another row of the
-    same ID. `is_proof`: no other history of the database has a row of the same identity. Rows that only state that
-    data of a user has changed are no proof: the same row may be written again, even in a transaction of the same
-    number."""
+    `identity`: a text expression that does not change while the row exists, and differs for another row of the same ID.
+    `is_proof`: no other history of the database has a row of the same identity. Rows that only state that data of a
+    user has changed are no proof: the same row may be written again, even in a transaction of the same number."""
 
     table: str
     id: str
@@ -44,11 +43,11 @@ class TableQuestion:
         return self.table.split(" ")[1]
 
     def sql(self, place: int) -> str:
-        """The query of the facts with IDs between `%(low)s` and `%(high)s`, signed."""
+        """The query of the facts in the range `%(low)s` to `%(high)s` (signed)."""
         return self._select(f"{place} as place, ({self.row})::text as row")
 
     def identities(self) -> str:
-        """The same without the rows."""
+        """A copy that selects no rows, only identities."""
         return self._select("0 as place")
 
     def _select(self, more: str) -> str:
@@ -63,7 +62,7 @@ class TableQuestion:
 
 @dataclass(frozen=True, slots=True)
 class SynapseStream:
-    """`name` as it is on the channel. `positions` is its name in `stream_positions`, empty where it has none.
+    """A stream of Synapse. `name`: on the channel. `positions`: in the table `stream_positions`; empty: not there.
 
     `keeps`: every fact keeps a row for long enough. Otherwise rows are overwritten or deleted, and a missing row proves
     nothing. `kept_for`: seconds for which each row certainly stays; None: without limit.
@@ -75,7 +74,7 @@ class SynapseStream:
     keeps: bool
     positions: str = ""
     before: Sequence[str] = ()
-    """Tables that a transaction writes before the tables of the rows."""
+    """Tables that a transaction writes before it writes the stream's own tables."""
     towards: Direction = Direction.FORWARD
     kept_for: float | None = None
 
@@ -93,7 +92,7 @@ _BACKFILLED = f"json_build_array({_ROW})"
 def _events(row: str) -> tuple[TableQuestion, TableQuestion]:
     return (
         TableQuestion(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
-        # An event that was stored without its room's state, and now has it: its row in `events` keeps its older ID.
+        # An event that was an outlier, and whose state is known now: its row in `events` keeps its older ID.
         TableQuestion(
             f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
         ),
@@ -109,8 +108,9 @@ _STATE = TableQuestion(
 
 
 _WRITTEN_BY = "t.xmin::text"
-"""The transaction that wrote the row. In a history in which the ID was given out again, it is nearly always another
-one."""
+"""The transaction that wrote the row. If another history gives out the ID again, the transaction is nearly always
+another one.
+"""
 
 
 def _question(table: str, row: str, identity: str = "") -> TableQuestion:
@@ -143,7 +143,7 @@ _KNOWN = (
         "cache_invalidation_stream_seq",
         [_question("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
         keeps=True,
-        kept_for=6 * _DAY,  # Synapse deletes them after 7, by its own clock
+        kept_for=6 * _DAY,  # Synapse deletes them after 7 days, by its own clock
     ),
     SynapseStream(
         "push_rules",
@@ -244,7 +244,7 @@ _USE = DatabaseUse(
         ("synchronous_commit", "on"),
         ("jit", "off"),
     ),
-    # A crash of the server would not be noticed.
+    # Otherwise a crash of the server would not be noticed.
     pooled="give the bridge a direct connection to the server",
 )
 
@@ -260,9 +260,9 @@ def head(connection: Connection, stream: SynapseStream) -> int:
 
 
 def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
-    """The same for several streams, by name. If a sequence is unused, all IDs below its first number count as given
-    out, because a table that was filled by a port script has facts there. The first number is read first: it is
-    valid if the sequence is still unused afterwards."""
+    """The heads of several streams, by name. If a sequence is unused, all IDs below its first number count as given
+    out, because a table that was filled by a port script has facts there. The first number is read first: it is valid
+    if the sequence is still unused afterwards."""
     names = {stream.sequence: stream.name for stream in streams}
     begins: dict[str, int] = {}
     while True:
@@ -279,7 +279,7 @@ def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str,
 
 
 def unfit(connection: Connection, stream: SynapseStream) -> str:
-    """The reason why a sequence does not give out IDs one by one, in order; empty: it does."""
+    """The reason why a sequence does not give out IDs one by one, in order; empty if it does."""
     row = connection.execute(
         "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
     ).fetchone()
@@ -299,7 +299,9 @@ def check_server(connection: Connection, name: str) -> None:
 
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """The writers that the database names: all that have ever written, until Synapse is started without them."""
+    """The writers that the database names: all that have ever written and were not removed from Synapse's
+    configuration.
+    """
     names = "select instance_name from stream_positions where stream_name = %s"
     if not stream.positions:
         names += f" union select coalesce(instance_name, '{MASTER}') from {stream.questions[0].name}"

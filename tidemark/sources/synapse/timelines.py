@@ -2,8 +2,8 @@
 ends.
 
 A standby that lags may have been promoted, a backup restored, a sequence set back, and the workers may have written for
-long before the bridge sees it. So the head at that moment proves nothing. Published facts do: a published fact that
-still exists proves that no ID below it is given out again.
+a long time before the bridge notices. So the head at that moment is no evidence. Published facts are: a published fact
+that still exists proves that no ID below it is given out again.
 """
 
 import uuid
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PreviousState:
-    """The database when facts were last published; `head`: the highest ID that was seen to be given out."""
+    """The database when facts were last published. `head`: the highest known ID that was given out."""
 
     database: str
     lsn: str
@@ -33,7 +33,7 @@ class _PreviousState:
 
 
 ReadTable = Callable[[int, int], list[StreamFact]]
-"""The facts that the tables have in `(low, top]`, without their rows."""
+"""Reads the facts of the tables in `(low, top]`, without their rows."""
 
 
 def begin(
@@ -45,9 +45,9 @@ def begin(
     table: ReadTable,
     highest: int = 0,
 ) -> tuple[StreamProgress, PublishedFacts] | None:
-    """The stored progress of the stream and its published facts; None if the stream is new. `head` was read after
-    `seen`. `highest`: the highest head that this process has seen. Raises `BadSetting` if the stream belongs to
-    another Synapse."""
+    """Load the progress of the stream and its published facts; None if the stream is new. `head` was read after `seen`.
+    `highest`: the highest head that this process has seen. Raises `BadSetting` if the stream belongs to another
+    Synapse."""
     if (previous := _find(connection, stream, name, seen.name)) is None:
         return None
     known, was = previous
@@ -80,7 +80,7 @@ def begin(
 def _why_another(
     connection: Connection, known: StreamProgress, was: _PreviousState, seen: SynapseServer, head: int, highest: int
 ) -> str:
-    """The reason why IDs may be given out again; empty: there is none."""
+    """The reason why IDs may be given out again; empty if they cannot be."""
     if was.database != seen.database:
         return "another database, or another timeline of its server"
     row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.lsn, seen.lsn]).fetchone()
@@ -96,7 +96,7 @@ def _agreed(connection: Connection, known: StreamProgress, published: PublishedF
     if published is None:
         return known.floor
     sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
-    sent_upto[""] = min(known.sent_upto.values(), default=0)  # rows that name no writer
+    sent_upto[""] = min(known.sent_upto.values(), default=0)  # for rows without a writer
     if (id := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
         return max(id, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
@@ -134,7 +134,7 @@ def _find(
 
 
 def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at: int, head: int) -> StreamProgress:
-    """A new timeline begins: IDs beyond `at` may be given out again. In a transaction of the caller."""
+    """Begin a new timeline: IDs beyond `at` may be given out again. Runs in the caller's transaction."""
     token = uuid.uuid4().hex
     turned = Timeline(f"{seen.database}/{token}", token, known.timeline.start)
     now = state.clock(connection)

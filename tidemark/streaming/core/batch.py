@@ -3,7 +3,7 @@
 Offsets give the order of each stream's records. The records are cut into segments at the markers
 (docs/decisions/0001-segments.md), and `core.stream` applies the segments. Operators' markers are applied after the
 facts of the same batch: the control topic has no order against the facts (docs/design.md 3), and an override is not
-needed for what the facts settle.
+needed for IDs that the facts settle.
 """
 
 from collections import defaultdict
@@ -60,7 +60,7 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
     columns = RunColumns.of([packet.runs for packet in packets])
     inputs = group_by_stream(packets, columns, states, bounds)
     states.prepare_lookups(len(inputs))
-    # At the bound of unreadable streams any new stream may be one of those that found no room.
+    # At the bound of unreadable streams, records of any new stream may have been dropped before.
     is_full = states.unreadable_count() >= bounds.unread and any(name not in states for name in inputs)
     in_order = advance_in_order(inputs, columns, states, now, bounds)
     for name, stream_input in sorted(inputs.items()):
@@ -106,7 +106,7 @@ class StreamBatch:
 
     Attributes:
         stream: the state, decoded.
-        outcome: what the batch did so far.
+        outcome: the changes of the batch so far.
         rejected: rejected records, with topic and partition; IDs are signed.
         overrides: markers of operators that were applied, with `by` and `why`.
         requeues: deferred records that have room now.
@@ -131,13 +131,13 @@ class StreamBatch:
         home = self.stream.home
         if home is None:
             home = min((partition for _, partition in stream_input.partitions()), default=None)
-        # Records of other partitions have no order against the rest: each may have come before or after any of them.
+        # Records of other partitions have no order relative to the rest.
         self._feed_as_rejected(stream_input, [key for key in partitions if key[1] != home])
         for partition in partitions:
             if self.stream.home in (None, partition[1]):
                 count = self.outcome.counts.total()
                 self._feed_facts(*partition, [*stream_input.items(partition), *stream_input.refused.get(partition, ())])
-                if self.outcome.counts.total() > count:  # rejected records give a stream no home
+                if self.outcome.counts.total() > count:  # rejected records do not set the home partition
                     self.stream.home = partition[1]
             else:
                 self._reject(*partition, stream_input.items(partition))
@@ -152,7 +152,9 @@ class StreamBatch:
             ]
 
     def _feed_as_rejected(self, stream_input: StreamInput, partitions: list[Partition]) -> None:
-        """Apply what the records of these partitions, and rejected records of the control topic, may hide."""
+        """Apply the facts that may be hidden in the records of these partitions and in rejected records of the control
+        topic.
+        """
         refused = [
             *stream_input.control_claims,
             *(record for partition in partitions for record in stream_input.as_rejected(partition)),
@@ -184,7 +186,7 @@ class StreamBatch:
                 self._note_seen(item)
 
     def _note_seen(self, item: Fact) -> None:
-        """Note that a record of the writer was read, also if it was rejected.
+        """Update when a record of the writer was last read, including rejected ones.
 
         The time is that of the batch: the timestamp of the record comes from the writer's clock, which may be wrong.
         """
@@ -212,7 +214,7 @@ class StreamBatch:
             self.overrides.append((marker, marker.by, marker.why))
 
     def effects(self) -> StreamEffects:
-        """End the batch: encode the new state and return what the batch did."""
+        """End the batch: encode the new state and return the effects."""
         stream, outcome = self.stream, self.outcome
         signed, allocated = stream.direction.signed, stream.allocated
         stream.linear.follow(self._allocated_before, allocated, outcome.now)

@@ -22,10 +22,14 @@ NO_POSITION = -1
 """Position of a writer that never joined: no edge continues it, not even an edge from 0."""
 
 EMPTY_RANGES_MAX = 32
-"""Empty ranges that a chain remembers: a few bytes each. An edge that contradicts an older one is a duplicate."""
+"""The largest number of empty ranges that a chain remembers, a few bytes each. An edge that contradicts an older range
+is a duplicate.
+"""
 
 DEFERRED_RANGES_MAX = 32
-"""Deferred ranges that a chain remembers: a few bytes each. Fewer, wider ranges read more records again in vain."""
+"""The largest number of deferred ranges that a chain remembers, a few bytes each. With fewer, wider ranges more records
+are read again without need.
+"""
 
 How = Literal["completed", "joined", "retired", "skipped"]
 """What settled an ID: an edge of its writer, a JOIN, a RETIRE, or an operator's SKIP."""
@@ -88,7 +92,7 @@ class Span:
 
 @dataclass(slots=True)
 class Moves:
-    """What happened to a chain since the last `Chain.take`.
+    """The changes of a chain since the last `Chain.take`.
 
     Attributes:
         prev: the position before.
@@ -113,7 +117,7 @@ class Chain:
         position: every ID of the writer up to here is settled.
         pending: spans above the position, ascending; between two of them is a gap.
         refused: the highest ID of a rejected record that may be a fact; `runs.UNBOUNDED` if its ID is not known. Open
-            IDs up to here may hold facts, whatever the writer declares later.
+            IDs up to it may have facts, even if the writer declares them empty later.
         empty: the newest `EMPTY_RANGES_MAX` ranges that the writer declared empty. A fact in one of them contradicts
             the writer (docs/design.md, rule 10).
         deferred: Kafka records of deferred edges, which are read again later.
@@ -148,7 +152,7 @@ class Chain:
         return bool(self.pending) and self.pending[-1].id > id
 
     def covered(self, prev: int, id: int) -> list[tuple[int, int]]:
-        """Settled ranges that overlap `(prev, id]`, whole, ascending. The first may be `(0, position]`."""
+        """The settled ranges that overlap `(prev, id]`, not cut, ascending. The first may be `(0, position]`."""
         ranges = [(0, self.position)] if prev < self.position else []
         ranges.extend((span.prev, span.id) for span in self._overlapping(prev, id))
         return ranges
@@ -174,13 +178,13 @@ class Chain:
         return prev == below or id == above
 
     def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, since: int) -> None:
-        """Settle `(prev, id]`, all of which must be open (`missing`).
+        """Settle `(prev, id]`, which must be completely open (`missing`).
 
         Args:
             evidence: how the IDs were settled.
             edges: number of completed edges.
-            how: what closes the gaps that the range fills.
-            since: time (ms) at which the range was first seen: the age of the gap below it, if that gap is not older.
+            how: how the gaps that the range fills are closed.
+            since: time (ms) at which the range was first seen; the age of a new gap below it counts from this time.
         """
         self._note_gaps()
         if prev == self.position:
@@ -257,7 +261,7 @@ class Chain:
         The counts of a span across `limit` cannot be divided. Both parts get all of them, up to the width of the part.
 
         Returns:
-            What was removed, ascending.
+            The removed spans, ascending.
         """
         self._note_gaps()
         index = self._index(limit)
@@ -273,19 +277,19 @@ class Chain:
         return removed
 
     def restart_at(self, position: int) -> None:
-        """Set the position back to `position`. The caller has removed the spans beyond it (`cut_above`)."""
+        """Set the position back to `position`. The caller must have removed the spans beyond it (`cut_above`)."""
         self.position = position
         self.empty = self.empty.upto(position)
 
     def settled(self) -> Intervals:
-        """All settled ranges, up to `reach`."""
+        """The set of settled IDs, up to `reach`."""
         return Intervals.of([*self.covered(0, self.reach)])
 
     def reopen(self, ranges: Intervals, since: int) -> None:
         """Make settled `ranges` open again.
 
-        Evidence that was reported with an advance is not reported a second time. The parts of a span that is divided
-        get the counts of the span, each up to its own width.
+        Evidence that was reported with an advance is not reported again. Each part of a divided span gets the counts of
+        the span, limited to the width of the part.
 
         Args:
             since: time (ms) from which the age of the new gaps counts.
@@ -301,10 +305,10 @@ class Chain:
             self._close(top, "joined")
 
     def adopt(self, other: "Chain", published: int) -> None:
-        """Take over the spans of a chain without a position, as far as their IDs are open in this chain.
+        """Add the open IDs of the spans of `other`, a chain without a position.
 
         Args:
-            published: position that was published for the writer. Evidence up to it is not reported a second time.
+            published: position that was published for the writer. Evidence up to it is not reported again.
         """
         self.refuse(other.refused)
         self.declare_empty(other.empty)
@@ -330,7 +334,7 @@ class Chain:
             low = span.id
 
     def take(self) -> Moves:
-        """Return what happened since the last `take`, however many steps it took.
+        """Return the combined changes since the last `take`.
 
         A gap that was opened and closed in between is left out. A gap that was closed and opened again is in both
         `changed` and `closed`.

@@ -7,7 +7,7 @@ timelines need not match.
 The cost depends on the number of settled ranges, not on the number of edges. Only edges that cross the end of a late
 range, or the end of what an earlier timeline settled, are handled one by one: at most two for each range.
 
-A `BatchOutcome` collects what one batch did to one stream. `streaming.core.batch` makes the effects from it.
+A `BatchOutcome` collects the changes of one stream by one batch. `streaming.core.batch` makes the effects from it.
 """
 
 from collections import Counter
@@ -24,8 +24,9 @@ from tidemark.streaming.values.limits import NOTHING, Reason
 from tidemark.streaming.wire.runs import RDATA, Mask, Run
 
 Outcome = Literal["applied", "buffered", "deferred", "duplicate", "late", "batch", "forgotten"]
-"""How a record, or an edge of a RUN, is counted. `batch` is one of several rows of a fact. `forgotten` counts completed
-IDs that were dropped at the bound."""
+"""How a record, or an edge of a RUN, is counted. `batch`: one of several rows of a fact. `forgotten`: completed IDs
+that were dropped at the bound.
+"""
 
 Why = Literal["skipped", "regressed", "final", "announced"]
 """Why a completion is late: an operator had settled the ID; the database was restored; the ID was final, because the
@@ -33,8 +34,9 @@ linear position had passed it or another writer had completed it; or the writer 
 """
 
 RollbackSignal = Literal["position", "database", "start"]
-"""What shows that a database was restored: a JOIN below what its own writer had completed, another history of the
-database, or a start that does not follow the writer's last start."""
+"""The evidence that a database was restored: a JOIN below IDs that its writer had completed, another history of the
+database, or a start that does not follow the writer's last start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,14 @@ class LateRange:
 
 @dataclass(frozen=True, slots=True)
 class TimelineStart:
-    """A JOIN began a timeline.
+    """The start of a timeline by a JOIN.
 
     Attributes:
         writer: the writer that joined.
         id: IDs above may be given out again.
         position: the writer's position at that time.
         number: number of the new timeline.
-        why: what showed that the database was restored.
+        why: the evidence that the database was restored.
     """
 
     writer: str
@@ -74,7 +76,7 @@ class Refusal:
     """Edges or records that are rejected for one reason.
 
     Attributes:
-        offsets: Kafka offsets, ascending. A record with many rejected edges occurs as often.
+        offsets: Kafka offsets, ascending. A record occurs once for each of its rejected edges.
         ids: for each offset the ID of the rejected edge; 0 if the whole record is rejected.
     """
 
@@ -90,7 +92,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """What a batch did to a stream.
+    """The changes of a stream by a batch.
 
     Attributes:
         now: time (ms) of the batch.
@@ -113,7 +115,7 @@ class BatchOutcome:
     dropped: list[str] = field(default_factory=list)
 
     def record_late(self, run: Run, why: Why) -> None:
-        """Count all edges of `run` as late. The run must not contain other edges of its writer."""
+        """Count all edges of `run` as late. Its range must contain no other edge of its writer."""
         self.counts["late"] += len(run)
         self.late.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
 
@@ -129,7 +131,7 @@ class BatchOutcome:
 
 
 Completed = tuple[Run, Outcome]
-"""Edges that were settled now, or that are late, and the outcome that they were counted as."""
+"""Edges that this batch settled or that are late, and the outcome that they were counted as."""
 
 _NEW, _DUPLICATE, _ACROSS_TIMELINE, _CONFLICT = 0, 1, 2, 3
 _NOT_LATE, _LATE, _ACROSS_LATE = 0, 1, 2
@@ -142,12 +144,12 @@ class Classifier:
     Attributes:
         chain: the writer's chain.
         spans: bound of the spans on the chain. An edge that would add one more is deferred.
-        batch: collects what happens.
-        outcome: how an edge that is accepted is counted.
+        batch: collects the changes.
+        outcome: how an accepted edge is counted.
         late: ranges in which a completion is late. A range shrinks by each completion in it.
-        published: a late completion up to here is late because the database was restored; a late completion beyond,
-            because an operator settled its range.
-        began: what is settled up to here may have been settled in an earlier timeline than that of the edges.
+        published: late completions up to this ID are late because the database was restored; late completions beyond
+            it, because an operator settled their range.
+        began: an earlier timeline may have settled IDs up to this one.
     """
 
     chain: Chain
@@ -275,8 +277,8 @@ class Classifier:
     def _settle_without_evidence(self, run: Run) -> None:
         """Settle the open parts of a run whose edges are counted already, and remove the run from the late ranges.
 
-        The late ranges stay as they are if one more would exceed the bound of spans. If a part exceeds that bound, the
-        run is deferred; its records are counted as late once more when they are read again.
+        If the number of late ranges would exceed the bound of spans, they are not changed. If a part exceeds that
+        bound, the run is deferred; its records are counted as late again when they are read again.
         """
         for prev, id in self.chain.missing(run.start, run.end):
             if self._has_room(prev, id):
@@ -289,10 +291,10 @@ class Classifier:
             self.late = self.late.without(run.start, run.end)
 
     def _apply_across_late(self, edge: Run) -> Iterator[Completed]:
-        """Apply one edge that lies in a late range in part.
+        """Apply one edge that is partly in a late range.
 
-        If the edge's ID is outside, the part of the edge right below the ID is applied like an edge of its own. If the
-        ID is inside, the completion is late. The remaining open parts of the edge are settled without evidence.
+        If the edge's ID is outside, the part of the edge right below the ID is applied like a separate edge. If the ID
+        is inside, the completion is late. The remaining open parts of the edge are settled without evidence.
         """
         *_, (low, high) = [(0, 0), *self.late.missing(edge.start, edge.end)]
         if high == edge.end:

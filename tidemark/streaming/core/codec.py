@@ -1,4 +1,4 @@
-"""The encoding of a stream's state, as Spark's state store and Postgres keep it. Pure.
+"""The encoding of a stream's state in Spark's state store and in Postgres. Pure.
 
 Nested msgpack arrays. The first element is the number of the format; an unknown format stops the pipeline. IDs are
 stored as intervals only, so a million pending IDs above one gap take a few bytes.
@@ -54,8 +54,9 @@ class _FormatOnly(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
-    """A `StreamState` as it is encoded. `completed` is packed as `Intervals.pack` does; the writers are in four groups
-    (`core.writer_table`)."""
+    """The encoded form of a `StreamState`. `completed` is packed by `Intervals.pack`; the writers are in four groups
+    (`core.writer_table`).
+    """
 
     direction: int
     home: int | None
@@ -74,7 +75,7 @@ class StoredStream(_FormatOnly, array_like=True, frozen=True, gc=False):
     reports: dict[str, SourceReport]
     waiting: list[WaitingWriter]
     heads: Pairs
-    retired: StoredTable | None = None  # the last element, so that it can be cut off
+    retired: StoredTable | None = None  # must be the last element, to be cut off
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -132,7 +133,7 @@ def encode_stored(stored: StoredStream, retired: StoredTable | None) -> Encoded:
 
 
 def decode_stored(data: bytes) -> StoredStream:
-    """Decode a state, but not the writers.
+    """Decode a state without decoding its writers.
 
     Raises:
         StateTooNew: a later version of Tidemark wrote the state.
@@ -184,7 +185,7 @@ def _table(stored: StoredTable | None) -> PackedTable:
 
 
 def without_home(data: bytes) -> Encoded:
-    """Re-encode the state of a stream that may have moved to another Kafka partition, with all its parts."""
+    """Re-encode the state of a stream that may have moved to another Kafka partition, as one complete state."""
     stream = decode(data)
     stream.home = None
     stream.forget_offsets()
@@ -192,7 +193,9 @@ def without_home(data: bytes) -> Encoded:
 
 
 def marked_uncertain(data: bytes) -> Encoded:
-    """Re-encode the state of a stream whose records may have been removed before they were read, with all its parts."""
+    """Re-encode the state of a stream whose records may have been removed before they were read, as one complete
+    state.
+    """
     stream = decode(data)
     stream.mark_uncertain()
     stream.forget_offsets()

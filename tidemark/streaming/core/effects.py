@@ -1,4 +1,4 @@
-"""Effects: what a batch did to the streams of a shard. Effects are the only output of the state machine.
+"""Effects: the changes of a shard's streams by a batch. Effects are the only output of the state machine.
 
 IDs are signed. "Beyond" means farther from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
 sorted, and the only clock is the time of the batch (`now`, ms since 1970). The driver of the batch passes the effects
@@ -6,7 +6,7 @@ to the sinks; they are stored nowhere.
 
 *Linear lag* is how far the linear position is below the allocated IDs. The linear position waits for each active writer
 that has not settled the next ID, and for each writer that never joined. A writer can block it without a gap: a gap
-shows only after the writer went on.
+appears only when the writer completes a higher ID.
 
 `Summary` and `blockers` describe a stream's state for people. Needs no numpy: services that only read import this
 module too.
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 BlockReason = Literal["transaction", "gap", "silent", "unknown"]
 
 BLOCKERS_MAX = 10
-"""Blockers of a stream that are named, the lowest ones."""
+"""The largest number of blockers of a stream that are named, the lowest first."""
 
 BRIEF_WAIT = 10.0
-"""Seconds for which a wait is not reported: a transaction may take that long."""
+"""Waits shorter than this many seconds are not reported, because a transaction may take that long."""
 
 
 class LinearBlocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer that blocks the linear position.
 
     Attributes:
-        reason: `transaction` (the writer reported an open transaction), `gap` (it went on above open IDs), `silent` (it
-            has sent nothing beyond `position`) or `unknown` (it never joined).
+        reason: `transaction` (the writer reported an open transaction), `gap` (it completed IDs above open ones),
+            `silent` (it has sent nothing beyond `position`) or `unknown` (it never joined).
         position: position of the writer's chain; 0 if it never joined.
-        since: time (ms) since when the writer blocks: of its oldest gap, or of the first record of an unknown writer;
-            otherwise since when there is a linear lag; None if unknown.
+        since: time (ms) since when the writer blocks: of its oldest gap, or of an unknown writer's first record,
+            otherwise of the begin of the linear lag; None if unknown.
         seen: time (ms) of the batch that read the writer's newest record; 0 if unknown.
     """
 
@@ -60,9 +60,9 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
         ids: the distance in IDs.
         since: time (ms) of the batch that first saw allocated IDs beyond the linear position, or earlier; None if
             unknown.
-        blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then those that
-            have the lowest positions.
-        count: number of all such writers.
+        blockers: up to `BLOCKERS_MAX` writers that block the linear position: unknown writers first, then the writers
+            with the lowest positions.
+        count: number of all writers that block it.
     """
 
     ids: int
@@ -72,7 +72,9 @@ class LinearLag(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def is_brief(since: int | None, now: float) -> bool:
-    """True if a wait since `since` (ms) is not worth a report at `now` (s): a transaction may take that long."""
+    """True if a wait since `since` (ms) is too short at `now` (s) for a report, because a transaction may take that
+    long.
+    """
     return since is not None and now - since / 1000 < BRIEF_WAIT
 
 
@@ -108,8 +110,8 @@ def _blocker(stream: "StreamState", writer: "Straggler", since: int | None) -> L
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer's position moved from `prev` to `id`. At most one per writer, stream and batch.
 
-    The counts `facts`, `empty`, `unseen` and `skipped` say how the IDs in `(prev, id]` were settled. `oldest` is the
-    Kafka time (ms) of the writer's oldest record in the batch.
+    `facts`, `empty`, `unseen` and `skipped` are the evidence of the IDs in `(prev, id]`. `oldest` is the Kafka time
+    (ms) of the writer's oldest record in the batch.
     """
 
     writer: str
@@ -155,7 +157,7 @@ class GapClosed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Late completions in `(prev, id]`: the range was settled without them before they came.
+    """Late completions in `(prev, id]`: the range had been settled without them.
 
     Attributes:
         facts: number of facts among them.
@@ -203,7 +205,7 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         id: IDs beyond may be given out again.
         position: the writer's position at that time.
-        why: what showed the restore: `position` (the JOIN is below what its own writer had completed), `database`
+        why: the evidence of the restore: `position` (the JOIN is below IDs that its writer had completed), `database`
             (another history of the database) or `start` (the start does not follow the writer's last start).
     """
 
@@ -227,11 +229,11 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a relay or a bridge said last of a stream, in the name of one writer.
+    """The last report of a relay or a bridge about a stream, in the name of one writer.
 
     Attributes:
-        heartbeat: seconds within which it sends the next record of the stream; 0 promises nothing.
-        blocked: why it sends nothing new of the stream; empty if it does.
+        heartbeat: seconds within which it sends the next record of the stream; 0: no promise.
+        blocked: why it sends nothing new of the stream; empty if it is not blocked.
         since: time (ms) of the batch that first read this reason.
     """
 
@@ -241,7 +243,7 @@ class SourceReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A writer that reports itself. `seen`: time (ms) of the batch that read its newest record."""
+    """A writer that sends OPEN records. `seen`: time (ms) of the batch that read its newest record."""
 
     writer: str
     seen: int
@@ -249,13 +251,13 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def patience(self) -> float:
-        """Seconds without a record after which the writer has missed its heartbeat; 0 if it promised none."""
+        """Seconds without a record after which the writer has missed its heartbeat; 0 without heartbeats."""
         return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
 
     def overdue(self, now: float, reading_since: float) -> float | None:
         """Seconds since the last record, if the writer has missed its heartbeat at `now` (s since 1970); else None.
 
-        `reading_since`: since when (s) the pipeline has read without a break.
+        `reading_since`: the time (s) since when the pipeline has read without a break.
         """
         silent = now - max(self.seen / 1000, reading_since)
         return now - self.seen / 1000 if 0 < self.patience < silent else None
@@ -263,11 +265,11 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 MISSED_HEARTBEATS = 2
 HEARTBEAT_SLACK = 5.0
-"""Seconds that a record may take from its writer to the state, on a busy machine too."""
+"""Seconds that a record may take from its writer to the state, even on a busy machine."""
 
 
 class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A stream as metrics and `tidemark status` show it.
+    """The summary of a stream's state for metrics and `tidemark status`.
 
     Attributes:
         pending: number of completed edges above their writer's position.
@@ -275,11 +277,11 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
         oldest: the oldest blocker; None if there is none.
         unknown: writers that never joined, as `writer/epoch`.
         completed: number of intervals of completed IDs above the linear position.
-        linear_lag: how far the linear position is below the allocated IDs; None if it is not.
+        linear_lag: how far the linear position is below the allocated IDs; None without a lag.
         transactions: per writer, the open transactions that it reported.
         deferred: writers with deferred records, as `writer/epoch`.
         spans: the largest number of pending spans of a writer.
-        sources: the writers that report themselves.
+        sources: the writers that send OPEN records.
     """
 
     pending: int
@@ -295,7 +297,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a batch did to one stream.
+    """The changes of one stream by a batch.
 
     Attributes:
         linear_prev: the linear position before the batch.
@@ -340,14 +342,14 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a batch did to one shard: one row of the query's output.
+    """The effects of a batch on one shard: one row of the query's output.
 
     Attributes:
         now: time (ms) of the batch.
         streams: the streams that had records, by name.
         progress: the next offset of each partition that was read.
         cut: True if the batch ended before the offsets that Spark planned for it (`streaming.ingest.compact`).
-        computed_from: time (ms) at which the state machine began with the shard; 0 if nobody measured it.
+        computed_from: time (ms) at which the computation of the shard began; 0 if it was not measured.
     """
 
     shard: int
@@ -405,7 +407,7 @@ def summarize(stream: "StreamState") -> Summary:
 
 
 def sources(stream: "StreamState") -> list[Source]:
-    """The writers that report themselves, by name."""
+    """The writers that send OPEN records, by name."""
     return [
         Source(name, stream.writers[name].seen, report)
         for name, report in sorted(stream.reports.items())

@@ -1,11 +1,11 @@
 """The fast path: advances all in-order streams of a batch at once, with numpy. Pure; no Spark.
 
 A stream is *in order* in a batch if two things hold. Its state has nothing pending, buffered or late, before and after
-the batch. And the batch has nothing but runs that continue the chains of their writers, so that the linear position
-reaches the highest allocated ID. Nearly all streams are in order in nearly all batches.
+the batch. And the batch has only runs that continue the chains of their writers, so that the linear position reaches
+the highest allocated ID. Nearly all streams are in order in nearly all batches.
 
-Streams that are not certain to be in order go to `core.stream`. For the others both ways give the same effects and the
-same state, byte for byte.
+`core.stream` advances all streams that are not certain to be in order. For in-order streams both give the same effects
+and state, byte for byte.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,12 +64,12 @@ class EdgeColumns:
     def reaches_head(self, linears: Ids, floors: Ids, heads: Ids) -> Mask:
         """Test for each stream whether its linear position reaches its head.
 
-        True if all IDs beyond the floor are completed, each of them once, and no ID is completed that the linear
-        position had passed.
+        True if all IDs beyond the floor are completed, each of them once, and no completed ID is at or below the linear
+        position.
 
         Args:
             linears: for each stream the linear position before the batch.
-            floors: for each stream the position that no active writer is below after the batch.
+            floors: for each stream the lowest position of its active writers after the batch.
             heads: for each stream the highest allocated ID after the batch.
         """
         announced = self._others[self.kinds[self._others] == POSITION]
@@ -87,8 +87,10 @@ class EdgeColumns:
         return reached
 
     def _with_repeated_ids(self, counts: Ids, announced: Ids, linears: Ids, heads: Ids) -> Ids:
-        """Streams in which an ID is completed twice. All streams if their ID ranges need more than 62 bits together."""
-        # Give each stream a range of numbers of its own, as wide as the distance of its linear position and its head.
+        """The streams in which an ID is completed twice; all streams if their ID ranges together need more than 62
+        bits.
+        """
+        # Give each stream a separate range of numbers, as wide as the distance from its linear position to its head.
         widths = heads - linears
         if widths.sum(dtype=np.float64) >= 2**62:
             return np.arange(len(widths))
@@ -112,7 +114,9 @@ class EdgeColumns:
         return facts.tolist(), empty.tolist()
 
     def declared(self, most: int) -> list[tuple[int, Ascending]]:
-        """The ranges that writers declared empty (`Run.empty`): links that have any, each with its highest `most`."""
+        """The ranges that writers declared empty (`Run.empty`): the links with such ranges, each with its highest
+        `most`.
+        """
         highs = self.ids - (self.kinds == RDATA)
         edges = np.flatnonzero(self._prevs < highs)
         if not len(edges):
@@ -120,7 +124,7 @@ class EdgeColumns:
         links, lows, highs = self._links(edges), self._prevs[edges], highs[edges]
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
         last = np.append(first[1:], len(links)) - 1
-        links, lows, highs = links[first], lows[first], highs[last]  # ranges that touch are one
+        links, lows, highs = links[first], lows[first], highs[last]  # merges touching ranges
         newest = np.arange(len(links)) >= np.searchsorted(links, links, side="right") - most
         links, lows, highs = links[newest], lows[newest], highs[newest]
         firsts = np.flatnonzero(np.concatenate(([True], links[1:] != links[:-1])))
@@ -139,7 +143,7 @@ class Link(NamedTuple):
     """The edges of one writer in the batch.
 
     Attributes:
-        writer: number of the writer among those of all candidates.
+        writer: number of the writer among the writers of all candidates.
         end: position of the writer's chain after the batch.
         facts: number of facts.
         empty: number of IDs that were declared empty.
@@ -158,7 +162,7 @@ class Link(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A stream that may be in order. `first` is the number of its first writer among those of all candidates."""
+    """A stream that may be in order. `first` is the number of its first writer among the writers of all candidates."""
 
     name: str
     stored: StoredStream
@@ -195,7 +199,7 @@ class CandidateRuns:
         owners: for each run the index of its candidate.
         directions: for each candidate the direction of its IDs.
         befores: for each candidate the highest allocated ID before the batch.
-        floors: for each candidate the position that no active writer is below after the batch.
+        floors: for each candidate the lowest position of its active writers after the batch.
         heads: for each candidate the highest allocated ID after the batch.
     """
 
@@ -230,7 +234,7 @@ class CandidateRuns:
         continues &= rows["direction"] == directions[owners]
         continues &= is_first | (offsets >= np.concatenate(([0], offsets[:-1])))
         befores = np.maximum(np.maximum.reduceat(positions, firsts), [_reach_of_inactive(stored) for stored in states])
-        positions[writers] = ends  # the last run of each writer decides
+        positions[writers] = ends  # the last run of each writer wins
         floors = np.maximum(np.minimum.reduceat(positions, firsts), [stored.linear for stored in states])
         heads = np.maximum(np.maximum.reduceat(positions, firsts), befores)
         sorted_runs = cls(candidates, columns, runs, writers, owners, directions, befores, floors, heads)
@@ -280,7 +284,7 @@ class CandidateRuns:
                 yield InOrderStream(candidate, direction, before, head, count, links[begin:end])
 
     def _without(self, dropped: set[int]) -> "CandidateRuns":
-        """The same runs without those of some candidates."""
+        """A copy without the runs of some candidates."""
         remains = np.array([index not in dropped for index in range(len(self.candidates))])
         runs = remains[self.owners]
         return CandidateRuns(
@@ -307,7 +311,7 @@ def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Id
 
 
 def _reach_of_inactive(stored: StoredStream) -> int:
-    """The highest ID that the linear position or a retired writer shows to be allocated."""
+    """The highest ID that is known to be allocated from the linear position and retired writers."""
     retired = 0 if stored.retired is None else int(columns_of(stored.retired)["chain"].max())
     return max(stored.linear, retired)
 
@@ -321,7 +325,7 @@ _DIRECTIONS = {int(direction): direction for direction in Direction}
 
 
 class StreamResult(NamedTuple):
-    """What the batch did to an in-order stream. `whole` is the new state with all its parts."""
+    """The effects of the batch on an in-order stream. `whole`: the complete new state."""
 
     effects: StreamEffects
     whole: bytes
@@ -445,7 +449,8 @@ def _advanced_writer(writer: StoredWriter, link: Link, now: int) -> StoredWriter
 
 class CaughtUpStream(NamedTuple):
     """A stream without linear lag: the linear position and the positions of the active writers, signed. `sources`: the
-    writers that report themselves."""
+    writers that send OPEN records.
+    """
 
     linear: int
     positions: dict[str, int]
@@ -456,7 +461,7 @@ def caught_up(data: bytes) -> CaughtUpStream | None:
     """Read an encoded state whose stream has no linear lag, without decoding all of it.
 
     Returns:
-        None if the state has anything else to report.
+        None if the state is not that simple.
     """
     stored = decode_stored(data)
     if stored.transactions or not _has_only_positions(stored) or _head(stored) != stored.linear:
@@ -497,10 +502,10 @@ def _writer_numbers(stored: StoredStream, names: list[str], first: int) -> list[
 
 
 def _has_only_positions(stored: StoredStream) -> bool:
-    """True if the state is nothing but positions of active writers, and fields that no run changes."""
+    """True if the state has only positions of active writers, and fields that no run changes."""
     if stored.completed or stored.unjoined or stored.active or stored.waiting:
         return False
-    for writer in stored.writers:  # no generator: each of a million streams asks this at a start
+    for writer in stored.writers:  # no generator, for speed: called for each of a million streams at a start
         if writer.chain.pending or writer.chain.deferred or writer.retired is not None:
             return False
     return len(stored.writers) <= writer_table.UNPACKED_MAX
@@ -512,7 +517,9 @@ def _head(stored: StoredStream) -> int:
 
 
 def _is_in_order(writer: StoredWriter, timeline: int) -> bool:
-    """True if the writer has nothing late, joined in the current timeline, and declared nothing beyond its chain."""
+    """True if the writer has no late ranges, joined in the current timeline, and declared no empty ranges beyond its
+    chain.
+    """
     position = writer.chain.position
     return (
         not writer.late

@@ -1,8 +1,8 @@
 """The encoded states of a shard's streams, in three layers. Pure; no Spark.
 
-A shard may have a hundred thousand streams, of which a batch touches ten. A lookup must not decode the others. States
-that Postgres gave to a new query (the `seed`) are outside of Spark's state store. Spark's state store has the states
-that changed since: `packed` ones, and in front of them the `recent` ones.
+A shard may have a hundred thousand streams, of which a batch touches ten. A lookup must not decode the others. The
+states that a new query loads from Postgres (the `seed`) are outside Spark's state store. The state store has the states
+that changed since: `packed` ones, shadowed by `recent` ones.
 
 `group_by_stream` groups the records of a batch by stream, and cuts them into segments at the markers.
 """
@@ -28,7 +28,7 @@ UNREADABLE = codec.encode(StreamState(refused=UNBOUNDED))
 """The state of a stream of which no record could be read yet."""
 
 _RECENT_MAX = 1 << 20
-"""Bytes of recent states that are not packed yet: a batch decodes and encodes them within some milliseconds."""
+"""The largest size of recent states in bytes. A batch decodes and encodes them within a few milliseconds."""
 
 
 _LOOKUP_COST = 16
@@ -57,7 +57,7 @@ _columns = msgspec.msgpack.Decoder(_Columns)
 
 
 class PackedStates:
-    """Immutable states by name, read in place. A lookup takes some microseconds, however many states there are."""
+    """Immutable states by name, read in place. A lookup takes a few microseconds, for any number of states."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         columns = _columns.decode(data)
@@ -79,7 +79,7 @@ class PackedStates:
         return len(self._name_ends)
 
     def prepare_lookups(self, count: int) -> None:
-        """Call before `count` lookups: if they are many, one iteration over all states costs less."""
+        """Call this before `count` lookups. For many lookups, it builds a dictionary, which is cheaper."""
         if self._by_name is None and _LOOKUP_COST * count > len(self):
             self._by_name = dict(self.items())
 
@@ -91,7 +91,7 @@ class PackedStates:
         return self._state(index) if index < len(self) and self._name(index) == wanted else None
 
     def items(self) -> Iterator[tuple[str, bytes]]:
-        """Names and states, by name."""
+        """Pairs of name and state, sorted by name."""
         return zip(self.names(), _cut(self._states, self._state_ends), strict=True)
 
     def names(self) -> Iterator[str]:
@@ -165,7 +165,7 @@ class States:
 
     @classmethod
     def unpack(cls, data: bytes | None, seed: PackedStates) -> "States":
-        """Decode what `pack` returned; None before the first batch of a query."""
+        """Decode the result of `pack`, or None before the first batch of a query."""
         if data is None:
             return cls({}, NONE, seed)
         layers = _layers.decode(data)
@@ -245,7 +245,7 @@ class StreamInput:
         return [*map(self.columns.run, self.runs.get(partition, ())), *self.facts.get(partition, ())]
 
     def as_rejected(self, partition: Partition) -> Iterator[TurnedAway]:
-        """What the records of a partition may hide if all of them are rejected."""
+        """The facts that may be hidden in the records of a partition if all of them are rejected."""
         yield from self.refused.get(partition, ())
         for item in self.items(partition):
             if isinstance(item, PackedRun):
@@ -262,18 +262,18 @@ def group_by_stream(
 ) -> dict[str, StreamInput]:
     """Group the records of `packets` by stream.
 
-    A new stream that only rejected records name is admitted while fewer than `bounds.unread` streams are known like
-    that, in the order of the names.
+    A new stream that only rejected records name is admitted, in the order of names, while fewer than `bounds.unread`
+    such streams exist.
 
     Args:
         columns: the runs of all packets, in the order of the packets.
-        states: the streams that are known.
+        states: the known streams.
     """
     inputs: dict[str, StreamInput] = defaultdict(lambda: StreamInput(columns))
     number = 0
     for packet in packets:
         partition = packet.topic, packet.partition
-        last, numbers = "", list[int]()  # the runs of a stream are neighbours
+        last, numbers = "", list[int]()  # the runs of a stream are adjacent
         for stream in packet.runs.streams:
             if stream != last:
                 last, numbers = stream, inputs[stream].runs.setdefault(partition, [])
@@ -313,7 +313,7 @@ def segments(
     A run never spans a marker of its stream: compaction cuts it there.
 
     Yields:
-        The records of a segment and the marker that ends it; None for the marker of the last segment.
+        The records of a segment and the marker that ends it, which is None for the last segment.
     """
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
     segment: list[PackedRun | BatchRows | TurnedAway] = []

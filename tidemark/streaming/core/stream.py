@@ -1,8 +1,8 @@
 """The state machine of one stream: its writers, their positions and the linear position.
 
-Pure: no Spark, no I/O, no clock. IDs are magnitudes; the sign is applied at the edges of the system. Nothing here
-raises for what a writer sent. Each record is counted as applied, buffered, duplicate, late or one of several rows, or
-it is rejected with its reason (docs/design.md, rule 5).
+Pure: no Spark, no I/O, no clock. IDs are magnitudes; the sign is applied at the edges of the system. Invalid records
+never raise. Each record is counted as applied, buffered, duplicate, late or one of several rows, or it is rejected with
+its reason (docs/design.md, rule 5).
 
 Records come in *segments*. `StreamState.apply_segment` takes the edges between two neighbouring markers (JOIN, RETIRE,
 SKIP, OPEN) of the stream; then `StreamState.apply_marker` takes the marker.
@@ -43,7 +43,7 @@ from tidemark.streaming.wire.runs import UNBOUNDED, Marker, Mask, Run, TurnedAwa
 
 
 def _reach(writer: WriterState, marker: Marker) -> int:
-    """The highest settled ID that a RETIRE must not lie below. The writer's own RETIRE may undo an operator's SKIP."""
+    """The highest settled ID, below which a RETIRE is rejected. The writer's own RETIRE may undo an operator's SKIP."""
     return writer.chain.reach if marker.is_override else writer.reach
 
 
@@ -51,7 +51,7 @@ FromUnknownWriter = Run | PartialRows | TurnedAway
 
 
 def _split_at_retirement(writer: WriterState, item: FromUnknownWriter) -> tuple[list[Run], list[FromUnknownWriter]]:
-    """Split an item of a retired writer into edges up to its position, and what lies, or may lie, beyond it."""
+    """Split an item of a retired writer into edges up to its position, and the part that is, or may be, beyond it."""
     if not isinstance(item, Run):
         return [], [item] if item.reach > writer.position else []
     beyond = item.ids > writer.position
@@ -60,24 +60,24 @@ def _split_at_retirement(writer: WriterState, item: FromUnknownWriter) -> tuple[
 
 @dataclass(slots=True)
 class StreamState:
-    """All that is known of one stream.
+    """The state of one stream.
 
     Attributes:
-        direction: whether IDs grow or shrink; the first record with an ID decides.
+        direction: whether IDs grow or shrink; set by the first record with an ID.
         home: Kafka partition of the stream; None before its first record.
         linear: the linear position, with the completed IDs above it.
         writers: writers that have joined, by name.
-        unjoined: incarnations that have sent records without a JOIN. While there is one, the linear position does not
-            move (docs/design.md 3).
+        unjoined: incarnations that have sent records without a JOIN. The linear position does not move while any exists
+            (docs/design.md 3).
         timeline: number of the timeline. It rises when IDs above `began` may be given out again.
         database: history of the database that the newest JOIN named.
         ended: the highest position that a writer of this timeline had when it retired.
-        refused: highest ID up to which rejected records may be facts of writers that were not known yet;
-            `runs.UNBOUNDED` if the ID is not known.
+        refused: highest ID up to which rejected records may be facts of writers that were not yet known;
+            `runs.UNBOUNDED` if unknown.
         began: the ID at which the timeline began.
         active_count: number of active writers that joined in this timeline.
         transactions: per writer, the open transactions that it reported, one line of text each, for people.
-        reports: per writer, what else it reported of itself, for people.
+        reports: per writer, the rest of its last OPEN, for people.
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -95,17 +95,19 @@ class StreamState:
     reports: dict[str, SourceReport] = field(default_factory=dict)
 
     def set_direction(self, direction: Direction) -> None:
-        """Called for each accepted record. The first direction that is known decides for ever."""
+        """Set the direction, for each accepted record. The first known direction is permanent."""
         self.direction = self.direction or direction
 
     @property
     def allocated(self) -> int:
-        """The highest ID that a record of the stream has settled or passed; every ID up to here was allocated."""
+        """The highest allocated ID: the highest one that a record of the stream has settled or passed."""
         reaches = (writer.chain.reach for writer in self.unjoined.values())
         return max([self.linear.position, self.writers.reach(), *reaches])
 
     def current_epoch(self, name: str) -> int:
-        """Epoch of the writer: the joined one if it is active, else the newest that has not joined, else the last."""
+        """The writer's epoch: its joined epoch if it is active, else its newest epoch that has not joined, else its
+        last epoch.
+        """
         writer = self.writers.get(name)
         if writer is not None and writer.retired is None:
             return writer.epoch
@@ -113,7 +115,7 @@ class StreamState:
         return max([last, *(epoch for _, epoch in self.unjoined.of(name))])
 
     def mark_uncertain(self) -> None:
-        """Called if a rejected record may be a fact of any writer, also of one that is not known yet."""
+        """Note that a rejected record may be a fact of any writer, including writers that are not yet known."""
         self.refused = UNBOUNDED
         self.writers.mark_uncertain()
         for unjoined in self.unjoined.values():
@@ -145,7 +147,7 @@ class StreamState:
         """Begin an epoch: all of the writer's IDs up to `marker.id` are complete.
 
         A JOIN of the current epoch begins the epoch again if it contradicts the JOIN that began it. An operator's JOIN
-        of the current epoch takes back what operators settled above `marker.id`.
+        of the current epoch reopens ranges that operators settled above `marker.id`.
 
         Returns:
             The reason if the JOIN is rejected.
@@ -164,12 +166,12 @@ class StreamState:
         return None
 
     def retire(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
-        """End a writer: it is complete up to `marker.id` and sends nothing more.
+        """Retire a writer: it is complete up to `marker.id` and sends no more records.
 
-        The RETIRE of an incarnation that never joined is buffered until its JOIN. An operator's RETIRE is not: it
-        removes an incarnation that never joined, also one that went on after it had retired. The writer's own RETIRE
-        takes back what an operator settled above it. If the writer has joined, an operator's RETIRE of a later epoch
-        discards the incarnation of that epoch; the IDs that it completed are late.
+        The RETIRE of an incarnation that never joined is buffered until its JOIN. An operator's RETIRE is not buffered:
+        it removes an incarnation that never joined, or that continued after its retirement. The writer's own RETIRE
+        reopens ranges that an operator settled above it. If the writer has joined, an operator's RETIRE of a later
+        epoch discards the incarnation of that epoch; the IDs that it completed are late.
 
         Returns:
             The reason if the RETIRE is rejected.
@@ -207,7 +209,8 @@ class StreamState:
         return None
 
     def skip(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's word; completions of them will be late.
+        """Settle the open IDs in `(marker.prev, marker.id]` by an operator's override. Their later completions will be
+        late.
 
         Returns:
             The reason if the SKIP is rejected.
@@ -225,7 +228,7 @@ class StreamState:
         return None
 
     def report(self, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """Keep what a joined writer reports of itself (OPEN): open transactions, what blocks it, and its heartbeat.
+        """Store the OPEN of a joined writer: its open transactions, the cause that blocks it, and its heartbeat.
 
         Moves no position.
 
@@ -249,12 +252,12 @@ class StreamState:
         return None
 
     def keep_within(self, bounds: Bounds, batch: BatchOutcome) -> None:
-        """Apply the bounds, once after a batch: drop completed IDs and retired writers that are too many or too old.
+        """Apply the bounds, once after a batch: drop excess completed IDs, and excess or expired retired writers.
 
         Only retired writers at or below the linear position are dropped.
         """
         batch.counts["forgotten"] += self.linear.forget_beyond(bounds.completed)
-        # The moves of writers that the batch touched are not published yet.
+        # Keep writers that the batch touched, because their moves are not published yet.
         before = batch.now - bounds.retirement
         for name in self.writers.expired(self.linear.position, bounds.retired, before, batch.touched):
             chain = self.writers.pop(name).chain
@@ -272,17 +275,17 @@ class StreamState:
                 yield name, writer.epoch, deferred
 
     def forget_offsets(self) -> None:
-        """Forget deferred ranges whose Kafka offsets are no longer valid. The records then count as refused."""
+        """Remove deferred ranges, whose Kafka offsets are no longer valid. Their records count as refused."""
         self.writers.open_waiting()
         chains = [writer.chain for writer in self.writers.open.values()]
         for chain in [*chains, *(unjoined.chain for unjoined in self.unjoined.values())]:
             chain.deferred.clear()
 
     def advance_linear(self) -> None:
-        """Advance the linear position to the lowest position of the active writers, and through completed IDs.
+        """Advance the linear position to the lowest position of the active writers, and over completed IDs.
 
         If no writer is active, it advances to the highest position that a writer had when it retired. Writers that have
-        not joined in this timeline do not move it by themselves: their positions are of an earlier one.
+        not joined in this timeline do not move it, because their positions belong to an earlier one.
         """
         if self.unjoined or not self.writers:
             return
@@ -295,14 +298,14 @@ class StreamState:
         return writer.chain.position if writer.timeline == self.timeline else min(writer.chain.position, self.began)
 
     def mark_overflow(self, batch: BatchOutcome) -> None:
-        """Called if records of an unknown writer found no room: its name and its open IDs are not known from now on."""
+        """Note that records of an unknown writer were dropped at the bound: its name and its open IDs are lost."""
         self.unjoined.setdefault(OVERFLOW_SLOT, UnjoinedWriter(Chain(NO_POSITION), batch.now))
         self.mark_uncertain()
 
     # -- markers
 
     def _join_again(self, writer: WriterState, marker: Marker, batch: BatchOutcome) -> Reason | None:
-        """A JOIN of the writer's current epoch that contradicts nothing."""
+        """Apply a repeated JOIN of the writer's current epoch."""
         if marker.id > writer.position:
             return Reason.CONFLICT
         if not marker.is_override and not writer.joined:
@@ -316,7 +319,7 @@ class StreamState:
         return None
 
     def _note_evidence(self, writer: WriterState, marker: Marker) -> None:
-        """Keep the checksum, the database and the start that the JOIN of the writer's epoch names."""
+        """Store the checksum, the database and the start of the JOIN that began the writer's epoch."""
         writer.joined = 0 if marker.is_override else join_checksum(marker)
         if marker.timeline is not None:
             self.database, writer.start = marker.timeline.database or self.database, marker.timeline.start
@@ -331,7 +334,7 @@ class StreamState:
         if (why := rollback_signal(known, self.unjoined, marker, self.timeline, self.database)) is not None:
             self._begin_timeline(marker, known, why, batch)
         elif known is not None and known.retired is not None and known.chain.position > marker.no_reuse_below:
-            # An operator retired the writer at an ID that it never reached.
+            # An operator retired the writer above its position.
             retired = [
                 writer
                 for _, writer in self.writers.beyond(marker.no_reuse_below)
@@ -352,8 +355,8 @@ class StreamState:
         """Begin a timeline at `marker`.
 
         Writers that a relay joined earlier by the same start are moved into the new timeline too. If the JOIN does not
-        follow the writer's last start, a timeline that its database knows nothing of may have given out IDs up to
-        `marker.published` again: completions of these IDs count once more, and are late.
+        follow the writer's last start, a timeline that its database does not know may have given out IDs up to
+        `marker.published` again: completions of these IDs are counted again, as late.
 
         Args:
             known: the joining writer, in its state before the JOIN; None if it never joined.
@@ -420,13 +423,13 @@ class StreamState:
 
         Args:
             runs: edges, grouped by writer and epoch.
-            others: rows that carry no ID, and records that were rejected earlier, with what is known of their writer.
+            others: rows without an ID, and rejected records, with their writer if it is known.
             bounds: limits of the state.
-            batch: collects what happens.
+            batch: collects the changes.
         """
         known, unknown = self._sort_out(runs, others, batch)
         if unknown and not self.unjoined:
-            # Records before the first one of an unknown writer may still move the linear position; later ones may not.
+            # Only records before the first record of an unknown writer may still move the linear position.
             first = min(item.first_offset for item in unknown)
             before = [part for run in known for part in run.parts(run.offsets < first)]
             self._complete([*self._apply(before, bounds, batch)], batch)
@@ -446,8 +449,8 @@ class StreamState:
     ) -> tuple[list[Run], list[FromUnknownWriter]]:
         """Split the items into runs of joined writers and items of unknown writers; count or reject all others.
 
-        A retired writer that completes, or may complete, an ID above its RETIRE is unknown again. A rejected record of
-        an active writer leaves a gap in the writer's own chain.
+        A retired writer that completes, or may complete, an ID above its RETIRE becomes unknown again. A rejected
+        record of an active writer leaves a gap in the writer's chain.
         """
         known: list[Run] = []
         unknown: list[FromUnknownWriter] = []
@@ -461,7 +464,7 @@ class StreamState:
             writer = self.writers.get(item.writer)
             if writer is None and item.epoch == 0 and self._is_new() and not unknown:
                 if isinstance(item, TurnedAway):
-                    self.refused = max(self.refused, item.reach)  # another writer may still be the first
+                    self.refused = max(self.refused, item.reach)  # a writer may still join as the first one
                     continue
                 writer = WriterState(0, Chain(refused=self.refused), timeline=self.timeline)
                 self.writers[item.writer] = writer
@@ -503,8 +506,8 @@ class StreamState:
     def _complete(self, completed: Sequence[Completed], batch: BatchOutcome) -> None:
         """Pass completed IDs to the linear position.
 
-        An ID at or below it, or completed before by any writer, is final (docs/design.md, rule 10): the first
-        completion counts and a later one is late.
+        An ID at or below it, or already completed by any writer, is final (docs/design.md, rule 10): only the first
+        completion counts, and later ones are late.
         """
         if not completed:
             return
@@ -523,8 +526,8 @@ class StreamState:
     def _of_this_timeline(self, run: Run) -> Mask:
         """Mask of the IDs of `run` that belong to the current timeline.
 
-        Until the writer joins again, its IDs above the beginning of the timeline belong to the timeline before: the
-        records were under way to Kafka when the database was restored. Other writers get these IDs again.
+        Until the writer joins again, its IDs above the start of the timeline belong to the previous timeline: their
+        records were in flight when the database was restored. Other writers get these IDs again.
         """
         writer = self.writers.get(run.writer)
         if writer is None or writer.epoch != run.epoch or writer.timeline == self.timeline:
@@ -532,7 +535,7 @@ class StreamState:
         return run.ids <= self.began
 
     def _buffer(self, item: FromUnknownWriter, bounds: Bounds, batch: BatchOutcome) -> list[Completed] | None:
-        """Buffer an item of a writer that has not joined. Returns what it completed, or None if there is no room."""
+        """Buffer an item of a writer that has not joined. Returns its completions, or None at the bound of buffers."""
         unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, TurnedAway):

@@ -2,13 +2,13 @@
 
 Writers are stored in four groups:
 
-- A writer without pending spans is a row of a packed table, one for active and one for retired writers. A table costs
-  more than it saves if it is small, so up to `UNPACKED_MAX` active writers are stored decoded.
+- A writer without pending spans is a row of a packed table, one for active and one for retired writers. Small tables
+  are not worth their cost, so up to `UNPACKED_MAX` active writers are stored decoded.
 - A writer with pending spans or deferred records is stored decoded.
-- An active writer with `PACKED_SPANS_MIN` pending spans or more is stored encoded, by itself (`WaitingWriter`).
+- An active writer with `PACKED_SPANS_MIN` pending spans or more is stored as one encoded row (`WaitingWriter`).
 
-A batch *opens* the writers that it asks for: it decodes them. The others pass through as bytes. The columns of a table
-hold the numbers that a batch needs of the others (docs/design.md, rule 8).
+A batch *opens* (decodes) the writers that it uses. All other writers stay encoded; the columns of a table have the
+numbers that a batch needs about them (docs/design.md, rule 8).
 """
 
 from bisect import bisect_left
@@ -44,7 +44,7 @@ class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `Chain` as it is encoded. `empty` is packed as `Intervals.pack` does."""
+    """The encoded form of a `Chain`. `empty` is packed by `Intervals.pack`."""
 
     position: int
     refused: int
@@ -73,7 +73,7 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `WriterState` as it is encoded."""
+    """The encoded form of a `WriterState`."""
 
     name: str
     epoch: int
@@ -120,7 +120,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An active writer with many pending spans: its encoded row, and what a batch that does not touch it asks for.
+    """An active writer with many pending spans: its encoded row, and the fields that a batch needs without decoding it.
 
     Attributes:
         position: position of the chain.
@@ -162,7 +162,7 @@ class Straggler(NamedTuple):
     """An active writer that blocks the linear position; sorts by the position of its chain.
 
     Attributes:
-        open_since: time (ms) since when its oldest gap is open; 0 if it has no gap.
+        open_since: time (ms) at which its oldest gap opened; 0 without a gap.
         seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
 
@@ -191,11 +191,9 @@ COLUMNS = np.dtype(
 )
 """The columns of a table.
 
-- `length`: bytes of the row.
-- `uncertain`: True if any record of the writer may have been refused. This column has priority over the row.
-- `chain`: position of the chain.
-- `position`: position of the writer.
-- `retired`: time (ms) at which the writer retired; 0 if it is active.
+- `length`: bytes of the row. - `uncertain`: True if any record of the writer may have been refused. Overrides the row.
+- `chain`: position of the chain. - `position`: position of the writer. - `retired`: time (ms) at which the writer
+retired; 0 if it is active.
 """
 
 
@@ -228,15 +226,15 @@ class PackedTable:
         return writer
 
     def with_all_uncertain(self) -> "PackedTable":
-        """The same table with all writers marked as uncertain."""
+        """A copy with all writers marked as uncertain."""
         columns = self.columns.copy()
         columns["uncertain"] = True
         return PackedTable(columns.tobytes(), self.rows)
 
     def changed(self, removed: Collection[int], added: Mapping[str, WriterState]) -> "PackedTable":
-        """A table without the rows `removed`, and with the writers `added`.
+        """A copy without the rows `removed` and with the writers `added`.
 
-        The cost depends on the number of both. The other rows are copied in blocks.
+        The cost depends on the number of changes; other rows are copied in blocks.
         """
         if not removed and not added:
             return self
@@ -273,10 +271,12 @@ EMPTY = PackedTable()
 
 
 UNPACKED_MAX = 32
-"""Active writers of a stream that are stored decoded; if there are more, those without pending spans are packed."""
+"""The largest number of active writers of a stream that are stored decoded. Beyond it, writers without pending spans
+are packed.
+"""
 
 PACKED_SPANS_MIN = 32
-"""Pending spans from which on an active writer is stored encoded."""
+"""The number of pending spans from which an active writer is stored encoded."""
 
 
 class Writers(MutableMapping[str, WriterState]):
@@ -289,8 +289,8 @@ class Writers(MutableMapping[str, WriterState]):
         open: writers that are decoded.
         waiting: active writers with many pending spans, encoded.
         opened: number of writers that were opened.
-        before: epoch, and whether it was retired, of each open writer when it was opened.
-        stored: the table of retired writers as it is stored; None if it must be stored again.
+        before: for each open writer (epoch, is retired) at its opening.
+        stored: the stored table of retired writers; None if it must be stored again.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Writers(MutableMapping[str, WriterState]):
         return len(self.open) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def follow(self, name: str) -> None:
-        """Note that a writer's chain is lower than before, or that the writer is active again."""
+        """Call this if a writer's chain was set back, or if the writer became active again."""
         if self._lowest is not None:
             heappush(self._lowest, (self.open[name].chain.position, name))
 
@@ -347,7 +347,7 @@ class Writers(MutableMapping[str, WriterState]):
                 (writer.chain.position, name) for name, writer in self.open.items() if writer.retired is None
             ]
             heapify(self._lowest)
-        # Chains only advance, or `follow` is called: an entry is never above its writer's position.
+        # Chains only advance unless `follow` is called, so an entry is never above its writer's position.
         while self._lowest:
             position, name = self._lowest[0]
             writer = self.open.get(name)
@@ -374,7 +374,7 @@ class Writers(MutableMapping[str, WriterState]):
         """Active writers whose chains have not passed `linear`.
 
         Returns:
-            Up to `most` of them, the lowest first, and their number.
+            Up to `most` of them, the lowest first, and their total number.
         """
         stragglers, more = self._active.stragglers(linear, most)
         stragglers += [
@@ -390,7 +390,7 @@ class Writers(MutableMapping[str, WriterState]):
         return sorted(stragglers)[:most], len(stragglers) + more
 
     def beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
-        """All writers that have settled an ID beyond `id`, and perhaps others."""
+        """All writers that have settled an ID beyond `id`. May include others."""
         for packed in (self._active, self._retired):
             for name in packed.beyond(id):
                 self._open(name)
@@ -412,7 +412,7 @@ class Writers(MutableMapping[str, WriterState]):
         self._retired.mark_uncertain()
 
     def expired(self, linear: int, most: int, before: int, touched: Container[str]) -> list[str]:
-        """Names of retired writers to drop, those that retired first.
+        """The names of retired writers to drop, in the order of retirement.
 
         Args:
             linear: only writers at or below this position are dropped.
@@ -437,7 +437,7 @@ class Writers(MutableMapping[str, WriterState]):
         return [name for _, name in islice(merge(retired, opened), count)]
 
     def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
-        """The four groups as a new `Writers` takes them: decoded, active, retired and waiting."""
+        """The four groups, as arguments of a new `Writers`: decoded, active, retired and waiting."""
         decoded, active, retired, waiting = {}, {}, {}, dict(self.waiting)
         for name, writer in sorted(self.open.items()):
             if len(writer.chain.pending) >= PACKED_SPANS_MIN and writer.retired is None:
@@ -472,7 +472,7 @@ _NO_ROWS: Ids = np.empty(0, np.int64)
 
 
 class _PackedWriters:
-    """The rows of a table that are not opened or dropped."""
+    """The rows of a table that were neither opened nor dropped."""
 
     def __init__(self, table: PackedTable) -> None:
         self._table = table
@@ -499,7 +499,7 @@ class _PackedWriters:
         return self._table.writer(row)
 
     def drop(self, name: str) -> bool:
-        """Remove a writer. Returns False if there is none of this name."""
+        """Remove a writer. Returns False if the name is unknown."""
         row = self._find(name)
         if row is not None:
             self._removed.add(row)
@@ -524,7 +524,7 @@ class _PackedWriters:
         """Writers whose chains have not passed `linear`.
 
         Returns:
-            Up to `most` of them, by position and name, and how many more there are.
+            Up to `most` of them, by position and name, and the number of the others.
         """
         if not len(self):
             return [], 0

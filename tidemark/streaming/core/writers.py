@@ -1,9 +1,9 @@
-"""The state of one writer of a stream, joined or not; what a JOIN shows, and how it begins an epoch. Pure.
+"""The state of one writer of a stream, joined or not, and the effects of a JOIN. Pure.
 
-Also the linear position, which depends on all writers, with the completed IDs above it (docs/design.md 3).
+Includes the linear position, which depends on all writers, with the completed IDs above it (docs/design.md 3).
 
 `streaming.core.stream` decides when a function of this module is called. The functions change the writers and the
-`BatchOutcome` that they are given. IDs that a JOIN or RETIRE settles have no record of their own: the marker is their
+`BatchOutcome` that they get as arguments. IDs that a JOIN or RETIRE settles have no other record: the marker is their
 evidence (docs/design.md 3). IDs are magnitudes.
 """
 
@@ -27,22 +27,22 @@ Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 OVERFLOW_SLOT: Incarnation = (ANY_WRITER, 0)
-"""Stands for all incarnations without a JOIN that found no room. Kept until an operator retires `*`."""
+"""Represents all incarnations without a JOIN that were dropped at the bound. Stays until an operator retires `*`."""
 
 
 @dataclass(slots=True)
 class WriterState:
     """A writer that has joined.
 
-    A range that is settled and also in `late` was settled by an operator alone.
+    A settled range that is also in `late` was settled only by an operator.
 
     Attributes:
         epoch: the current epoch.
-        chain: the chain of the stream's current timeline. After a database was restored it may begin below
-            `published`. The linear position follows the chain.
+        chain: the chain of the stream's current timeline. After a database was restored it may begin below `published`.
+            The linear position follows the chain.
         retired: time (ms) of the batch that retired the writer; None if it is active.
-        late: ranges in which the next completion of an ID is late: up to `published` because the position had passed
-            the ID before the database was restored, beyond because an operator settled it.
+        late: ranges in which the next completion of an ID is late. Up to `published`: the position had passed the ID
+            before the database was restored. Beyond: an operator settled the ID.
         published: position that was published before the chain was set back.
         timeline: number of the timeline in which the writer joined last.
         start: token of the writer's last start; None if the JOIN named none.
@@ -67,13 +67,13 @@ class WriterState:
 
     @property
     def position(self) -> int:
-        """The writer's position. It never goes back, also when the chain does."""
+        """The writer's position. It never goes back, even if the chain does."""
         return max(self.chain.position, self.published)
 
     def take(self) -> Moves:
-        """Return what happened to the chain since the last `take`, with the move of the writer's position."""
+        """Return the changes of the chain since the last `take`, with the move of the writer's position."""
         moves = self.chain.take()
-        # The counts of a span that was published in part are upper bounds: none may exceed the width of the move.
+        # The counts of a partly published span are upper bounds, limited to the width of the move.
         evidence = moves.evidence.at_most(self.position - self._taken)
         moves = replace(moves, prev=self._taken, id=self.position, evidence=evidence)
         self._taken = self.position
@@ -94,14 +94,14 @@ class WriterState:
 
     @property
     def reach(self) -> int:
-        """The highest ID that anything but an operator's override settled."""
+        """The highest ID that was not settled only by an operator."""
         if not len(self.late):
             return self.chain.reach
         own = self.chain.settled().difference(self.late)
         return int(own.highs[-1]) if len(own) else 0
 
     def reopen(self, id: int, now: int) -> bool:
-        """Open again what an operator alone settled beyond `id`.
+        """Reopen ranges beyond `id` that only an operator settled.
 
         IDs that the position has passed stay published. Their completions are late.
 
@@ -109,7 +109,7 @@ class WriterState:
             now: time (ms) of the batch, from which the age of the new gaps counts.
 
         Returns:
-            False if there was nothing to open.
+            False if there was no such range.
         """
         overridden = self.chain.settled().common(self.late.above(id))
         if not len(overridden):
@@ -125,9 +125,9 @@ class UnjoinedWriter:
     """An incarnation that has sent records without a JOIN.
 
     Attributes:
-        chain: what its edges settled; the chain has no position.
+        chain: the IDs that its edges settled; the chain has no position.
         since: time (ms) of the batch that read its first record.
-        retire: ID of its RETIRE, which is buffered until its JOIN; None if it sent none.
+        retire: ID of its RETIRE, which is buffered until its JOIN; None without a RETIRE.
         seen: time (ms) of the batch that read its newest record; 0 if unknown.
     """
 
@@ -174,7 +174,7 @@ class UnjoinedWriters(MutableMapping[Incarnation, UnjoinedWriter]):
 def find_or_add(
     unjoined: UnjoinedWriters, incarnation: Incarnation, bounds: Bounds, batch: BatchOutcome
 ) -> UnjoinedWriter | None:
-    """Return the buffer of an incarnation that has not joined, or None if there is no room for one more."""
+    """Return the buffer of an incarnation that has not joined, or None if the bound of buffers is reached."""
     if incarnation not in unjoined and len(unjoined) - (OVERFLOW_SLOT in unjoined) >= bounds.unjoined:
         return None
     return unjoined.setdefault(incarnation, UnjoinedWriter(Chain(NO_POSITION), batch.now))
@@ -194,7 +194,7 @@ def discard_unjoined(unjoined: UnjoinedWriters, incarnation: Incarnation, batch:
 
 @dataclass(frozen=True, slots=True)
 class PartialRows:
-    """Rows of facts without an ID: the last row of each fact carries the ID. They move no position.
+    """Rows without an ID of facts with several rows: the last row of each fact has the ID. They move no position.
 
     If the writer has not joined, the rows count like refused facts, because the ID may never come.
     """
@@ -206,12 +206,12 @@ class PartialRows:
 
     @property
     def reach(self) -> int:
-        """The highest ID that the facts may have: not known."""
+        """The highest ID that the facts may have, which is unknown."""
         return UNBOUNDED
 
 
 def join_checksum(marker: Marker) -> int:
-    """Checksum of a JOIN's content: 32 bits, never 0. A JOIN that is repeated has the same checksum.
+    """The checksum of a JOIN's content: 32 bits, never 0. A repeated JOIN has the same checksum.
 
     `published` is not part of it: a relay reads that value again when it repeats the JOIN.
     """
@@ -221,12 +221,12 @@ def join_checksum(marker: Marker) -> int:
 def rollback_signal(
     writer: WriterState | None, unjoined: UnjoinedWriters, marker: Marker, timeline: int, database: str | None
 ) -> RollbackSignal | None:
-    """What in a JOIN shows that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
+    """Detect from a JOIN that its database was restored, so that IDs above `marker.no_reuse_below` may be given out
     again.
 
-    A JOIN below the linear position, or below the position of another writer, shows nothing: it read the allocated
-    position before the others went on. The JOIN of a writer that had not joined in this timeline shows nothing either:
-    its database was restored together with the others.
+    A JOIN below the linear position, or below the position of another writer, is no evidence: the writer read the
+    allocated ID before others advanced. The JOIN of a writer that had not joined in this timeline is no evidence
+    either: its database was restored together with the others.
 
     Args:
         writer: the writer that joins, in its state before the JOIN; None if it never joined.
@@ -236,7 +236,7 @@ def rollback_signal(
         database: the database history that the stream's newest JOIN named; None if it is not known.
 
     Returns:
-        None if nothing shows a restore.
+        The evidence; None without evidence of a restore.
     """
     if _has_another_database(marker, database):
         return "database"
@@ -255,8 +255,8 @@ def is_repetition(writer: WriterState, marker: Marker, timeline: int, database: 
     """True if a JOIN names the current epoch of its writer and does not contradict the JOIN that began the epoch.
 
     Epochs rise with each start (docs/design.md 4), so two starts with one epoch show that the database was restored. If
-    the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only another
-    database or another start contradicts it.
+    the content of the first JOIN is not known (an operator began the epoch, or the writer never sent one), only a
+    different database or start contradicts it.
     """
     if marker.epoch != writer.epoch:
         return False
@@ -278,7 +278,7 @@ def _has_another_database(marker: Marker, database: str | None) -> bool:
 
 
 def has_another_start(writer: WriterState, marker: Marker) -> bool:
-    """True if the start is neither the writer's last one nor its successor in an epoch of its own."""
+    """True if the start is neither the writer's last one nor the next one in a new epoch."""
     if marker.timeline is None or writer.start in (None, marker.timeline.start):
         return False
     is_next = writer.start == marker.timeline.after
@@ -297,15 +297,16 @@ def begin_epoch(
 ) -> tuple[WriterState, int | None]:
     """Begin the epoch of a JOIN.
 
-    What earlier epochs completed up to `marker.no_reuse_below` keeps its evidence. What they left open up to the JOIN
-    is settled by the JOIN. What they completed beyond was rolled back with the writer's database (docs/design.md 3),
-    and is late.
+    IDs that earlier epochs completed up to `marker.no_reuse_below` keep their evidence. The JOIN settles the IDs that
+    they left open. IDs that they completed beyond were rolled back with the writer's database (docs/design.md 3), and
+    are late.
 
-    The JOIN settles what rejected records of earlier epochs may have held. It does not settle records of its own epoch
-    that came before it, nor records that have no order against the JOIN or cannot be separated from those of others.
+    The JOIN settles the possible facts in rejected records of earlier epochs. It does not settle records of its own
+    epoch that came before it, nor records that have no order relative to the JOIN, nor records that may belong to other
+    writers.
 
     Args:
-        refused: highest ID up to which rejected records may be facts of a writer that was not known.
+        refused: highest ID up to which rejected records may be facts of an unknown writer.
 
     Returns:
         The writer, and the ID of a RETIRE that was buffered for this JOIN.
@@ -327,7 +328,7 @@ def begin_epoch(
             for low, high in writer.late.above(marker.id):
                 record_rolled_back(marker.epoch, before.chain.within(low, high), EMPTY, marker.writer, batch)
         writer.chain.adopt(before.chain, writer.published)
-    # IDs that an operator settled up to the JOIN can only be completed by the epoch that ends here.
+    # Only the epoch that ends here can complete IDs that an operator settled up to the JOIN.
     writer.chain.declare_empty(writer.late.upto(marker.id))
     writer.epoch, writer.retired = marker.epoch, None
     writer.late = writer.late.above(marker.id)
@@ -342,7 +343,7 @@ def record_rolled_back(
 ) -> None:
     """Record completions of an earlier timeline that were not published as late.
 
-    Ranges that certainly hold no fact are left out.
+    Ranges that certainly have no fact are left out.
 
     Args:
         overridden: ranges that an operator settled, and in which no writer completed an ID.
@@ -357,8 +358,8 @@ def record_rolled_back(
 def settle(writer: WriterState, prev: int, marker: Marker, how: How, batch: BatchOutcome) -> Intervals:
     """Settle the open IDs in `(prev, marker.id]`.
 
-    Completions of IDs that an operator settles are late from now on. IDs up to the published position get no evidence:
-    it was published before.
+    Later completions of IDs that an operator settles are late. IDs up to the published position get no evidence,
+    because it was already published.
 
     Returns:
         The ranges that were open.
@@ -380,7 +381,7 @@ def settle(writer: WriterState, prev: int, marker: Marker, how: How, batch: Batc
 def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
     """The evidence of the open range `(low, high]` that `marker` settles.
 
-    The writer knows what it sent, but not what was rejected: IDs up to `refused` may hold facts.
+    The writer does not know which of its records were rejected, so IDs up to `refused` may have facts.
     """
     width = high - low
     if marker.is_override:
@@ -390,8 +391,9 @@ def _evidence(marker: Marker, low: int, high: int, refused: int) -> Evidence:
 
 
 HEADS_MAX = 16
-"""Bound of `LinearPosition.heads`. Past it every second entry is dropped: the IDs in between look older than they are,
-never younger."""
+"""The largest length of `LinearPosition.heads`. Beyond it every second entry is dropped, so that some IDs appear older
+than they are, but never younger.
+"""
 
 
 @dataclass(slots=True)
@@ -401,8 +403,8 @@ class LinearPosition:
     Attributes:
         position: every ID of any writer up to here is settled.
         completed: completed IDs above the position, of facts and voids of any writer.
-        heads: since when the linear position lags, as `(head, since)`, ascending: from the time `since` (ms) on, IDs
-            beyond `head` were allocated. The first `head` is the position itself. Empty if there is no linear lag.
+        heads: the history of the linear lag as `(head, since)`, ascending: from the time `since` (ms), IDs beyond
+            `head` were allocated. The first `head` is the position itself. Empty if there is no linear lag.
     """
 
     position: int = 0
@@ -418,8 +420,8 @@ class LinearPosition:
             counts: mask of the IDs to remember.
 
         Returns:
-            Mask of the IDs that were final before: the position has passed the ID, or the ID was completed earlier, by
-            a previous batch or by a record at a lower offset.
+            Mask of the IDs that were already final: the position has passed the ID, or a previous batch or a record at
+            a lower offset completed it.
         """
         final = (ids <= self.position) | self.completed.contains(ids)
         added = Intervals.from_ids(ids)
@@ -435,12 +437,12 @@ class LinearPosition:
         return final
 
     def settle(self, floor: int) -> None:
-        """Advance to `floor`, which no active writer is below, and on through the completed IDs above it."""
+        """Advance to `floor`, the lowest position of the active writers, and over the completed IDs above it."""
         self.position = self.completed.reach(max(self.position, floor))
         self.completed = self.completed.above(self.position)
 
     def follow(self, before: int, head: int, now: int) -> None:
-        """Note, once after a batch, how far IDs are allocated.
+        """Update `heads`, once after a batch.
 
         Args:
             before: highest allocated ID before the batch.
@@ -463,11 +465,11 @@ class LinearPosition:
                 del self.heads[1::2]
 
     def forget_above(self, id: int) -> int:
-        """Forget completed IDs beyond `id`, which may be given out again. Returns how many were forgotten."""
+        """Remove completed IDs beyond `id`, which may be given out again. Returns their number."""
         return self._keep(self.completed.upto(id))
 
     def forget_beyond(self, intervals: int) -> int:
-        """Keep the lowest `intervals` of completed IDs. Returns how many IDs were forgotten.
+        """Keep only the lowest `intervals` of completed IDs. Returns the number of removed IDs.
 
         Without a completed ID the linear position may wait longer. It never moves too early.
         """

@@ -1,6 +1,6 @@
-"""Folders for Spark's checkpoints, on local disks or in a store that executors share.
+"""Folders for Spark's checkpoints, on local disks or in a shared store.
 
-Each query has a folder of its own, which is deleted when the query ends. A query never continues from a checkpoint: it
+Each query has its own folder, which is deleted when the query ends. A query never continues from a checkpoint: it
 begins from Postgres (docs/decisions/0024-batch-ahead.md). The next driver deletes the folders of a driver that was
 killed.
 """
@@ -26,12 +26,12 @@ log = get_logger(__name__)
 
 _PREFIX = "query-"
 _OURS = _PREFIX + "[0-9a-f]" * 32
-"""Only folders with such a name are deleted on a disk: the path may be a wrong one, with files of others."""
+"""Only folders with such a name are deleted on a disk, because a wrong path may contain files of other programs."""
 
 
 @contextmanager
 def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
-    """Lock the directory of checkpoints against other processes of this machine; waits for the lock, and logs that.
+    """Lock the directory of checkpoints against other processes of this machine. Logs and waits while it is locked.
 
     The lease in Postgres (sinks.postgres.lease) excludes other processes of the same database. This lock keeps
     processes of different databases from deleting each other's folders.
@@ -62,19 +62,19 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def query_folder(directory: Path) -> Iterator[str]:
-    """Make a folder below `directory` for one query, and delete it at the end. Take the lock (`locked`) first.
+    """Create a folder below `directory` for one query, and delete it at the end. Take the lock (`locked`) first.
 
-    Executors on other machines keep the states under the same path on their own disks. Within one query a version of a
-    state has one content, so a state on an executor's disk is right or missing; a missing one fails the query. The
+    Executors on other machines keep the states under the same path on their own disks. Within one query each version of
+    a state is unique, so a state on an executor's disk is either right or missing; a missing one fails the query. The
     states of another query would be wrong, so each query has its own path.
 
     Yields:
         The path of the folder.
 
     Raises:
-        CheckpointNotWritable: the folder cannot be made.
+        CheckpointNotWritable: the folder cannot be created.
     """
-    for folder_ in directory.glob(_OURS):  # folders of a driver that was killed
+    for folder_ in directory.glob(_OURS):  # left by a driver that was killed
         shutil.rmtree(folder_, ignore_errors=True)
     own = directory / _new_name()
     try:
@@ -92,14 +92,15 @@ def _new_name() -> str:
 
 
 SETTINGS = {
-    # Another executor repeats the tasks of a dead one, because it can read the states.
+    # Another executor can repeat the tasks of a dead one, because it can read the states.
     "spark.task.maxFailures": "4",
-    # Not the raw file system of `streaming.engine.spark`: S3A needs Hadoop's own for its buffers.
+    # S3A needs Hadoop's own file system for its buffers, not the raw one of `streaming.engine.spark`.
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",
 }
 
 _RECURSIVE = True
-# Java's IOExceptions that need a person: unknown scheme, missing right, missing bucket, a file instead of a folder.
+# Java IOExceptions that a person must resolve: unknown scheme, missing right, missing bucket, a file instead of a
+# folder.
 _LASTING = (
     "UnsupportedFileSystemException",
     "AccessDeniedException",
@@ -112,7 +113,7 @@ _LASTING = (
 
 @contextmanager
 def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
-    """Make a folder below `store` for one query, and delete it at the end.
+    """Create a folder below `store` for one query, and delete it at the end.
 
     Only the pipelines of one database may use `store`, because other folders in it are deleted. These pipelines run one
     after the other.
@@ -121,7 +122,7 @@ def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
         The URI of the folder.
 
     Raises:
-        CheckpointNotWritable: a person must help.
+        CheckpointNotWritable: a person must resolve the problem.
         Unavailable: the store does not answer.
     """
     with _translated(spark, store):
@@ -138,7 +139,7 @@ def store_folder(spark: SparkSession, store: str) -> Iterator[str]:
     try:
         yield str(own.toString())
     finally:
-        with suppress(Py4JError, OSError):  # the next query deletes it
+        with suppress(Py4JError, OSError):  # if this fails, the next query deletes it
             files.delete(own, _RECURSIVE)
 
 

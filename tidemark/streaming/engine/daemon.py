@@ -1,7 +1,8 @@
-"""The process from which Spark forks Python workers (`spark.python.daemon.module`). It has imported what they need.
+"""The process from which Spark forks Python workers (`spark.python.daemon.module`), with their modules already
+imported.
 
-Spark's own daemon imports nothing, because a thread of a library would be lost in a fork. Then each worker takes most
-of a second of CPU to import pandas and Arrow, at the start and after each minute without traffic. The environment
+Spark's own daemon imports nothing, because a fork loses the threads of libraries. Each of its workers takes almost 1 s
+of CPU to import pandas and Arrow, at the start and after each minute without traffic. The environment
 (streaming.engine.spark) keeps these libraries from starting threads before the fork.
 """
 

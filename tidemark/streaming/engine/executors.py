@@ -1,7 +1,8 @@
-"""Spark's executors in processes of their own, on a standalone cluster or in pods: settings, and the code sent to them.
+"""Spark's executors in separate processes, on a standalone cluster or in pods: their settings, and the code sent to
+them.
 
-A local master uses nothing of this module. Executors need a Python with our dependencies. The driver sends our own
-code to them, so that both run the same version.
+Not used with a local master. Executors need a Python with Tidemark's dependencies. The driver sends Tidemark's code to
+them, so that both run the same version.
 """
 
 import socket
@@ -15,17 +16,17 @@ from urllib.parse import urlsplit
 SETTINGS = {
     # Java listens on IPv6 too, if the host has it.
     "spark.driver.bindAddress": "0.0.0.0",
-    # If a query began before all executors have registered, the first ones would get all states.
+    # Wait for all executors, otherwise the first ones would get all states.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
     # Executors write their own logs.
     "spark.log.level": "ERROR",
     "spark.executor.syncLogLevel.enabled": "true",
 }
 
-# Without a store: a shard's state is on the disk of its executor (streaming.engine.checkpoint).
+# Settings without a store: a shard's state is on its executor's disk (streaming.engine.checkpoint).
 NO_STORE = {
-    # A task that ran on another executor would not find its state and fail the query, so it waits for a busy one. Spark
-    # waits for a dead executor too, so the pipeline itself checks which executors live (app.pipeline.engine).
+    # A task on another executor would not find its state and fail the query, so tasks wait for busy executors. Spark
+    # would also wait for dead executors, so the pipeline checks them (app.pipeline.engine).
     "spark.locality.wait": "60s",
     # Removing an executor would lose its states.
     "spark.dynamicAllocation.enabled": "false",
@@ -59,11 +60,11 @@ class Cluster:
 
     Attributes:
         driver_host: the name by which executors reach this process.
-        executors: their number, or the least with a store.
-        cores, memory: of each executor; `memory` is the heap, as `1g`.
+        executors: the number of executors; with a store, the smallest number.
+        cores, memory: of each executor; `memory` is the heap, such as `1g`.
         driver_port, block_manager_port: 0 for any free port.
         store: the checkpoint is in a store that all executors reach (streaming.engine.checkpoint).
-        most: with a store, how many executors Spark may start when there is work for them.
+        most: with a store, the largest number of executors that Spark may start for more work.
     """
 
     driver_host: str
@@ -78,7 +79,7 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """The most tasks that run at once."""
+        """The largest number of tasks that run at once."""
         return (self.most or self.executors) * self.cores
 
     def settings(self) -> dict[str, str]:
@@ -102,7 +103,7 @@ class Cluster:
             "spark.dynamicAllocation.enabled": "true",
             "spark.dynamicAllocation.minExecutors": str(self.executors),
             "spark.dynamicAllocation.maxExecutors": str(self.most),
-            # There is no shuffle service, so an executor stays until its shuffled data is not needed.
+            # Without a shuffle service, an executor must stay until its shuffled data is no longer needed.
             "spark.dynamicAllocation.shuffleTracking.enabled": "true",
         }
 
@@ -127,13 +128,13 @@ def _add(archive: zipfile.ZipFile, package: Traversable, path: str) -> None:
 
 
 def _bracketed(host: str) -> str:
-    """Spark wants an IPv6 address in brackets."""
+    """`host`, in brackets if it is an IPv6 address, as Spark requires."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def address_towards(master: str) -> str:
-    """The local address from which the host of `master` is reached. Raises OSError if its name is unknown."""
-    # The first of several masters (spark://one:7077,two:7077). The kernel finds a route; nothing is sent.
+    """The local address of the route to `master`. Raises OSError if the host name is unknown."""
+    # Uses the first of several masters (spark://one:7077,two:7077). The kernel finds a route; no packet is sent.
     first = urlsplit(master.removeprefix("k8s://").split(",")[0])
     family, kind, protocol, _, address = socket.getaddrinfo(first.hostname, first.port or 443, type=socket.SOCK_DGRAM)[
         0

@@ -1,6 +1,6 @@
 """Spark's JVM as a child process: its environment, its output, and the cause of its end.
 
-Output of the JVM and of its Python workers becomes log lines at `debug`. Errors of a query come as exceptions too.
+Output of the JVM and of its Python workers is logged at `debug`. Errors of a query are also raised as exceptions.
 """
 
 import os
@@ -39,14 +39,14 @@ PYTHONPATH=${kept#:} exec %s "$@"
 log = get_logger(__name__)
 
 LINES = 50
-"""Lines of the JVM's output that are stored, of its beginning and of its end. They contain the cause of an end."""
+"""The number of first and of last lines of the JVM's output that are stored. They contain the cause if the JVM ends."""
 DRAIN_SECONDS = 5.0
 _set_here: set[str] = set()
 """Variables that this module has set in this process for an earlier JVM."""
 
 
 class Jvm:
-    """A JVM, which answers when the constructor returns after some seconds. It ends when this process ends.
+    """A running JVM. The constructor takes seconds, and returns when the JVM answers. It ends when this process ends.
 
     Raises:
         SparkDied: the JVM does not start.
@@ -78,7 +78,7 @@ class Jvm:
         self._process: Popen[bytes] = self.gateway.proc
 
     def end(self) -> str | None:
-        """How the JVM ended, and its own words about the cause, in one line. None while it runs."""
+        """The exit status of the JVM and the cause from its output, in one line; None while it runs."""
         code = self._process.poll()
         return None if code is None else f"it ended with code {code}: {self._cause()}"
 
@@ -96,10 +96,10 @@ class Jvm:
         os.close(descriptor)
 
     def _note(self, line: str) -> None:
-        """Log a line, and store it if it may name the cause of an end: one of the first or last lines."""
+        """Log a line, and store it if it is one of the first or last lines, which may have the cause of an exit."""
         log.debug("Spark says", line=line)
         _, mark, warning = line.partition(SLOW_DECODING)
-        if mark and warning not in self._repeated:  # each new worker warns again
+        if mark and warning not in self._repeated:  # each new worker repeats the warning
             self._repeated.add(warning)
             log.warning(f"{SLOW_DECODING}{warning}")
         if not is_noise(line):
@@ -109,8 +109,8 @@ class Jvm:
 def set_environment(conf: SparkConf) -> None:
     """Set the environment of the JVM and its child processes, and remove variables of another Spark.
 
-    Spark runs from this installation of pyspark, with the settings of `conf` only. Workers run this interpreter,
-    because another one would lack our packages.
+    Spark runs from this installation of pyspark, only with the settings of `conf`. Workers run this interpreter,
+    because others may lack the required packages.
     """
     if ignored := [name for name in forget([Foreign.SPARK]) if name not in _set_here]:
         log.warning(
@@ -126,9 +126,9 @@ def set_environment(conf: SparkConf) -> None:
         "PYSPARK_PYTHON": conf.get("spark.pyspark.python", ours),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
     }
-    if local:  # it would look up the host name, and end if that is unknown
+    if local:  # otherwise Spark would look up the host name, and fail if it is unknown
         variables["SPARK_LOCAL_HOSTNAME"] = "localhost"
-    if os.environ.get("LC_ALL") in {"C", "POSIX"}:  # in which Java opens no file with a name beyond ASCII
+    if os.environ.get("LC_ALL") in {"C", "POSIX"}:  # with these, Java cannot open files with non-ASCII names
         variables["LC_ALL"] = LOCALE
     os.environ.update(variables)
     _set_here.update(variables)
@@ -142,7 +142,7 @@ def without_archives(directory: Path) -> str:
     """A command that runs this interpreter without the zip archives of pyspark in its path.
 
     Spark puts these archives before the installed pyspark. Each process would compile their modules again, for 0.7 s of
-    CPU, and Spark gives the planner of a data source only ten seconds to start.
+    CPU, and the planner of a data source must start within 10 s.
 
     Returns:
         The path of the command, or of the interpreter if files in `directory` cannot be executed.

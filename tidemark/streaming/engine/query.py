@@ -1,7 +1,7 @@
 """The query: packets -> state per shard -> effects.
 
-These functions run in Spark's Python workers, which find them by name. Their arguments travel in a
-`functools.partial`.
+These functions run in Spark's Python workers, which import them by name. A `functools.partial` contains their
+arguments.
 """
 
 import time
@@ -31,7 +31,7 @@ _packets = msgspec.msgpack.Decoder(Packet)
 
 
 _seeds_by_line: dict[str, dict[int, bytes]] = {}
-"""In a worker: the seeds of the current query."""
+"""In a worker: query -> shard -> seed, for the current query."""
 
 
 def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
@@ -47,7 +47,7 @@ def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, byte
 
 
 def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Pack the states of streams for each shard: the seeds of a query (`streaming.core.store`)."""
+    """Pack the states of streams by shard: the seeds of a query (`streaming.core.store`)."""
     parted: dict[int, dict[str, bytes]] = {}
     for stream, state in states.items():
         parted.setdefault(shard_of(stream, shards), {})[stream] = state
@@ -66,14 +66,13 @@ def advance_shard(
 ) -> Iterator[pd.DataFrame]:
     """Advance one shard by one batch.
 
-    Spark stores the states that have changed since the query began. Each worker has the seeds, which contain the
-    others.
+    Spark stores the states that have changed since the query began. Each worker has the seeds with all other states.
 
     Args:
-        key: Spark's group-by key, of which the shard is the rest modulo `shards`.
+        key: Spark's group-by key; `key % shards` is the shard.
         frames: data frames with a column `packet`.
         state: the changed states, packed.
-        line: identifies the query, to which `seeds` belong.
+        line: identifies the query of `seeds`.
 
     Yields:
         One row of `EFFECTS`.
@@ -105,8 +104,8 @@ def positions(
     Args:
         packets: see `streaming.ingest.source`.
         seeds: from `by_shard`. They must not change for this `line`, which identifies the query.
-        one_task: whether one task does the whole batch. It needs `TASKS` to be 1 (`streaming.engine.spark`). Spark's
-            plan then has no exchange: a batch takes 0.67 of the CPU.
+        one_task: whether one task computes the whole batch, which requires `TASKS` = 1 (`streaming.engine.spark`).
+            Spark's plan then has no exchange, and a batch takes only 67 % of the CPU.
     """
     if one_task:
         packets = packets.coalesce(1)
@@ -120,7 +119,7 @@ def positions(
 
 
 def collect(batch: DataFrame) -> list[bytes]:
-    """Run the batch. Returns encoded effects: they may have to wait, and need far more memory when decoded."""
+    """Run the batch. Returns the effects encoded, because they may wait, and take far more memory when decoded."""
     return [bytes(row["effects"]) for row in batch.collect()]
 
 
@@ -135,7 +134,7 @@ _WORDS = npt.NDArray[np.uint32]
 def keys_of(shards: int, tasks: int) -> list[int]:
     """Group-by keys such that `key % shards` is the shard, and Spark's hash spreads the shards evenly over `tasks`.
 
-    With the shard itself as key, of 16 shards one of four tasks had three and another six.
+    With the shard number as key, the distribution is uneven: of 16 shards, one of four tasks had three and another six.
     """
     keys = np.zeros(shards, np.int64)
     left = np.arange(shards)

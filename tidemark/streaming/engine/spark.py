@@ -1,6 +1,6 @@
 """The Spark session in its JVM (`streaming.engine.jvm`).
 
-Each setting has its reason beside it. Figures without a source are in docs/explanation/benchmarks.md.
+A comment gives the reason for each setting. Figures without a source are in docs/explanation/benchmarks.md.
 """
 
 import sys
@@ -20,8 +20,8 @@ _HADOOP = "spark.hadoop."
 _FILES = f"{_HADOOP}fs.file.impl"
 TASKS = "spark.sql.shuffle.partitions"
 """The number of tasks after the shuffle."""
-# The JVMs only pass data on and plan, at most a few hundred milliseconds of CPU a second. The second compiler would
-# take hours to pay for itself. Large pages make a batch a tenth faster, because it touches much memory once.
+# The JVMs only plan and pass on data, with a few hundred milliseconds of CPU per second, so the second compiler (C2)
+# would take hours to pay off. Large pages make a batch 10 % faster, because it touches much memory once.
 _JAVA = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
@@ -31,31 +31,31 @@ SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    # The default writes the checkpoint through a checksumming file system with a hidden file beside each file; on a
-    # local disk a plain rename is as atomic and takes a batch from 210 ms to 135 ms.
+    # The default writes the checkpoint through a checksumming file system, with a hidden file for each file. On a local
+    # disk a plain rename is as atomic, and reduces a batch from 210 ms to 135 ms.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
     _FILES: "org.apache.hadoop.fs.RawLocalFileSystem",
-    # No query reads files of another one (docs/design.md 5), so checksums are not worth their cost.
+    # No query reads files of another query (docs/design.md 5), so checksums are not worth their cost.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
-    # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
+    # Workers use a Unix socket instead of loopback TCP, which reduces a batch from 125 ms to 90 ms.
     "spark.python.unix.domain.socket.enabled": "true",
     # Pieces of Arrow data that fit into the processor's cache.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # Packets are large, so fewer of them fit.
+    # Packets are large, so limit the bytes too.
     "spark.sql.execution.arrow.maxBytesPerBatch": "4m",
-    # A plan with one small shuffle of binary columns gains nothing from being adapted.
+    # Adaptive execution has no benefit for a plan with one small shuffle of binary columns.
     "spark.sql.adaptive.enabled": "false",
     # Packets are packed integers: compressing them costs more than writing them.
     "spark.shuffle.compress": "false",
-    # An idle system runs no batch; threads of the driver do the rest.
+    # An idle system runs no batches; threads of the driver do maintenance.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
-    # By default an idle query asks Kafka a hundred times a second, at 2 ms of CPU in the JVM. Records after a silence
-    # wait half of this delay on average. Under steady traffic nothing waits.
+    # By default an idle query polls Kafka 100 times a second, at 2 ms of CPU in the JVM each. After an idle time,
+    # records wait half of this delay on average. Under steady traffic there is no delay.
     "spark.sql.streaming.pollingDelay": "200ms",
-    # A batch has four broadcasts of some KB, and each allocates a whole block. With the default of 4 MiB they were most
-    # of the garbage.
+    # A batch has four broadcasts of a few KB, and each allocates a whole block. With the default of 4 MiB, they were
+    # most of the garbage.
     "spark.broadcast.blockSize": "256k",
     # Spark keeps a thousand finished jobs by default, even without a page that shows them.
     "spark.ui.retainedJobs": "10",
@@ -66,25 +66,25 @@ SETTINGS = {
     "spark.sql.streaming.minBatchesToRetain": "10",
     # The pipeline starts a failed query again, because it knows which errors may be retried.
     "spark.task.maxFailures": "1",
-    # A batch that waits for a server must not delay the stop: its records are read again.
+    # A batch that waits for a server must not delay a stop: its records are read again.
     "spark.sql.streaming.stopTimeout": "3s",
     "spark.sql.session.timeZone": "UTC",
-    # Workers import installed modules, not those in the working directory of the pipeline.
+    # Workers import installed modules, not modules in the working directory of the pipeline.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
     DRIVER_OPTIONS: _JAVA,
     "spark.executor.extraJavaOptions": _JAVA,
-    # Arrays of one batch are as large as those of the next, so a worker should not return their memory to the system:
-    # page faults were a twelfth of the cost of RUN records. Variables of glibc; other libraries ignore them.
+    # The arrays of all batches have similar sizes, so a worker should not return memory to the system: page faults were
+    # 8 % of the cost of RUN records. These variables are glibc's; other libraries ignore them.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
-# For a local master only: other executors get our modules after their daemon has started.
+# For a local master only: other executors get Tidemark's modules after their daemon has started.
 LOCAL = {
     "spark.python.daemon.module": "tidemark.streaming.engine.daemon",
-    # The daemon forks, so no library may start a thread before.
+    # The daemon forks, so no library may start threads before.
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
     "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
@@ -102,10 +102,10 @@ class SparkSettings:
         master: Spark's master.
         memory: the driver's heap, in Spark's notation (`1g`).
         jars: jar files for the checkpoint's store.
-        tasks: the most parallel tasks after the shuffle; a local master with fewer cores has fewer.
+        tasks: the largest number of parallel tasks after the shuffle; fewer on a local master with fewer cores.
         local_dir: for Spark's temporary files.
-        options: of the JVM.
-        extra: further settings of Spark, which override all others.
+        options: JVM options.
+        extra: further Spark settings, which override all others.
     """
 
     master: str
@@ -118,7 +118,7 @@ class SparkSettings:
 
 
 def start(settings: SparkSettings) -> SparkSession:
-    """Start the JVM and the session, which takes seconds. A process can have one."""
+    """Start the JVM and the session, which takes seconds. A process can have only one."""
     conf = configuration(settings)
     return connect(Jvm(conf), conf)
 
@@ -147,7 +147,7 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     if own_disk:
         _leave_out_defaults(context, conf)
-    # The only client of this server is the JVM. When the JVM dies, the server would print a stack trace.
+    # The JVM is the only client of this server. The server would print a stack trace when the JVM dies.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
     if local:
@@ -158,7 +158,7 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
 
 
 def set_tasks(session: SparkSession, *, one_task: bool) -> None:
-    """Set the number of tasks after the shuffle for queries that start from now on. For a local master only."""
+    """Set the number of tasks after the shuffle for later queries. For a local master only."""
     context = session.sparkContext
     # The JVM knows the limits of the container.
     tasks = min(int(context.getConf().get(TASKS, "1")), context.defaultParallelism)
@@ -166,9 +166,9 @@ def set_tasks(session: SparkSession, *, one_task: bool) -> None:
 
 
 def _write_without_processes(gateway: JavaGateway) -> None:
-    """Replace Hadoop's local file system, which starts a process `chmod` for each file: 14 of 90 ms of CPU of a batch.
+    """Replace Hadoop's local file system, which starts a `chmod` process for each file: 14 of a batch's 90 ms of CPU.
 
-    Hadoop caches one object for each file system. This function replaces the object that Spark has used for its jars.
+    Hadoop caches one object for each file system; Spark has already used it for its jars.
     """
     java: Any = gateway.jvm
     compiler = java.org.codehaus.janino.SimpleCompiler()
@@ -182,7 +182,7 @@ def _write_without_processes(gateway: JavaGateway) -> None:
 
 
 def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
-    """Remove Hadoop's default settings. Spark serialises all settings for each batch: a tenth of the planning.
+    """Remove Hadoop's default settings, because Spark serialises all settings for each batch: 10 % of the planning.
 
     Only settings of `conf` remain.
     """
@@ -194,7 +194,7 @@ def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
 
 
 def executors(session: SparkSession) -> frozenset[str]:
-    """Addresses of the executors that have registered and live. Not for a local master."""
+    """The addresses of the live registered executors. Not for a local master."""
     context = session.sparkContext._jsc.sc()
     driver = context.env().blockManager().blockManagerId().hostPort()
     return frozenset(context.getExecutorMemoryStatus().keySet().mkString(" ").split()) - {driver}

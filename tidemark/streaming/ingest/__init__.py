@@ -1,20 +1,20 @@
-"""From messages in Kafka to packets of runs: what a Python worker of Spark does with the records of a batch.
+"""From messages in Kafka to packets of runs: the part of a batch that runs in Spark's Python workers.
 
-The way of a record:
+The path of a record:
 
-1. `source` is the data source that Spark sees. Its planner asks where the partitions end (`ranges.EndOffsets`), bounds
-   the batch, and cuts it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
-2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader knows transactions, holes in the offsets
-   and lost records. Its consumer comes from `consumer`.
+1. `source` is the data source for Spark. Its planner queries the end offsets (`ranges.EndOffsets`), limits the batch,
+   and divides it into tasks. A task is a list of offset ranges (`record_batch.PlannedRange`).
+2. A worker reads the ranges of its task with `ranges.RangeReader`. The reader handles transactions, holes in the
+   offsets and lost records. Its consumer comes from `consumer`.
 3. The records of one partition arrive as columns (`record_batch`): all values in one array of bytes, all keys in
    another, offsets and times as arrays of numbers. No Python object exists for a record.
 4. `decode.Decoder` turns records into edges `(prev, id]`, markers and rejected offsets. `record_batch` numbers each
    (stream, writer, epoch), so that edges can be rows of an array (`record_batch.Edges`).
 5. When a task has read a range, `compact` cuts the edges at the JOIN and RETIRE records of their stream, sorts and
-   links them into chains (`compact.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of
-   140 bytes becomes about 13 bytes. The state function takes the packets from here (`core.batch`).
+   links them into chains (`compact.link`), and packs one packet for each shard (`wire.runs.Packet`). A record of 140
+   bytes becomes about 13 bytes. The state function reads the packets (`core.batch`).
 
-Each step that handles single records exists twice, and both forms give the same result:
+Each step that handles single records has two implementations with equal results:
 
     step                   fast form                          slow form
     consume a message      native_consumer (C, by ctypes)     consumer.ObjectConsumer (confluent-kafka)
@@ -22,20 +22,20 @@ Each step that handles single records exists twice, and both forms give the same
     decode a record        field_scan.scan, with kernels      wire.records.read
     sort edges             kernels.arrange                    numpy
 
-`wire.records.read` defines what a record means. The scanner takes a record only if its meaning is certain, and leaves
-all others to `read`; only `read` gives the reason for a rejection.
+`wire.records.read` defines the meaning of records. The scanner accepts a record only if its meaning is certain, and
+leaves all others to `read`; only `read` gives the reason for a rejection.
 
 The slow forms are used in three cases:
 
-- There are few records. Loading numba takes 0.4 s of CPU, so a process with little traffic never loads it. The limits
-  are `Decoder.FEW`, `compact.FEW` and `native_consumer._FEW`.
+- The batch has few records. Loading numba takes 0.4 s of CPU, so a process with little traffic never loads it. The
+  limits are `Decoder.FEW`, `compact.FEW` and `native_consumer._FEW`.
 - numba is missing or broken (`jit_loader`). A record then takes about 12 µs of CPU instead of 0.5 µs.
 - confluent-kafka hides the symbols of librdkafka (`consumer`). A message then takes about 2 µs instead of 0.3 µs.
 
 In the last two cases the worker logs one warning that begins with "Slow decoding". The pipeline repeats the warning in
-its own log. Nothing else changes.
+its own log.
 
 Compiled code (`field_scan`, `kernels`) is cached in files by `jit_cache`, because compiling takes seconds.
 An image contains these files: `python -m tidemark.app.pipeline.compile_ahead` writes them. Compiled functions allocate
-nothing: their callers pass arrays with enough room, and get back how much was used.
+no memory: their callers pass arrays with enough room, and get the used lengths.
 """

@@ -1,15 +1,15 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. When
-a range is at its end, its edges are linked and packed: a record of 140 bytes becomes about 13 bytes (docs/design.md 5).
-Loops of Python are over runs, markers and incarnations; only the decoder and numpy loop over records. The same records
+A task reads offset ranges of Kafka's partitions. `ingest.decode` decodes the records, about a thousand at a time. At
+the end of a range, its edges are linked and packed: a record of 140 bytes becomes about 13 bytes (docs/design.md 5).
+Python loops run over runs, markers and incarnations; only the decoder and numpy loop over records. The same records
 give the same packets, byte for byte, so Spark may run a task again.
 
 JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
-(docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
+(docs/decisions/0001-segments.md). A run also ends if its offsets exceed 32 bits.
 
 A batch is bounded by its number of records, but a RUN record holds any number of facts. So a task stops early when it
-has too many facts. Its packets say so (`Packet.cut`) and give the next offset. A new query reads the rest
+has too many facts. Its packets have this flag (`Packet.cut`) and the next offset. A new query reads the rest
 (`app.pipeline.batches`).
 """
 
@@ -34,12 +34,13 @@ from tidemark.streaming.wire.runs import NUMBERS, BatchRows, Marker, PackedRuns,
 Order = npt.NDArray[np.intp]
 
 FEW = 16_384
-"""Edges that numpy sorts in two milliseconds. `decode.Decoder.FEW` bytes hold fewer, so a process that never has more
-bytes loads no compiled code."""
+"""The number of edges that numpy sorts in 2 ms. `decode.Decoder.FEW` bytes contain fewer, so a process that never has
+more bytes loads no compiled code.
+"""
 
-EDGE_SECONDS = 2e-7  # that numpy takes to sort an edge
+EDGE_SECONDS = 2e-7  # for numpy to sort an edge
 _SPARSE = 4
-"""If there are as many times more groups than edges, the counting sort is not used."""
+"""If there are more groups than this multiple of the edges, the counting sort is not used."""
 
 
 def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
@@ -47,7 +48,7 @@ def link(edges: Edges, max_edges: int) -> tuple[Edges, Order]:
 
     Args:
         edges: at least one, in the order of arrival. `prevs` and `ids` are magnitudes, `incarnations` group numbers.
-        max_edges: of a chain. Chains of duplicates may be longer.
+        max_edges: the largest number of edges of a chain. Chains of duplicates may be longer.
 
     Returns:
         The edges chain by chain, and the index of each chain's first edge.
@@ -81,7 +82,7 @@ def _arranged(edges: Edges) -> Edges:
 
 def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
     """Like `lexsort((prevs, groups))` at a third of the cost: a radix sort of the groups, then a stable sort."""
-    order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy's radix sort: 16 bits at most
+    order = np.argsort(groups.astype(np.uint16), kind="stable")  # numpy has a radix sort for up to 16 bits
     for shift in range(16, int(groups.max()).bit_length(), 16):
         order = order[np.argsort((groups[order] >> shift).astype(np.uint16), kind="stable")]
     grouped, within = groups[order], prevs[order]
@@ -106,18 +107,20 @@ def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tuple[Or
     layers = indexes - np.maximum.accumulate(np.where(again, 0, indexes))
     clashing = _clashing(groups[~again], prevs[~again], ids[~again])[np.cumsum(~again) - 1]
 
-    order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the one before
+    order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the previous one
     groups, prevs, ids, clashing = groups[order], prevs[order], ids[order], clashing[order]
     joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
     return arrival[order], _firsts(joined & ~clashing[1:] & ~clashing[:-1])
 
 
 def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
-    """Which of the edges, all different and sorted by group and `prev`, overlap another, directly or through others."""
+    """A mask of the edges (distinct, sorted by group and `prev`) that overlap another edge, directly or
+    transitively.
+    """
     by_id = np.lexsort((ids, groups))
     ranks = np.empty_like(by_id)
     ranks[by_id] = np.arange(len(by_id))
-    reach = ids[by_id][np.maximum.accumulate(ranks)]  # ranks ascend with groups, so no group reaches into the next
+    reach = ids[by_id][np.maximum.accumulate(ranks)]  # ranks ascend with groups, so groups do not mix
     begins = np.concatenate(([True], (groups[1:] != groups[:-1]) | (prevs[1:] >= reach[:-1])))
     clusters = np.cumsum(begins) - 1
     sizes = np.bincount(clusters)
@@ -126,10 +129,12 @@ def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:
 
 
 MOST_FACTS = 2_000_000
-"""Facts of a task beyond one for each record. A fact takes about 250 bytes."""
+"""The largest number of facts of a task beyond one for each record. A fact takes about 250 bytes."""
 
 MOST_EDGES = 16_384
-"""Edges of a packet: about 200 KiB. The JVM copies each packet six times, and allocates again for larger ones."""
+"""The largest number of edges of a packet, about 200 KiB. The JVM copies each packet six times, and larger ones need
+new allocations.
+"""
 
 PACKETS = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
@@ -159,8 +164,8 @@ def compact(
         read: the ranges and their records.
         keys: Spark's group-by key of each shard (`engine.query.keys_of`).
         names: the names of the topics.
-        max_facts: stop when the task has as many facts beyond one for each record.
-        refused: records that are rejected as not storable.
+        max_facts: stop when the task has this many facts beyond one for each record.
+        refused: records to reject as not storable.
 
     Yields:
         Rows of `PACKETS`: one packet for each range and shard with content, and at least one for each range, which
@@ -210,7 +215,7 @@ OFFSET_BITS = 32
 
 
 def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
-    """Pack what was decoded of one range.
+    """Pack the decoded records of one range.
 
     Returns:
         Packets with their shards, at least one, so that the next offset is known. The same records give the same
@@ -256,7 +261,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
 
 
 def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
-    """Merge the facts of an incarnation that have no marker of its stream between them."""
+    """Merge the refused facts of an incarnation between two markers of its stream."""
     marks: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marks[marker.stream].append(marker.offset)
@@ -270,13 +275,15 @@ def _refused(refused: list[TurnedAway], markers: list[Marker]) -> list[TurnedAwa
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
-    """For each edge the number of cuts before it: JOIN and RETIRE of its stream, and blocks of 2**32 offsets."""
+    """For each edge the number of cuts before it: JOIN and RETIRE records of its stream, and boundaries of 2**32
+    offsets.
+    """
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     numbers = {stream: number for number, (stream, _, _) in enumerate(incarnations)}
-    cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP has no facts beside it
+    cutting = [marker for marker in markers if marker.stream in numbers]  # a SKIP is on the other topic
     if not cutting:
         return blocks
-    # Each stream gets a range of numbers with room for every edge, so one search finds the cuts of all streams.
+    # Give each stream a range of numbers with room for every edge, so that one search finds the cuts of all streams.
     room = len(edges.ids) + 1
     before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
     cuts = np.sort(np.array([numbers[marker.stream] for marker in cutting]) * room + before)
@@ -302,7 +309,7 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunCo
     """Link edges into runs, in the order of their incarnations."""
     if not len(edges.ids):
         return RunColumns.of([])
-    parts = int(segments.max()) + 1  # of an incarnation and a direction
+    parts = int(segments.max()) + 1  # (incarnation, direction)
     groups = (edges.incarnations * 2 + (edges.ids < 0)) * parts + segments
     edges = edges._replace(incarnations=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
     chains, firsts = link(edges, MOST_EDGES)

@@ -1,6 +1,6 @@
 """The consumer of Kafka's messages: the native one, or confluent-kafka's if librdkafka's symbols cannot be found.
 
-Both have the same methods, so `ranges` uses either. All methods raise `KafkaException`, and are for one thread.
+Both have the same methods. All methods raise `KafkaException`, and are for one thread.
 """
 
 import weakref
@@ -79,7 +79,7 @@ class ObjectConsumer:
 
 
 class ObjectMessages:
-    """Messages of several partitions, and errors among them: `codes` are 0 for a record."""
+    """Messages and errors of several partitions. `codes` are 0 for a record."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages

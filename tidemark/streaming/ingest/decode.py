@@ -1,4 +1,4 @@
-"""Decodes Kafka's records into columns of edges, about a thousand records at a time, and sets bad records aside.
+"""Decodes Kafka's records into columns of edges, about a thousand records at a time, and collects bad records.
 
 If there are many records, compiled code takes the facts from them (`ingest.field_scan`). `records.read` decodes the
 others one by one, and alone gives the reason for a rejection. Both give the same result for each record.
@@ -46,10 +46,10 @@ _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
 def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
-    """The facts that a rejected record may contain: one of the stream in its value, one of the stream in its key.
+    """The facts that a rejected record may contain: one for the stream in its value, one for the stream in its key.
 
     SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
-    none either, but the writer may have reserved IDs since.
+    no fact either, but the writer may have reserved IDs since.
     """
     try:
         fields = _object.decode(value)
@@ -106,15 +106,15 @@ def _utf8(key: bytes) -> str:
 
 
 RECORD_SECONDS, BYTE_SECONDS = 12e-6, 50e-9
-"""What a record, and a byte of a RUN, take if they are decoded one by one."""
+"""Seconds to decode a record, and a byte of a RUN, one by one."""
 
 
 class Decoder:
     """Decodes the records of one range, batch by batch. For one thread.
 
     Args:
-        topic: which of the two topics the records come from.
-        refused: offsets of records that are rejected as not storable, whatever they contain.
+        topic: the topic of the records.
+        refused: offsets of records to reject as not storable, regardless of their content.
 
     Attributes:
         markers: each marker with its offset and time.
@@ -124,7 +124,7 @@ class Decoder:
     """
 
     FEW: ClassVar[int] = 64 << 10
-    """Bytes of records. Fewer are decoded one by one in 1.5 ms; the process then loads no compiled code."""
+    """Fewer bytes of records are decoded one by one, in at most 1.5 ms, without loading compiled code."""
 
     def __init__(self, topic: Topic, refused: Collection[int] = ()) -> None:
         self.topic = topic
@@ -163,7 +163,9 @@ class Decoder:
         self.next_offset = max(self.next_offset, int(fetched.offsets.max()) + 1)
 
     def _scan(self, fetched: RecordBatch) -> Iterable[int]:
-        """Take what compiled code understands. Returns the indexes of the other records, all if numba is missing."""
+        """Decode records with compiled code. Returns the indexes of the remaining records; all of them if numba is
+        missing.
+        """
         scan = loaded(load_field_scan, fetched.size * RECORD_SECONDS + len(fetched.values) * BYTE_SECONDS)
         if scan is None:
             return range(fetched.size)

@@ -49,12 +49,12 @@ _BATCH = _word("batch")
 _USUAL: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
 _WORDS, _LENGTHS = np.array([*map(_word, _USUAL)]), np.array([*map(len, _USUAL)])
 RDATA, VOID, POSITION, RUN = map(_word, ("RDATA", "VOID", "POSITION", "RUN"))
-"""Values of `Fields.kind`: the name as a little-endian number."""
+"""Values of `Fields.kind`: the kind's name as a little-endian number."""
 
 # Bits of `Fields.has`.
 HAS_KIND, HAS_STREAM, HAS_WRITER, HAS_EPOCH, HAS_PREV, HAS_ID, HAS_ROW, HAS_IDS, HAS_ROWS = (1 << at for at in range(9))
 
-_DIGITS: Final = 18  # a number with as many digits always fits
+_DIGITS: Final = 18  # a number with this many digits always fits
 
 
 class Fields(NamedTuple):
@@ -136,7 +136,7 @@ def _integers(data: Bytes, at: int, end: int, ids: Ids, count: int) -> tuple[int
 
 @compiled(inline=True)
 def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
-    """The index after a list of any values, and their number."""
+    """The index after a list, and the number of its values."""
     if at >= end or peek(data, at) != OPEN_LIST:
         return -1, 0
     inside = space(data, at + 1, end)
@@ -183,7 +183,7 @@ def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @compiled(inline=True)
 def _next(data: Bytes, at: int, end: int, index: int) -> tuple[int, int]:
-    """As `_field`, but faster if the name is the usual one of the field number `index`."""
+    """Like `_field`, but faster if field number `index` has its usual name."""
     if index < len(_WORDS) and at + 10 < end:
         length = _LENGTHS[index]
         behind = at + 1 + length
@@ -264,7 +264,7 @@ _ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 @compiled(inline=True)
 def _mixed(hashed: int, more: int) -> int:
-    """Mix high bits into low ones twice. With one mix, names that differ in few high bits had equal hashes."""
+    """Mix high bits into low ones twice. After one mix, names that differ in few high bits would have equal hashes."""
     hashed = (hashed ^ more) * _ONE
     hashed = (hashed ^ ((hashed >> 32) & _LOW)) * _OTHER
     return hashed ^ ((hashed >> 32) & _LOW)
@@ -352,7 +352,7 @@ _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
 class ScanResult(NamedTuple):
-    """Why and at which record a scan ended, and how many edges and undecided records there are in all."""
+    """Why and at which record a scan ended, and the total numbers of edges and undecided records."""
 
     why: int
     record: int
@@ -385,7 +385,7 @@ def _is_chain(prev: int, edges: Edges, first: int, stop: int) -> bool:
 
 @compiled(inline=True)
 def _start(record: Fields) -> int:
-    """The `prev` of an edge, as `records.start` gives it."""
+    """The `prev` of an edge, the same as of `records.start`."""
     if record.kind != RDATA or record.has & HAS_PREV:
         return record.prev
     return record.id - 1 if record.id > 0 else record.id + 1
@@ -422,7 +422,9 @@ def _put_edge(record: Fields, edges: Edges, count: int) -> int:
 
 @compiled(inline=True)
 def _put_run(record: Fields, edges: Edges, count: int) -> int:
-    """Complete the edges of a RUN, whose IDs are in place, and add a batch row for each further row of an ID."""
+    """Complete the edges of a RUN, whose IDs are already written, and add a batch row for each additional row of an
+    ID.
+    """
     prev, stop = record.prev, count + record.ids
     for index in range(count, count + record.ids):
         edges.prevs[index] = prev
@@ -460,7 +462,7 @@ def scan(
     data, keys = fetched.values, fetched.keys
     for at in range(first, len(fetched.offsets)):
         begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
-        if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID takes two bytes of JSON, and so does a row
+        if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID and a row each take at least two bytes of JSON
             return ScanResult(FULL, at, count, left, _NO_INCARNATION)
         fact = fields(data, begin, end, edges, count)
         key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
@@ -487,6 +489,6 @@ def scan(
 
 
 def compile_all() -> None:
-    """Compile `scan` and all that it calls, or load them from the cache."""
+    """Compile `scan` and all functions that it calls, or load them from the cache."""
     zero = np.zeros(1, np.int64)
     scan(RecordBatch.of([b""], [b""], zero, zero), 0, Incarnations().table, Edges.allocate(1), 0, zero, 0)

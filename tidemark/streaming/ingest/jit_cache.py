@@ -1,9 +1,9 @@
 """Compiles functions with numba and caches the machine code in files, because compiling takes seconds.
 
 numba's own cache does not notice a change in another module, and raises an error if a file is damaged or the disk is
-full. This cache ignores a file that is damaged or that others may write, and compiles again. The name of a file depends
-on the code and on the names of its modules, which the machine code imports. So checkouts of several versions can share
-a directory.
+full. This cache ignores a file that is damaged or writable by other users, and compiles again. The name of a file
+depends on the code and on the names of its modules, which the machine code imports. So several versions can share a
+directory.
 """
 
 import hashlib
@@ -34,11 +34,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _config: Any = numba.config
 _config.DISABLE_JIT = 0  # as Python code the functions would overflow
-# An image runs on other processors, and the features of this one gain nothing.
 _config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
 
 _MAX_FILES = 32
-"""Files in a directory that several versions and kinds of processors may share. The oldest are deleted."""
+"""The largest number of files in a directory, which several versions and processor types may share. The oldest are
+deleted.
+"""
 
 
 def compiled(*, inline: bool = False) -> Callable[[F], F]:
@@ -55,7 +56,9 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
 
 def cached(function: F) -> F:
-    """Decorate a compiled function so that its machine code, with all that it calls, is cached in a file."""
+    """Decorate a compiled function so that its machine code, including the functions that it calls, is cached in a
+    file.
+    """
     dispatcher: Any = function
     dispatcher._cache = CodeCache(dispatcher, [*cache_dirs()])
     return function
@@ -65,12 +68,14 @@ def cache_dirs() -> Iterator[Path]:
     """Directories for the files, in the order of preference."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
     given = os.environ.get("TIDEMARK_HOME")
-    with suppress(RuntimeError, OSError):  # no such user, or no working directory
+    with suppress(RuntimeError, OSError):  # unknown user, or no working directory
         yield (Path(given).expanduser() if given else default_home()).absolute() / "compiled"
 
 
 class CodeCache:
-    """The cache of one function, as numba calls it: a file for each signature, version and set of called functions."""
+    """The cache of one function, with numba's interface: a file for each signature, version and set of called
+    functions.
+    """
 
     def __init__(self, dispatcher: Any, cache_dirs: list[Path]) -> None:
         self.cache_path = str(cache_dirs[0])
@@ -91,7 +96,7 @@ class CodeCache:
 
     def save_overload(self, signature: Any, result: Any) -> None:
         if result.library.has_dynamic_globals:
-            return  # it contains addresses of this process
+            return  # the code contains addresses of this process
         name = self._name(signature, result.codegen)
         content = dumps(result._reduce())  # type: ignore[no-untyped-call]
         for directory in self._cache_dirs:
@@ -115,7 +120,7 @@ def _module_of(argument: Any) -> str | None:
 
 
 def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
-    """All that the machine code of a function depends on, as this process has it, not as the files have it."""
+    """Everything that the machine code of a function depends on, from this process and not from source files."""
     seen.add(dispatcher)
     function = dispatcher.py_func
     yield dispatcher.targetoptions, function.__module__, *_code(function.__code__)
@@ -132,7 +137,7 @@ def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
 
 
 def _code(code: CodeType) -> Iterator[object]:
-    """The parts of a code object that do not differ between processes."""
+    """The parts of a code object that are equal in all processes."""
     yield code.co_code, code.co_names, code.co_varnames
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -142,7 +147,7 @@ def _code(code: CodeType) -> Iterator[object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a file that this user or root wrote; None if there is none, or if it is damaged."""
+    """The content of a file that this user or root wrote; None if the file is missing or damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())

@@ -18,15 +18,16 @@ log = get_logger(__name__)
 Load: TypeAlias = Callable[[], ModuleType | None]
 
 PATIENCE = 2.0
-"""Seconds of work by slower code, from which on it is better to wait until the compiled code is loaded. That takes a
-second of CPU, or many seconds if nothing has compiled it before: all streams of the batch would wait."""
+"""If slower code needs more than this many seconds, it is better to wait for the compiled code. Loading takes 1 s of
+CPU, or many seconds without a cache, while all streams of the batch wait.
+"""
 
 SLOW_DECODING = "Slow decoding"
 """The first words of a warning about a fallback. The pipeline repeats such lines of Spark's workers in its own log."""
 NUMBA_WARNING = f"{SLOW_DECODING}: numba cannot be used; a record takes about 12 µs of CPU instead of 0.5 µs"
 
 warned: list[str] = []
-"""The modules that could not be loaded in this process."""
+"""The modules that this process could not load."""
 
 
 @cache
@@ -48,7 +49,7 @@ def load_field_scan() -> ModuleType | None:
 
 @cache
 def load_kernels() -> ModuleType | None:
-    """Import `kernels`, as `load_field_scan` does."""
+    """Like `load_field_scan`, for `kernels`."""
     try:
         from tidemark.streaming.ingest import kernels  # noqa: PLC0415  # takes 0.4 s of CPU
 
@@ -64,14 +65,14 @@ _lock = threading.Lock()
 
 
 def loaded(load: Load, seconds: float) -> ModuleType | None:
-    """The module that `load` returns, which is loaded in a thread from the first call on.
+    """The module that `load` returns. The first call starts a thread that loads the module.
 
     Args:
         load: `load_field_scan` or `load_kernels`.
-        seconds: of work by slower code. If it takes long, this waits for the module.
+        seconds: the time that slower code would take. If it exceeds `PATIENCE`, wait for the module.
 
     Returns:
-        None if the module is not loaded yet, or cannot be.
+        None if the module is not loaded yet, or cannot be loaded.
     """
     with _lock:
         if (future := _futures.get(load)) is None:

@@ -22,7 +22,9 @@ from tidemark.streaming.ingest.record_batch import Bytes, Edges
 from tidemark.streaming.values.intervals import Ids
 
 MOST_STEPS: Final = 32
-"""Average steps back of an edge in the insertion sort. Edges in the order of completion need one or two."""
+"""The largest average number of steps per edge in the insertion sort. Edges in the order of completion need one or
+two.
+"""
 
 
 @compiled(inline=True)
@@ -38,7 +40,7 @@ def _put(target: Edges, index: int, source: Edges, source_index: int) -> None:
 @cached
 @compiled()
 def arrange(edges: Edges, arranged: Edges, begins: Ids, spare: Edges) -> bool:
-    """Sort edges by group and `prev`, in the order of arrival if they are equal.
+    """Sort edges by group and `prev`; the sort is stable.
 
     Args:
         edges: the edges. `incarnations` are group numbers.
@@ -156,7 +158,7 @@ def _loaded(kind: Any, context: Any, builder: Any, signature: Any, arguments: An
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def peek(_typing: Any, data: Any, _at: Any) -> Any:
-    """One byte. numba's own indexing checks each time for a negative index."""
+    """Read one byte. numba's own indexing checks for a negative index each time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(_loaded(ir.IntType(8), context, builder, signature, arguments), _INT)
@@ -174,7 +176,7 @@ def _eight(_typing: Any, data: Any, _at: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]
 def plain(_typing: Any, data: Any, _at: Any) -> Any:
-    """How many of the next sixteen bytes, from the first on, are characters of a JSON string without escapes."""
+    """The number of leading bytes among the next sixteen that are unescaped ASCII characters of a JSON string."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         loaded = _loaded(_SIXTEEN, context, builder, signature, arguments)
@@ -212,7 +214,7 @@ _ESCAPED[[*b'"\\/bfnrt']] = True
 _HEX: Final = np.full(256, -1)
 for _written in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _HEX[[*_written]] = range(16)
-_PLAIN: Final = np.arange(256) < 0x80  # as `words.plain` has it
+_PLAIN: Final = np.arange(256) < 0x80  # same definition as in `plain`
 _PLAIN[:_SPACE] = False
 _PLAIN[[QUOTE, BACKSLASH]] = False
 
@@ -365,7 +367,7 @@ def _key(data: Bytes, at: int, end: int) -> int:
 @compiled()
 def value(data: Bytes, at: int, end: int) -> int:
     """The index after any value. White space may come first."""
-    depth, objects = 0, 0  # a bit for each open list or object: 1 for an object
+    depth, objects = 0, 0  # a bit for each open list or object; 1: object
     while True:
         at = space(data, at, end)
         if at >= end:

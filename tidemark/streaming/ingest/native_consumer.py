@@ -1,8 +1,8 @@
-"""Consumes messages of Kafka without Python objects, by calling the librdkafka in confluent-kafka with ctypes.
+"""Consumes Kafka messages without Python objects, by calling confluent-kafka's librdkafka with ctypes.
 
-confluent-kafka makes an object of each message, its key, its value and its time: a third of the CPU of a record. This
-module uses the public C interface of the same library (rdkafka.h); the layout of its messages is part of its ABI. The
-import raises ImportError if the symbols of librdkafka cannot be found. `consumer` falls back to confluent-kafka then.
+confluent-kafka creates objects for each message, its key, value and time: a third of the CPU of a record. This module
+uses the public C interface of the same library (rdkafka.h); the layout of its messages is part of its ABI. The import
+raises ImportError if the symbols of librdkafka cannot be found. `consumer` falls back to confluent-kafka then.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ _ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p,
 _CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
 _OK: Final = 0
 _WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
-_MESSAGE_SECONDS: Final = 5e-6  # that a message takes if it is handled by itself
+_MESSAGE_SECONDS: Final = 5e-6  # for a message that is handled singly
 _FEW: Final = 100
-"""Messages. Fewer are handled one by one, so that a process with little traffic loads no compiled code."""
+"""Fewer messages are handled one by one, so that a process with little traffic loads no compiled code."""
 
 
 class _TopicPartition(ctypes.Structure):
@@ -91,7 +91,7 @@ class NativeConsumer:
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
-        # C has no reference to the callback and may call it until the end, so the finalizer keeps one.
+        # C code may call the callback until the end, so the finalizer keeps a reference to it.
         self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
         self.close.atexit = False
 
@@ -135,7 +135,7 @@ class NativeConsumer:
 
 
 class NativeMessages:
-    """Messages of several partitions, and errors among them: `codes` are 0 for a record."""
+    """Messages and errors of several partitions. `codes` are 0 for a record."""
 
     def __init__(self, addresses: Ids) -> None:
         self._addresses = addresses
@@ -151,7 +151,9 @@ class NativeMessages:
         """A mask of the messages for each topic and partition. Errors may belong to none."""
         handles, partitions = self._handles, self._partitions
         first = handles[:1], partitions[:1]
-        if (handles == first[0]).all() and (partitions == first[1]).all():  # usual: a set costs 60 ns a message
+        if (handles == first[0]).all() and (
+            partitions == first[1]
+        ).all():  # the usual case; a set costs 60 ns per message
             handles, partitions = first
         masks: dict[tuple[str, int], Mask] = {}
         for handle, partition in set(zip(handles.tolist(), partitions.tolist(), strict=True)):
@@ -212,7 +214,7 @@ def _release(messages: Ids) -> None:
 
 
 def _kernels(count: int) -> ModuleType | None:
-    """Compiled code for `count` messages; None if they are few, or if there is no compiler."""
+    """The compiled code, if `count` messages justify it; None if there are few, or numba is missing."""
     return None if count < _FEW else loaded(load_kernels, count * _MESSAGE_SECONDS)
 
 
@@ -228,7 +230,7 @@ def _client(config: Mapping[str, str], callback: Any) -> int:
             _conf_destroy(conf)
             raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
     _conf_set_error_cb(conf, callback)
-    client: int | None = _new(_CONSUMER, conf, text, len(text))  # it owns the configuration then
+    client: int | None = _new(_CONSUMER, conf, text, len(text))  # on success it owns the configuration
     if client is None:
         code = _last_error()
         _conf_destroy(conf)

@@ -1,8 +1,7 @@
-"""Reads offset ranges of Kafka's partitions, and asks for the end offsets of partitions.
+"""Reads offset ranges of Kafka's partitions, and queries the end offsets of partitions.
 
-Spark decides which range is read: there is no consumer group, and no offset is committed to Kafka. A range is exact:
-each committed record comes once and in order, and a record that is gone raises an error. Do not use a reader after an
-error.
+Spark decides which range is read: there is no consumer group, and no offset is committed to Kafka. A range is read
+exactly: each committed record once, in order; a missing record raises an error. Do not use a reader after an error.
 """
 
 import time
@@ -19,37 +18,37 @@ from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic
 
 READING: Final = {
-    "group.id": "tidemark-pipeline",  # librdkafka needs one; nothing is ever committed to it
+    "group.id": "tidemark-pipeline",  # librdkafka requires it; offsets are never committed
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
     # Records that were deleted before they were read must stop the query (docs/design.md 3).
     "auto.offset.reset": "error",
     # An aborted record is no evidence (docs/design.md, rule 1).
     "isolation.level": "read_committed",
-    # The only sign of the end of a range that ends with the markers of transactions.
+    # Without these events, the end of a range that ends with transaction markers cannot be detected.
     "enable.partition.eof": "true",
-    # A broker answers in order: a fetch that waits for new records would delay the next range.
+    # A broker answers requests in order, so a fetch that waits for new records would delay the next range.
     "fetch.wait.max.ms": "1",
     # By default a full queue is filled again after a second, which costs 3 µs for each record.
     "fetch.queue.backoff.ms": "1",
-    # Records that were fetched beyond the range are fetched again with the next range.
+    # Limit prefetching: records beyond the range are fetched again with the next range.
     "queued.max.messages.kbytes": str(8 << 10),
 }
 
 PATIENCE = 60.0  # seconds for the next record
-_WAIT = 0.01  # seconds that a call waits
-_MAX_MESSAGES = 4_000  # of a call; with 50 000 a message costs half as much again
-_FIRST_MESSAGES = 50  # of a call, while their size is not known
-_BYTES = 2 << 20  # of a call, about
+_WAIT = 0.01  # seconds that one call waits
+_MAX_MESSAGES = 4_000  # of a call; with 50,000 a message costs 50 % more
+_FIRST_MESSAGES = 50  # of a call while the size of messages is unknown
+_BYTES = 2 << 20  # of a call, approximately
 
 _ANSWER = 1.0  # seconds for one answer of the brokers
-_STALE = 5.0  # seconds without an answer: the client is opened again, because it may not know new brokers
+_STALE = 5.0  # seconds without an answer until the client is opened again, because it may not know new brokers
 
 TopicOffsets = dict[str, dict[int, int]]
 """An offset for each partition, by topic."""
 
 _Positions = dict[PlannedRange, int]
-"""The next offset of each range that is not at its end."""
+"""The next offset of each unfinished range."""
 
 
 class RangeReader:
@@ -80,7 +79,7 @@ class RangeReader:
 
         Raises:
             Unavailable: no record came for `patience` seconds.
-            Refused: a person must help.
+            Refused: a person must resolve the problem.
         """
         positions = {planned: planned.start for planned in ranges if planned.start < planned.end}
         self._errors.forget()
@@ -94,7 +93,7 @@ class RangeReader:
             if batches:
                 deadline = time.monotonic() + self._patience
             elif fetched_beyond and positions:
-                self._fetch(positions)  # stop fetching beyond the ranges that are done
+                self._fetch(positions)  # stop fetching beyond finished ranges
             self._errors.raise_refusal()
             if positions and time.monotonic() > deadline:
                 planned, offset = next(iter(positions.items()))
@@ -104,7 +103,7 @@ class RangeReader:
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, problem))
 
     def park(self) -> None:
-        """Stop fetching until the next range: an answer under way would delay it."""
+        """Stop fetching until the next range, which a pending fetch would delay."""
         with self._errors.explaining():
             self._consumer.unassign()
 
@@ -118,7 +117,7 @@ class RangeReader:
             )
 
     def _next(self, positions: _Positions) -> tuple[list[tuple[PlannedRange, RecordBatch]], bool]:
-        """The next records of the ranges, and whether messages beyond the ranges came. Advances `positions`."""
+        """The next records of the ranges, and whether messages beyond the ranges arrived. Advances `positions`."""
         batches: list[tuple[PlannedRange, RecordBatch]] = []
         remaining = sum(planned.end - offset for planned, offset in positions.items())
         with self._consumer.consume(min(self._max_messages, remaining), _WAIT) as messages:
@@ -131,7 +130,7 @@ class RangeReader:
                 if mask is None:
                     continue
                 records = mask & (codes == 0) & (offset <= offsets)
-                # Records come in order: if one lies beyond the range's end, the rest of the range has only holes.
+                # Records arrive in order: if one is beyond the range's end, the rest of the range has only holes.
                 passed = offsets[records][-1:] + 1
                 partition_ends = [int(offsets[number]) for number in ends if mask[number]]
                 positions[planned] = max([offset, *passed.tolist(), *partition_ends])
@@ -147,7 +146,7 @@ class RangeReader:
 
 
 def _is_end(error: KafkaError) -> bool:
-    """Whether the error marks the end of a partition. Raises all other errors but those of the unused group."""
+    """Whether the error marks the end of a partition. Ignores errors of the unused group, and raises all others."""
     if concerns_group(error):
         return False
     if error.code() != KafkaError._PARTITION_EOF:
@@ -158,12 +157,12 @@ def _is_end(error: KafkaError) -> bool:
 class EndOffsets:
     """Fetches the read_committed end offsets of partitions. For one thread.
 
-    A new leader may lag for a moment. So an end below an offset that was already read is asked for again for a sixth of
-    `patience`.
+    A new leader may lag for a moment. So an end below an offset that was already read is queried again, for up to a
+    sixth of `patience`.
 
     Args:
         client: librdkafka's settings of the connection.
-        patience: seconds that brokers may be away.
+        patience: seconds that brokers may be unavailable.
     """
 
     def __init__(self, client: Mapping[str, str], patience: float = PATIENCE) -> None:
@@ -177,7 +176,7 @@ class EndOffsets:
 
         Raises:
             Unavailable: the brokers did not answer, or an end is below its offset in `known`.
-            Refused: a person must help.
+            Refused: a person must resolve the problem.
         """
         began = fresh = time.monotonic()
         while True:
@@ -213,7 +212,7 @@ class EndOffsets:
             try:
                 answers = self._consumer.offsets_for_times(latest, _ANSWER)
             except KafkaException:
-                self._consumer.poll(0.1)  # calls the listener with the cause
+                self._consumer.poll(0.1)  # calls the listener, which gets the cause
                 self._errors.raise_refusal()
                 raise
             ends: TopicOffsets = {topic: {} for topic in known}

@@ -1,5 +1,6 @@
-"""Columns of a task: the records as Kafka's client returns them, the edges decoded from them, and the numbers for their
-incarnations (stream, writer, epoch)."""
+"""The columns of a task: records from Kafka's client, their decoded edges, and the numbers of incarnations (stream,
+writer, epoch).
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRange:
-    """The offsets `[start, end)` of one partition. Any of them may have no record, because transactions leave holes."""
+    """The offsets `[start, end)` of one partition. Not every offset has a record, because transactions leave holes."""
 
     topic: Topic
     partition: int
@@ -61,8 +62,8 @@ class RecordBatch(NamedTuple):
 class Edges(NamedTuple):
     """Edges and batch rows as columns, one row for each.
 
-    `incarnations` are numbers that `incarnations.Incarnations` gives. `kinds` are codes of `Kind`, or `ROW` for a batch
-    row, whose `prevs` and `ids` have no meaning. `prevs` and `ids` have their sign. The edges of a RUN share an offset.
+    `incarnations` are numbers from `Incarnations`. `kinds` are codes of `Kind`, or `ROW` for a batch row, whose `prevs`
+    and `ids` are meaningless. `prevs` and `ids` are signed. The edges of a RUN share an offset.
     """
 
     incarnations: Ids
@@ -91,7 +92,7 @@ class Edges(NamedTuple):
         return Edges(*map(np.concatenate, pairs))
 
     def extended(self, count: int, more: int) -> "Edges":
-        """A copy of the first `count` rows with room for `more` rows or more. Unused pages take no memory."""
+        """A copy of the first `count` rows with room for at least `more` rows. Unused pages take no memory."""
         room = Edges.allocate(max(count + more, 2 * self.size, 4096))
         pairs: Any = zip(room, self, strict=True)
         for column, known in pairs:
@@ -109,7 +110,7 @@ class Edges(NamedTuple):
 
 
 def read_only(data: Bytes) -> Bytes:
-    """Make an array read-only. numba compiles a function again for each type, and a writable array is another type."""
+    """Make an array read-only, so that all arrays have one type: numba compiles a function for each type."""
     data.setflags(write=False)
     return data
 
@@ -123,15 +124,15 @@ Incarnation = tuple[str, str, int]
 
 _SEED = secrets.randbits(62)
 _LINE = 64  # bytes of the processor's cache
-_FEW = 500  # incarnations: fewer are read again without a prefetch
+_FEW = 500  # incarnations; a smaller table needs no prefetch
 
 
 class IncarnationTable(NamedTuple):
     """A hash table of incarnations that compiled code reads and extends.
 
-    `counts`: the number of incarnations, and the length of all their names. `names`: the names of streams and writers
-    in one array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and
-    the epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that no
+    `counts`: (number of incarnations, total length of their names). `names`: the names of streams and writers in one
+    array. `bounds`: for each number the start of the stream's name, the start of the writer's name, its end, and the
+    epoch. `legal`: whether both names are legal. `slots`: numbers by hash, -1 if free. `seed` is secret, so that no
     sender can choose names with equal hashes.
     """
 
@@ -152,7 +153,7 @@ class IncarnationTable(NamedTuple):
 
 
 class MissingIncarnation(NamedTuple):
-    """An incarnation that is not in the table, with the bounds of its names in the values, and its hash."""
+    """An incarnation that is not in the table: the bounds of its names in the values, its epoch and its hash."""
 
     stream: int
     stream_end: int
@@ -163,9 +164,9 @@ class MissingIncarnation(NamedTuple):
 
 
 class Incarnations:
-    """Numbers incarnations: from 0 upwards in `table`, from -1 downwards outside of it. One may have a number of both.
+    """Numbers incarnations: from 0 upwards in `table`, from -1 downwards outside. An incarnation may have both numbers.
 
-    The numbers depend on the order in which the incarnations come; `ranked` gives numbers that do not.
+    The numbers depend on the order of arrival; the ranks of `ranked` do not.
     """
 
     def __init__(self) -> None:
@@ -207,10 +208,10 @@ class Incarnations:
         _put(table.slots, missing.hash, number)
 
     def prefetch(self, records: int) -> None:
-        """Read the table in order before a large scan: random cache misses cost ten times as much.
+        """Load the table into the cache sequentially before a large scan: random cache misses cost ten times as much.
 
         Args:
-            records: how many will be scanned. For few records or a small table this does nothing.
+            records: the number of records to scan. Does nothing for few records or a small table.
         """
         table, (count, length) = self.table, self.table.counts.tolist()
         if _FEW < count <= 4 * records:

@@ -1,7 +1,7 @@
 """The data source of packets for Spark: one Python process plans ranges of Kafka, and workers read and compact them.
 
-The JVM sees offsets and packets, but no record (docs/decisions/0021-kafka-in-python.md). A worker keeps its consumer
-between batches.
+The JVM handles offsets and packets, but no records (docs/decisions/0021-kafka-in-python.md). A worker keeps its
+consumer between batches.
 """
 
 import math
@@ -27,34 +27,34 @@ from tidemark.streaming.ingest.record_batch import PlannedRange
 from tidemark.streaming.wire.records import Topic
 
 ONE_TASK = 20_000
-"""Records for one task. Fewer are not worth a second task, which costs Spark some milliseconds."""
+"""The number of records per task. Fewer are not worth another task, which costs Spark a few milliseconds."""
 LIGHT_RECORDS = 200_000
-"""The most records of a batch that is computed by one task (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
+"""The largest number of records of a batch that one task computes (`KafkaConfig.one_task`): 0.2 to 0.3 s of a core."""
 
 FEW = 40
-"""Records for which a batch is worth its cost (`Pace`): what comes in 0.2 s at 200 a second."""
+"""The number of records for which a batch is worth its cost (`Pace`): 0.2 s at 200 records/s."""
 LONGEST_WAIT = 0.6  # seconds from the start of one batch to the start of the next one that has records
-_IDLE = 2.0  # seconds between two batches; after such a pause the cost of the batch is not known
-_LIST_SECONDS = 10.0  # between two lists of processes, each of which takes some milliseconds
-_STEP = 0.02  # the shortest wait between two questions, which cost a millisecond here and one in the broker
+_IDLE = 2.0  # seconds without a batch, after which the cost of a batch is not known
+_LIST_SECONDS = 10.0  # between two lists of processes, each of which takes a few milliseconds
+_STEP = 0.02  # the shortest pause between two queries, each of which costs 1 ms in this process and 1 ms in the broker
 
 _OPTION = "secret"  # Spark redacts an option with this name
 
 
 class KafkaConfig(msgspec.Struct, frozen=True):
-    """What the data source needs to know.
+    """The configuration of the data source.
 
     Attributes:
-        client: librdkafka's settings, with which any host can connect.
+        client: librdkafka's settings, valid on any host.
         facts, control: the names of the topics.
         start: the next offset of every partition.
-        records: the most records of the first batch.
-        limit: the most records of any batch.
+        records: the largest number of records of the first batch.
+        limit: the largest number of records of any batch.
         share: see `Pace`.
-        driver: the process whose CPU time counts, with that of its descendants.
+        driver: the process whose CPU time is measured, with its descendants.
         keys: Spark's group-by key of each shard.
-        most: the most facts of a task beyond one for each record.
-        refused: records that are rejected as not storable.
+        most: the largest number of facts of a task beyond one for each record.
+        refused: records to reject as not storable.
         one_task: whether one task reads all records of a batch.
     """
 
@@ -84,7 +84,7 @@ def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
 
 
 class PacketSource(DataSource):
-    """The class that Spark's Python processes find by name. Its one option is the encoded `KafkaConfig`."""
+    """The data source, which Spark's Python processes import by name. Its one option is the encoded `KafkaConfig`."""
 
     @classmethod
     def name(cls) -> str:
@@ -107,7 +107,7 @@ _Offsets = dict[str, dict[str, int]]
 
 
 class PacketReader(DataSourceStreamReader):
-    """The planner calls it for offsets, a worker for the records of a task."""
+    """The stream reader: the planner queries offsets, and a worker reads the records of a task."""
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
@@ -135,7 +135,7 @@ class PacketReader(DataSourceStreamReader):
             return _written(ends)
         while not self._pace.begins(records := _count(known, ends), now := time.monotonic()):
             if not records:
-                return start  # Spark asks again after its polling delay (`engine.spark`)
+                return start  # Spark polls again after its polling delay (`engine.spark`)
             time.sleep(self._pace.pause(records, now))
             ends = self._ends.beyond(known)
         end = bounded_ends(known, ends, self._records)
@@ -169,11 +169,11 @@ class PacketReader(DataSourceStreamReader):
 
 
 class Pace:
-    """Decides when a batch begins, so that batches take at most a share of a core while few records come.
+    """Decides when a batch begins, so that batches use at most a share of a core at a low rate of records.
 
-    A batch of one record costs about as much as one of a thousand. The next batch begins when as much time has passed
-    since the last one as the last ones cost, divided by `share`. With fewer than `FEW` records the pause is longer in
-    proportion. It is never longer than `LONGEST_WAIT`, and `ONE_TASK` records do not wait.
+    A batch of one record costs about as much as one of a thousand. The time from one batch to the next is the cost of
+    the last batches, divided by `share`. With fewer than `FEW` records it is proportionally longer. It is never longer
+    than `LONGEST_WAIT`, and `ONE_TASK` records do not wait.
     """
 
     def __init__(self, share: float, cpu: Callable[[], float]) -> None:
@@ -186,7 +186,7 @@ class Pace:
 
     @property
     def cost(self) -> float:
-        """CPU seconds of a batch: the median of the last ones."""
+        """CPU seconds of a batch: the median of the last batches."""
         return statistics.median(self._costs) if self._costs else 0.0
 
     def begins(self, records: int, now: float) -> bool:
@@ -200,7 +200,7 @@ class Pace:
         return True
 
     def pause(self, records: int, now: float) -> float:
-        """Seconds until a batch is likely to begin, if records keep coming as fast as since the last batch began.
+        """Estimated seconds until a batch begins, at the rate of records since the last batch began.
 
         Args:
             records: number of waiting records, at least 1.
@@ -210,14 +210,14 @@ class Pace:
         return max(_STEP, min(LONGEST_WAIT, wait, passed * ONE_TASK / records) - passed)
 
     def _wait(self, records: int) -> float:
-        """Seconds from the start of one batch to the start of one with `records` records."""
+        """Seconds from the start of the last batch to the start of the next one, if that has `records` records."""
         return min(LONGEST_WAIT, self.cost / self._share * max(1.0, FEW / records))
 
 
 class ProcessTree:
     """The CPU time of a process and all its descendants.
 
-    If the process is on another machine, the time is the clock's: a batch then counts as one core.
+    If the process is on another machine, wall-clock time is used, as if a batch took one core.
     """
 
     def __init__(self, root: int) -> None:
@@ -226,7 +226,7 @@ class ProcessTree:
         self._listed = -math.inf
 
     def cpu_seconds(self) -> float:
-        """With that of the children that each process has waited for."""
+        """CPU seconds since the start, including reaped children."""
         now = time.monotonic()
         if now > self._listed + _LIST_SECONDS:
             self._members, self._listed = _family(self._root), now
@@ -247,7 +247,7 @@ def _family(root: int) -> list[psutil.Process]:
 
 
 def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> TopicOffsets:
-    """End offsets for at most `max_records` offsets together: the same share of each partition."""
+    """End offsets that cover at most `max_records` offsets in total: the same share of each partition."""
     total = _count(start, ends)
     if total <= max_records:
         return ends
@@ -261,7 +261,7 @@ def bounded_ends(start: TopicOffsets, ends: TopicOffsets, max_records: int) -> T
 
 
 def grown_limit(records: int, limit: int) -> int:
-    """The most records of the batch after a full one: 1/64 more, up to `limit`.
+    """The largest number of records of the batch after a full one: 1/64 more, up to `limit`.
 
     A batch with too many facts for memory starts a new query with a lower limit (`app.pipeline.batches`). So the limit
     grows slowly.
@@ -270,7 +270,7 @@ def grown_limit(records: int, limit: int) -> int:
 
 
 def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
-    """Spread ranges over as many tasks as they are worth: the longest first, each to the smallest task."""
+    """Distribute ranges over tasks: the longest first, each to the smallest task."""
     task_count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
     tasks: list[list[PlannedRange]] = [[] for _ in range(task_count)]
     sizes = [0] * task_count
@@ -284,8 +284,8 @@ def split_ranges(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
 def fetch_groups(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """Divide the ranges of a task into groups that are fetched together.
 
-    Few records are fetched in one group, because a request for each range would take longer than the rest of the task.
-    Many are fetched range by range, because messages fetched beyond the end of a range are dropped.
+    A few records are fetched in one group, because a request for each range would take longer than the rest of the
+    task. Many records are fetched range by range, because messages beyond the end of a range are dropped.
     """
     return [ranges] if _size(ranges) <= ONE_TASK else [[range_] for range_ in ranges]
 
@@ -297,7 +297,7 @@ _open_readers: list[tuple[Mapping[str, object], RangeReader]] = []
 
 @contextmanager
 def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
-    """The reader of this worker. Another connection, or an error, makes a new one."""
+    """The reader of this worker. After an error, or for other connection settings, a new one is opened."""
     wanted = {"client": config.client, "names": config.names}
     if _open_readers and _open_readers[0][0] != wanted:
         _open_readers.pop()[1].close()

@@ -1,8 +1,7 @@
-"""The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Only this module knows their sign.
-Pure.
+"""The direction of a stream's IDs: up from 1, or down from -1 (docs/design.md 3). Only this module handles signs. Pure.
 
-The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs, whose order is away from 0:
-the IDs of a backward stream ascend too.
+The state of a stream holds magnitudes. Records, effects, sinks and readers have signed IDs, ordered away from 0, so the
+IDs of a backward stream ascend too.
 """
 
 from enum import IntEnum
@@ -12,7 +11,7 @@ DirectionName = Literal["forward", "backward"]
 
 
 class Direction(IntEnum):
-    """The number is the stored form. `UNKNOWN`: no record of the stream has had an ID other than 0 so far."""
+    """The numbers are stored. `UNKNOWN`: no record of the stream has had an ID other than 0 yet."""
 
     FORWARD = 1
     BACKWARD = -1
@@ -32,20 +31,20 @@ class Direction(IntEnum):
         return -magnitude if self is Direction.BACKWARD else magnitude
 
     def opposes(self, other: "Direction") -> bool:
-        """Whether the two are opposite; a stream has one direction only."""
+        """Whether the directions are opposite; a stream has only one direction."""
         return self * other < 0
 
 
 def beyond(a: int, b: int) -> bool:
-    """Whether `a` comes after `b`."""
+    """Whether `a` is farther from 0 than `b`."""
     return abs(a) > abs(b)
 
 
 def farther(a: int, b: int) -> int:
-    """The later of the two; `b` if they are equally far."""
+    """The ID farther from 0; `b` if both are equally far."""
     return a if beyond(a, b) else b
 
 
 def nearer(a: int, b: int) -> int:
-    """The earlier of the two; `a` if they are equally far."""
+    """The ID nearer to 0; `a` if both are equally far."""
     return b if beyond(a, b) else a

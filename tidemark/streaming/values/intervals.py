@@ -1,7 +1,7 @@
 """Sets of stream IDs as sorted, disjoint, half-open intervals `(low, high]`. Pure; magnitudes only.
 
-An `Intervals` never changes: every operation gives a new one. All of them work on whole arrays, so a set made from a
-million IDs costs a sort and not a million steps.
+An `Intervals` is immutable. Operations work on whole arrays, so a set of a million IDs costs one sort and not a million
+steps.
 """
 
 from array import array
@@ -16,11 +16,12 @@ Ids = npt.NDArray[np.int64]
 _NONE: Ids = np.empty(0, np.int64)
 
 _CODES = {2: "H", 4: "I", 8: "Q"}
-"""Widths in bytes of packed numbers. One byte is not used: steps would often be too long, and all would be packed
-again."""
+"""Widths in bytes of packed numbers. One byte is not used, because steps would often be too long, which requires
+repacking.
+"""
 
 _DENSE = 8
-"""If at least one in this many IDs exists, a mark for each ID costs a tenth of sorting."""
+"""If at least one in this many IDs exists, a bitmap costs a tenth of sorting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +33,7 @@ class Intervals:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Self:
-        """From `(low, high)` pairs in any order; they may overlap."""
+        """The union of `(low, high)` pairs, in any order; they may overlap."""
         listed = [*pairs]
         if not listed:
             return cls(_NONE, _NONE)
@@ -45,7 +46,9 @@ class Intervals:
         if not len(ids):
             return cls(_NONE, _NONE)
         if (marked := _marked(ids)) is None:
-            ordered = np.sort(ids, kind="stable")  # usually a few that ascend: six times as fast as the default
+            ordered = np.sort(
+                ids, kind="stable"
+            )  # for a few ascending IDs, the usual case, six times as fast as the default
             return cls._merged(ordered - 1, ordered)
         low, present = marked
         bounds = np.flatnonzero(present[1:] != present[:-1]) + low
@@ -58,7 +61,7 @@ class Intervals:
 
     @classmethod
     def _merged(cls, lows: Ids, highs: Ids) -> Self:
-        if (lows[1:] > highs[:-1]).all():  # the usual case, at a fifth of the cost
+        if (lows[1:] > highs[:-1]).all():  # the usual case, which is five times faster
             return cls(lows, highs)
         order = np.argsort(lows, kind="stable")
         lows, reach = lows[order], np.maximum.accumulate(highs[order])
@@ -110,7 +113,7 @@ class Intervals:
         return Intervals(lows[open_], highs[open_])
 
     def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `ids`, in any order, are in the set."""
+        """A mask of the `ids`, in any order, that are in the set."""
         if not len(self):
             return np.zeros(len(ids), np.bool_)
         at = np.minimum(np.searchsorted(self.highs, ids, side="left"), len(self) - 1)
@@ -143,7 +146,7 @@ class Intervals:
         return position
 
     def pack(self) -> bytes:
-        """Encode the set in few bytes: the size of a step, the last bound, and the steps from bound to bound."""
+        """Encode the set compactly: the size of a step, the last bound, and the steps from bound to bound."""
         if not len(self):
             return b""
         bounds = np.empty(2 * len(self), np.int64)
@@ -157,7 +160,9 @@ class Intervals:
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NONE, _NONE)
-        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)  # numpy turns uint64 into floats
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(
+            np.int64
+        )  # numpy would convert uint64 to float
         bounds = np.zeros(len(steps) + 1, np.int64)
         np.cumsum(steps, out=bounds[1:])
         bounds += last_of(packed) - bounds[-1]
@@ -181,8 +186,7 @@ class Intervals:
 
 
 def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
-    """A bit for each ID from below the lowest to above the highest, and the first of these IDs. None if `ids` are
-    sparse."""
+    """A bitmap from below the lowest ID to above the highest, and the ID of its first bit. None if `ids` are sparse."""
     low, high = int(ids.min()) - 1, int(ids.max())
     if high - low > _DENSE * len(ids):
         return None
@@ -192,7 +196,7 @@ def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
 
 
 def are_different(ids: Ids) -> bool:
-    """Whether all `ids` differ, in any order."""
+    """Whether all `ids` are distinct."""
     if not len(ids):
         return True
     marked = _marked(ids)
@@ -206,7 +210,7 @@ def last_of(packed: bytes) -> int:
 
 
 class Ascending(NamedTuple):
-    """Disjoint intervals from the bound `low` to the bound `high`, in a form that can be appended to a packed set.
+    """Disjoint intervals between the bounds `low` and `high`, encoded so that they can be appended to a packed set.
 
     `steps` are the differences from bound to bound, as integers of `size` bytes; the longest step needs this size.
     """
@@ -223,7 +227,7 @@ class Ascending(NamedTuple):
         bounds[::2], bounds[1::2] = lows, highs
         steps = np.append(bounds[1:] - bounds[:-1], 0)
         lasts = np.append(firsts[1:], len(lows)) - 1
-        begins, ends = 2 * firsts, 2 * lasts + 1  # of each set's steps; the next step leads to another set
+        begins, ends = 2 * firsts, 2 * lasts + 1  # of each set's steps; the step in between leads to the next set
         longest = np.maximum.reduceat(steps, np.column_stack((begins, ends)).ravel())[::2]
         sizes = np.select([longest >> 16 == 0, longest >> 32 == 0], [2, 4], 8)
         packed = {size: steps.astype(f"<u{size}").tobytes() for size in set(sizes.tolist())}
@@ -257,7 +261,7 @@ def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
         return _united(packed, more, most)
     known = (len(packed) - 9) // size
     gone = max(0, known + 1 + added - (2 * most - 1))
-    # If the longest steps are dropped, shorter numbers may be enough for the others.
+    # After the longest steps are dropped, fewer bytes per number may be enough.
     if gone and size > 2 and max(array(_CODES[size], packed[9 : 9 + gone * size])) >> 4 * size:
         return _united(packed, more, most)
     steps = more.steps

@@ -1,7 +1,7 @@
 """Bounds of a stream's state, reasons for rejecting a record, evidence, and the shard of a stream.
 
-At a bound a state stops advancing, rejects records, or forgets in a way that can only delay it (docs/design.md, rule
-9). This module does not need numpy, because services that only write or read import it too.
+At a bound a state stops advancing, rejects records, or drops data, which can only delay it (docs/design.md, rule 9).
+This module does not need numpy, because services that only write or read import it too.
 
 *Policies* are settings for single streams. The name of a policy is the name of a stream, or a prefix of names with a
 `*`. For each setting, the most specific policy that has the setting applies. If none has it, the default applies.
@@ -30,16 +30,17 @@ def fitting(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much a stream's state may contain.
+    """The bounds of a stream's state.
 
     Attributes:
-        pending: spans of a writer. An edge that would add one is deferred.
+        pending: spans of a writer. An edge that would exceed it is deferred.
         completed: intervals above the linear position. The highest are forgotten.
-        unjoined: incarnations that never joined. Records of further ones are rejected.
-        retired: retired writers. Those that retired first are dropped.
+        unjoined: incarnations that never joined. Records of additional ones are rejected.
+        retired: retired writers. The ones that retired first are dropped.
         retirement: milliseconds after which a retired writer is dropped.
-        unread: streams of a shard that are known only from unreadable records. Each further one is marked as uncertain.
-        own: other bounds for some streams, by the names that `fitting` gives.
+        unread: streams of a shard that are known only from unreadable records. Each additional stream is marked as
+            uncertain.
+        own: other bounds for some streams, by policy name (`fitting`).
     """
 
     pending: int = 10_000
@@ -57,7 +58,7 @@ class Bounds:
 class Reason(StrEnum):
     """Why a record was sent to the dead letters: one exact reason for every kind of bad record."""
 
-    # found while decoding
+    # detected while decoding
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
     UNKNOWN_KIND = "unknown_kind"
@@ -71,24 +72,24 @@ class Reason(StrEnum):
     WRONG_TOPIC = "wrong_topic"
     UNEVEN_RUN = "uneven_run"
     BAD_TEXT = "bad_text"
-    # found while decoding or against the stream's direction
+    # detected while decoding, or by the stream's direction
     MIXED_SIGN = "mixed_sign"
-    # found against the stream's state
+    # detected by the stream's state
     ZOMBIE = "zombie"
     CONFLICT = "conflict"
     UNKNOWN_WRITER = "unknown_writer"
     BEYOND_ALLOCATED = "beyond_allocated"
     WRONG_PARTITION = "wrong_partition"
     BUFFER_OVERFLOW = "buffer_overflow"
-    # found by the database
+    # detected by the database
     NOT_STORABLE = "not_storable"
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Records that go to the dead letters unchanged.
 
-    `offsets` are ascending little-endian int64. `ids` is empty, or has for each record the first ID that does not fit,
-    0 if the whole record does not.
+    `offsets` are ascending little-endian int64. `ids` is empty, or has the first rejected ID of each record, 0 if the
+    whole record is rejected.
     """
 
     topic: str
@@ -105,8 +106,8 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How the IDs of a range were settled (docs/design.md 1).
 
-    `facts` were seen as RDATA; `empty` were declared void (1 each) or announced (the width of the range) by their
-    writer; `unseen` and `skipped` are the widths of the ranges that a join or an operator settled.
+    `facts`: read as RDATA. `empty`: declared void (1 each) or announced (the width of the range) by their writer.
+    `unseen`, `skipped`: the widths of ranges that a join or an operator settled.
     """
 
     facts: int = 0
@@ -124,7 +125,7 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """The four counts in the order of every stored form."""
+        """The four counts in the order in which they are stored."""
         return self.facts, self.empty, self.unseen, self.skipped
 
     @property
@@ -133,7 +134,7 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return not (self.facts or self.unseen or self.skipped)
 
     def at_most(self, width: int) -> "Evidence":
-        """An upper limit for a part of the range that is `width` IDs wide."""
+        """The upper bounds for a part of the range with `width` IDs."""
         return Evidence(*(min(count, width) for count in self.counts))
 
 
@@ -141,11 +142,11 @@ NOTHING = Evidence()
 
 
 class Encoded(NamedTuple):
-    """An encoded state in the parts in which it is stored (`core.codec`).
+    """The stored parts of an encoded state (`core.codec`).
 
     Attributes:
         whole: the complete state; the table of retired writers replaces the last byte of `state`.
-        state: all but the table of retired writers. It can be decoded alone.
+        state: the state without the table of retired writers; can be decoded alone.
         retired: the table of retired writers, None if it has not changed.
     """
 
@@ -155,7 +156,7 @@ class Encoded(NamedTuple):
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a terminal would execute. Anybody may have written the text."""
+    """Replace control characters, which a terminal would execute, in untrusted text."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
@@ -168,7 +169,7 @@ DAY = 24 * 3600 * 1000  # ms
 
 
 class PolicySetting(NamedTuple):
-    """A setting of a policy. Without a default (None), it has no effect unless a policy has it."""
+    """A setting of a policy. If its default is None, it has no effect unless a policy sets it."""
 
     default: int | None
     most: int
@@ -207,7 +208,7 @@ class Policies:
     defaults: Mapping[str, int] = field(default_factory=dict)
 
     def source(self, stream: str, setting: str) -> str | None:
-        """The name of the policy that applies; None if the default applies."""
+        """The name of the policy that applies; None for the default."""
         return next((name for name in fitting(stream) if setting in self.given.get(name, ())), None)
 
     def value(self, stream: str, setting: str) -> int | None:
@@ -216,7 +217,7 @@ class Policies:
         return self.defaults.get(setting, POLICY_SETTINGS[setting].default)
 
     def bounds(self) -> Bounds:
-        """The bounds of all streams, and those of streams with their own."""
+        """The bounds of all streams, including streams with their own bounds."""
         ours = {setting for setting, _ in _BOUNDS.values()}
         own = {name: self._bounds(name, {}) for name, given in self.given.items() if ours & given.keys()}
         return Policies({}, self.defaults)._bounds("*", own)
@@ -226,7 +227,7 @@ class Policies:
         return Bounds(**limits, own=own)
 
 
-# Bound -> setting with a default, and unit.
+# Bound -> (setting with a default, unit).
 _BOUNDS: Final = {
     "pending": ("pending_bound", 1),
     "completed": ("completed_bound", 1),

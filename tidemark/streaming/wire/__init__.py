@@ -1,1 +1,1 @@
-"""Records and runs as they are encoded in Kafka and between the stages of a batch. No state of a stream."""
+"""The encodings of records in Kafka, and of runs between the stages of a batch. No state of a stream."""

@@ -1,7 +1,7 @@
 """The commands of the line protocol, parsed from lines and formatted as lines. Pure.
 
-A line is UTF-8 without control characters other than the tab. Its first word is the command. Commands that another
-process will interpret (the relayed commands) are checked for their form and passed on unchanged.
+A line is UTF-8 without control characters other than the tab. Its first word is the command. Relayed commands, which
+another process interprets, are only checked for their syntax and passed on unchanged.
 """
 
 import re
@@ -17,7 +17,8 @@ class LineSplitter:
     """Splits the bytes of a connection into lines.
 
     Args:
-        longest: the most bytes of a line without its newline. No more bytes of an incomplete line are stored.
+        longest: the largest number of bytes of a line without its newline. Of an incomplete line, no more bytes are
+            stored.
     """
 
     def __init__(self, longest: int) -> None:
@@ -25,10 +26,10 @@ class LineSplitter:
         self._begun = b""
 
     def lines(self, data: bytes) -> Iterator[bytes]:
-        """The lines that are complete with `data`, without their newlines. Take all of them before the next call.
+        """The lines that `data` completes, without their newlines. Exhaust the iterator before the next call.
 
         Raises:
-            BadCommand: a line is too long. The connection cannot be used any more.
+            BadCommand: a line is too long. The connection can no longer be used.
         """
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
@@ -83,7 +84,7 @@ class ReplicateCommand:
 
 @dataclass(frozen=True, slots=True)
 class PositionCommand:
-    """`writer` has no row in `(prev, id]`. A client whose position is below `prev` has missed rows."""
+    """`writer` has no row in `(prev, id]`. A client with a position below `prev` has missed rows."""
 
     stream: str
     writer: str
@@ -96,7 +97,7 @@ class PositionCommand:
 
 @dataclass(frozen=True, slots=True)
 class RdataCommand:
-    """One row as JSON without newlines. If `id` is None, more rows of the fact follow, the last with its ID."""
+    """One row as JSON without newlines. If `id` is None, more rows of the fact follow; the last one has the ID."""
 
     stream: str
     writer: str
@@ -136,7 +137,7 @@ Command = (
     | RelayedCommand
 )
 
-# The form of the arguments. The last four commands are used by the workers only.
+# The syntax of the arguments. Only workers use the last four commands.
 RELAYED: Final = {
     "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # with or without a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),

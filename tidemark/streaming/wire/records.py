@@ -1,10 +1,9 @@
 """The records on Kafka (docs/design.md 3): typed structs, encoding, and decoding with one exact reason for rejection.
 
-`read` defines what a record means. `streaming.ingest.decode` decodes batches of records faster. It takes a record only
-if `read` would take it with the same content, and leaves all others to `read`.
+`read` defines the meaning of records. `streaming.ingest.decode` is faster for batches of records. It accepts a record
+only if `read` would accept it with the same content, and leaves all others to `read`.
 
-Integers are JSON integers: `1.0` and `1e3` have the wrong type. Fields that a kind does not have are ignored. IDs have
-their sign.
+Integers are JSON integers: `1.0` and `1e3` have the wrong type. Unknown fields of a kind are ignored. IDs are signed.
 """
 
 import re
@@ -28,17 +27,17 @@ CURRENT_EPOCH: Final = -1
 """In an operator's record, instead of an epoch: the current epoch of the writer. Not a legal epoch."""
 
 LONGEST_NAME: Final = 255
-"""The most characters of the name of a stream or writer."""
+"""The largest number of characters in the name of a stream or writer."""
 
 MOST_TRANSACTIONS: Final = 10
 LONGEST_TRANSACTION: Final = 500
-"""The most lines of an OPEN, and the most characters of a line, and of its `blocked`."""
+"""The largest number of lines of an OPEN, and of characters of a line and of `blocked`."""
 
 LONGEST_HEARTBEAT: Final = 7 * 24 * 3600
-"""The most seconds that an OPEN may promise as the time to the writer's next record."""
+"""The largest `heartbeat` of an OPEN, in seconds."""
 
-# Unicode's Default_Ignorable_Code_Point (zero-width characters, and those that change the direction of text), and other
-# invisible marks: two names that differ only in these look the same.
+# Unicode's Default_Ignorable_Code_Point (zero-width and bidirectional control characters), and other invisible marks,
+# because names that differ only in these look the same.
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
@@ -47,7 +46,7 @@ _NOT_IN_NAMES = rf"\s\x00-\x1f\x7f-\x9f{_INVISIBLE}"
 _name_schema: Final = {"minLength": 1, "maxLength": LONGEST_NAME, "not": {"pattern": f"[{_NOT_IN_NAMES}]"}}
 _writer_schema: Final = {"allOf": [_name_schema, {"not": {"const": ANY_WRITER}}]}
 
-# For the JSON Schema only: msgspec decodes any text, and `read` rejects a bad name with a reason of its own.
+# For the JSON Schema only: msgspec decodes any text, and `read` rejects a bad name with its own reason.
 RecordName = Annotated[str, Meta(extra_json_schema=_name_schema)]
 RecordWriter = Annotated[str, Meta(extra_json_schema=_writer_schema)]
 
@@ -92,10 +91,10 @@ class _EdgeRecord(_Record, kw_only=True, frozen=True):
 
 
 class _OverridableRecord(_Record, kw_only=True, frozen=True):
-    """A record that an operator may send too, with `by` and `why`, on the control topic.
+    """A record that operators may send too, on the control topic with `by` and `why`.
 
-    Without `epoch`, it means the writer's current epoch on the control topic and epoch 0 on the facts topic. `beyond`:
-    `id` may be larger than the IDs that the stream has allocated. `beyond` has no meaning on the facts topic.
+    The default `epoch` is the writer's current epoch on the control topic, and 0 on the facts topic. `beyond`: `id` may
+    be larger than the stream's allocated IDs; ignored on the facts topic.
     """
 
     epoch: Epoch = CURRENT_EPOCH
@@ -105,7 +104,7 @@ class _OverridableRecord(_Record, kw_only=True, frozen=True):
 
 
 class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
-    """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
+    """The fact `id` completed. `"batch"`: one of several rows of a fact; the last row has the ID."""
 
     prev: Id | UnsetType = UNSET
     id: Id | Literal["batch"]
@@ -120,15 +119,15 @@ class Void(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.VOID.name):
 
 
 class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
-    """Nothing of the writer's lies in `(prev, id]`."""
+    """The writer has no ID in `(prev, id]`."""
 
     prev: Id
     id: Id
 
 
 class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
-    """A chain of edges in one record, which means what its edges mean one by one: edge `i` is `(ids[i-1], ids[i]]`, the
-    first `(prev, ids[0]]`. `rows[i]` are the rows of that fact, one or several; none: the ID was rolled back.
+    """A chain of edges in one record, equivalent to one record per edge: edge `i` is `(ids[i-1], ids[i]]`, the first
+    `(prev, ids[0]]`. `rows[i]` are the rows of that fact, one or several; empty: the ID was rolled back.
     """
 
     prev: Id
@@ -137,12 +136,12 @@ class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Which history of its database a writer joined in.
+    """The history of its database in which a writer joined.
 
     `database`: system identifier and Postgres timeline, or another value that changes when the database is restored;
-    None where that is not known. `start`: a new token that this start left in the database; `after`: the one that it
-    found there, of the writer's start before. A start that does not follow the last one known comes from a database
-    that went back. One that begins again what broke off says the same two.
+    None if it is unknown. `start`: a new token that this start stored in the database; `after`: the token of the
+    writer's previous start, which it found there. If a start does not follow the last known one, the database went
+    back. A repeated start has the same two tokens.
     """
 
     database: str | None
@@ -151,10 +150,10 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
-    """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced.
+    """A new epoch begins; all IDs of the writer up to `id` are complete. `unseen`: they may include unannounced facts.
 
-    `published`: earlier epochs of the writer published nothing beyond this ID as far as its database knows, and nothing
-    that they published up to this ID is lost. The new epoch publishes what lies beyond `id` again.
+    `published`: as far as its database knows, earlier epochs of the writer published nothing beyond this ID, and no
+    published fact up to this ID is lost. The new epoch publishes facts beyond `id` again.
     """
 
     id: Id
@@ -164,7 +163,7 @@ class Join(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
 
 
 class Retire(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
-    """All of the writer's up to `id` is complete and nothing will follow."""
+    """All IDs of the writer up to `id` are complete, and no record of the writer follows."""
 
     id: Id
 
@@ -177,11 +176,11 @@ class Skip(_OverridableRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
 
 
 class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
-    """What blocks the writer, for people. Moves nothing. Each OPEN replaces the one before.
+    """Reports what blocks the writer, for people. Moves no position. Each OPEN replaces the previous one.
 
-    `transactions`: who holds the writer's open IDs, a line for each. `blocked`: why the writer sends nothing new of the
-    stream, empty if it does. `heartbeat`: the writer sends at least one record within this many seconds; 0 promises
-    nothing.
+    `transactions`: the transactions with the writer's open IDs, one line for each. `blocked`: why the writer sends
+    nothing new of the stream; empty if it is not blocked. `heartbeat`: the writer sends at least one record within this
+    many seconds; 0: no promise.
     """
 
     transactions: Annotated[
@@ -230,7 +229,7 @@ def is_writer(name: str) -> bool:
 
 
 def why_no_name(name: str) -> str:
-    """A message that explains why `name` is not a legal name of a stream or writer."""
+    """Explain why `name` is not a legal name of a stream or writer."""
     begin = name[: LONGEST_NAME + 1]
     return (
         f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
@@ -242,8 +241,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message.
 
     Raises:
-        BadRecord: with one reason. If there are several, it is the first in this order: the JSON, its fields (missing,
-            then of the wrong type, then out of range), names, key, topic, texts, the order of `prev` and `id`.
+        BadRecord: with one reason: the first one in this order: the JSON, its fields (missing, then of the wrong type,
+            then out of range), names, key, topic, texts, the order of `prev` and `id`.
     """
     record = decode(value)
     is_any_writer = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == ANY_WRITER
@@ -272,7 +271,7 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
 
 
 def start(record: Rdata) -> int:
-    """The `prev` of an RDATA that is not a batch row. The default is the neighbour of `id` towards 0."""
+    """The `prev` of an RDATA that is not a batch row. The default is the ID next to `id` towards 0."""
     if isinstance(record.id, str):
         raise ValueError("a batch row has no ID")
     if record.prev is not UNSET:
@@ -281,7 +280,7 @@ def start(record: Rdata) -> int:
 
 
 def decode(value: bytes | None) -> Record:
-    """Decode one message without checking its key, topic and names. Raises `BadRecord` as `read` does."""
+    """Decode one message without checking its key, topic and names. Raises the `BadRecord` of `read`."""
     if value is None:
         raise BadRecord(Reason.NOT_JSON, "the message has no value")
     try:
@@ -346,7 +345,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 
 
 def diagnosis(value: bytes, error: Exception) -> BadRecord:
-    """The one reason why `decode` rejected `value`; `error` is what msgspec raised."""
+    """The reason why `decode` rejected `value`. `error`: msgspec's error."""
     try:
         value.decode()
         _any.decode(value)
@@ -377,7 +376,7 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
                 return BadRecord(Reason.OUT_OF_64_BITS, f"{label} is {_shown(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
-    return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
+    return BadRecord(Reason.WRONG_TYPE, str(error))  # a repeated field whose first value is wrong
 
 
 def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
@@ -389,7 +388,7 @@ def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
 
 
 def _faulty_part(name: str, raw: bytes) -> tuple[str, bytes]:
-    """The label and JSON of the first list entry of the wrong type, or of the whole field."""
+    """The label and JSON of the first list entry with the wrong type, or of the whole field."""
     if name in ("ids", "rows") and _accepts(_list, raw):
         for index, entry in enumerate(map(bytes, _list.decode(raw))):
             if not (_INTEGER.fullmatch(entry) if name == "ids" else _accepts(_list, entry)):

@@ -19,14 +19,17 @@ from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
 
 _NUMBERS = "epoch", "direction", "start", "stop", "first_offset", "last_offset", "oldest", "newest"
 NUMBERS = np.dtype([(name, "<i8") for name in _NUMBERS])
-"""The numbers of a run. `stop` is the end of its edges among those of all runs; the others are as in `PackedRun`."""
+"""The numeric fields of a run. `stop` is the end index of its edges among the edges of all runs; the others are as in
+`PackedRun`.
+"""
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`ids` are little-endian int64, `kinds` uint8, `offsets` uint32 above `first_offset`; equal counts.
+    """An encoded run. `ids` are little-endian int64, `kinds` uint8, `offsets` uint32 above `first_offset`; equal
+    counts.
 
-    `first_offset` and `last_offset` are the smallest and largest of the run; `oldest` and `newest` are Kafka record
-    times in ms since 1970. The edges are in chain order, which need not be the order of their offsets.
+    `first_offset` and `last_offset` are the lowest and highest offset; `oldest` and `newest` are Kafka record times in
+    ms since 1970. The edges are in chain order, which need not be the order of their offsets.
     """
 
     stream: str
@@ -148,7 +151,7 @@ class RunColumns:
 
         Args:
             groups: an ascending group number for each run.
-            most: edges of a packet, unless one run has more.
+            most: the largest number of edges of a packet, unless one run has more.
 
         Yields:
             A group number, and runs of the group.
@@ -164,7 +167,7 @@ class RunColumns:
 
 
 RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
-"""Codes in `Run.kinds`. Plain integers, because numpy takes ten times as long for a member of an enum."""
+"""Codes in `Run.kinds`. Plain integers, because enum members make numpy ten times slower."""
 
 UNBOUNDED = MAX_ID
 """The highest ID of a fact in a rejected record, if it is unknown."""
@@ -183,12 +186,11 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
+    """A JOIN, RETIRE, SKIP or OPEN. `by` and `why` are None unless it came from the control topic.
 
-    `epoch` is CURRENT_EPOCH if an operator gave none. `prev` has a meaning for a SKIP only. `direction` is unknown if
-    `id` and `published` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
-    `transactions`, `blocked` and `heartbeat` are those of an OPEN, which has no `id`. `published` is that of a JOIN,
-    if it has one.
+    `epoch` is CURRENT_EPOCH if an operator gave none. `prev` is only meaningful for a SKIP. `direction` is unknown if
+    `id` and `published` are 0. `beyond`: `id` may be beyond the stream's allocated IDs. `transactions`, `blocked` and
+    `heartbeat` belong to an OPEN, which has no `id`. `published` belongs to a JOIN.
     """
 
     stream: str
@@ -261,10 +263,10 @@ class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Rejected records that may be facts of `writer` up to `reach`, or None: of any writer of the stream.
+    """Rejected records that may be facts of `writer` (None: of any writer of the stream) up to `reach`.
 
-    `first_offset` is that of the first between two markers of the stream. `only_known`: nothing but the key names the
-    stream, and its value another one.
+    `first_offset`: of the first one between two markers of the stream. `only_known`: only the key names this stream;
+    the value names another one.
     """
 
     stream: str
@@ -276,7 +278,7 @@ class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one task (an offset range of one Kafka partition) saw of one shard.
+    """The records of one shard in one task (an offset range of one Kafka partition).
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
     Rejected records, and packets of a task without any good record, go to the shard `partition % shards`; `refused` are
@@ -371,7 +373,7 @@ class Run:
             yield self.part(first, stop)
 
     def evidence(self) -> Evidence:
-        """Facts count one each, a void ID counts one, an announcement counts its width."""
+        """The evidence of the run: a fact counts 1, a void ID counts 1, an announcement counts its width."""
         facts, announced = self.facts, self.kinds == POSITION
         empty = len(self) - facts
         if announced.any():
@@ -389,7 +391,7 @@ class Run:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
-        """The IDs that are no facts of the writer: void IDs, announced ranges, and IDs inside edges."""
+        """The IDs without a fact of the writer: void IDs, announced ranges, and IDs inside edges."""
         prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
         declared = prevs < highs
         return Intervals.between(prevs[declared], highs[declared]) if declared.any() else EMPTY
