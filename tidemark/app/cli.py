@@ -1,7 +1,7 @@
-"""The command line: `VERBS` names every verb, its module and its help, and a verb's module is imported when it is used.
+"""The command line: `VERBS` has every verb with its module and help. The module of a verb is imported at its use.
 
 Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 the
-condition of `--check` does not hold, or the effect of an operator override was not seen in time, 130 Ctrl-C.
+condition of `--check` is false, or the effect of an operator override was not confirmed in time, 130 Ctrl-C.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ VERBS: Final = {name: verb for section in SECTIONS.values() for name, verb in se
 
 
 class LazyGroup(CommandGroup):
-    """A group whose commands are imported by name when they are used (click's pattern for lazy subcommands)."""
+    """A command group that imports each command at its use (click's pattern for lazy subcommands)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*VERBS, *(name for name in self.commands if name not in VERBS)]
@@ -90,7 +90,7 @@ class LazyGroup(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
-            check_settings(ctx)  # before the imports of the verb: a mistyped setting is reported at once
+            check_settings(ctx)  # before importing the verb, so that a wrong setting is reported at once
         return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:

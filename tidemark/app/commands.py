@@ -22,7 +22,7 @@ _UNWRITABLE: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
 
 
 class CommandFailed(click.ClickException):
-    """Shown as one line without a stack trace."""
+    """A failure that is shown as one line without a stack trace."""
 
     exit_code = 1
 
@@ -46,7 +46,7 @@ class CommandGroup(OurCommand, click.Group):
     group_class = type
 
     def run_command(self, ctx: click.Context) -> Any:
-        """Run the command, without the handling of errors."""
+        """Run the command without error handling."""
         return super().invoke(ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -83,7 +83,9 @@ def without_stack(error: Unavailable | Refused) -> str | None:
 
 
 def _listens(where: str) -> bool:
-    """Whether something accepts connections at `host:port`, the first of several, or before a path."""
+    """Whether a process accepts connections at the first `host:port` in `where`, which may be a list or end with a
+    path.
+    """
     from tidemark.app.connections import host_port
 
     try:
@@ -94,7 +96,7 @@ def _listens(where: str) -> bool:
 
 
 class Amount(click.FloatRange):
-    """A number, and not `nan`, which no bound refuses and no clock ever reaches."""
+    """A number other than `nan`, which would pass all range checks."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -127,14 +129,14 @@ def check_settings(ctx: click.Context) -> None:
 
 
 def loaded(*, other_database: bool = False) -> "Settings":
-    """Load the settings of this process and configure its log. Called before other imports, so that a mistyped setting
+    """Load the settings of this process and configure its log. Call this before other imports, so that a wrong setting
     is reported without waiting for Spark.
 
-    Variables of the user that would lead a request to this machine elsewhere are removed from the process: proxies for
-    loopback, and `PG...` if the database is that of the local stack.
+    Removes environment variables that would redirect local requests: proxies for loopback, and `PG...` if the database
+    belongs to the local stack.
 
     Args:
-        other_database: the process also connects to a database of the user, for which `PG...` count.
+        other_database: the process also connects to a user's database, for which `PG...` variables apply.
 
     Raises:
         BadSetting: a setting is wrong.
@@ -153,18 +155,17 @@ def loaded(*, other_database: bool = False) -> "Settings":
 
 
 def _is_of_stack(settings: "Settings") -> bool:
-    """Whether the database is that of the local stack, also if the shell has sourced `stack.env`."""
+    """Whether the database belongs to the local stack, including when the shell has sourced `stack.env`."""
     from tidemark.app.settings import read_stack_env, variable_of
 
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 
 
 def confirmed(word: str, name: str, *, yes: bool) -> None:
-    """Return if a person has typed `word`, which is `name`, or gave `--yes`. Raises `UsageError` if there is no
-    terminal."""
+    """Ask a person to type `word` (the `name` of it), unless `yes`. Raises `UsageError` without a terminal."""
     if yes:
         return
-    if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
+    if sys.stdin is None or not sys.stdin.isatty():  # None: standard input is closed
         raise click.UsageError("standard input is not a terminal: add --yes, or preview with --dry-run")
     try:
         answer = click.prompt(f"Type {name} to do it ({word})", err=True)
@@ -176,8 +177,7 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
 
 
 def echo_result(line: str, *, err: bool = False) -> None:
-    """`click.echo` for work that is already done. If standard output is closed, the exit code still reports the
-    result."""
+    """`click.echo` for completed work: if standard output is closed, the exit code still reports the result."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -185,12 +185,12 @@ def echo_result(line: str, *, err: bool = False) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect standard output, so that the rest of its buffer causes no error at exit."""
+    """Redirect standard output, so that flushing its buffer at exit causes no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def no_stream(name: str) -> str:
-    """The error for an unknown name."""
+    """The error for an unknown stream."""
     return f"there is no stream {name}; `tidemark status` shows all"
 
 
@@ -227,7 +227,7 @@ until_seen = click.option(
 
 
 def answering(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every verb that changes something."""
+    """Add the options of every verb that changes something."""
     for option in reversed(_ANSWERING):
         command = option(command)
     return command

@@ -1,6 +1,6 @@
-"""Addresses: the settings with the addresses and credentials of Kafka, Postgres and Redis, and their checks.
+"""The settings with the addresses and credentials of Kafka, Postgres and Redis, and their validation.
 
-A part of `app.settings`, which reads them and the files of their secrets; the types of addresses serve both.
+Part of `app.settings`, which reads them and the files of their secrets, and uses the same address types.
 """
 
 import re
@@ -24,7 +24,7 @@ PREFIX = "TIDEMARK_"
 
 
 def host_port(text: str) -> tuple[str, int]:
-    """The parts of an address. Raises `ValueError`."""
+    """Split an address into host and port. Raises `ValueError`."""
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
@@ -36,13 +36,13 @@ THIS_MACHINE = ("localhost", *LOOPBACK)
 
 
 def host_name(field: str) -> str:
-    """The name in a field `Host`, in small letters and without its port."""
+    """The host name in a `Host` header, in lower case and without its port."""
     text = field.lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address that a socket listens on."""
+    """Whether a listening address is reachable only from this machine."""
     return host in LOOPBACK
 
 
@@ -54,7 +54,7 @@ def _is_host_port(text: str) -> str:
 def _is_conninfo(secret: SecretStr) -> SecretStr:
     try:
         conninfo_to_dict(secret.get_secret_value())
-    except psycopg.ProgrammingError:  # its text may quote the password
+    except psycopg.ProgrammingError:  # the original error may quote the password
         raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
     return secret
 
@@ -65,17 +65,17 @@ def _is_redis_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
-_URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: as a path has it
+_URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: in the form of a path
 _NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
-    """A URL, or a list of key=value words, without its passwords; any other text as it is."""
+    """Remove the passwords from a URL or from key=value words; return other text unchanged."""
     return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 def _without_path(text: str) -> str:
-    """A URL without path, query and user, which may contain a key."""
+    """Remove path, query and user, which may contain a key, from a URL."""
     parts = urlsplit(text)
     rest = parts.path.strip("/") or parts.query or parts.fragment
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
@@ -97,8 +97,9 @@ def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A secret's address without its passwords. Of a `web` address only scheme and host, because a key may be anywhere
-    in it."""
+    """Marks a secret address that may be shown without its passwords. `web`: show only scheme and host, because a key
+    may be anywhere in the rest.
+    """
 
     web: bool = False
 
@@ -126,7 +127,7 @@ _OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoi
 
 
 class Connections(BaseModel):
-    model_config = ConfigDict(defer_build=True)  # only `Settings`, which inherits it, is used
+    model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
 
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
     kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
@@ -199,7 +200,7 @@ class Connections(BaseModel):
 
     @property
     def kafka(self) -> KafkaConnection:
-        """With the current content of the secret files."""
+        """The connection to Kafka, with the current contents of the secret files."""
         return KafkaConnection(
             bootstrap=self.kafka_bootstrap_servers,
             protocol=self.kafka_security_protocol,
@@ -234,7 +235,7 @@ class Connections(BaseModel):
         )
 
     def postgres(self) -> str:
-        """The address, with the secrets as their files have them now."""
+        """The address of Postgres, with the current contents of the secret files."""
         dsn = self.secret("postgres_dsn") or ""
         password = self.secret("postgres_password")
         return dsn if password is None else make_conninfo(dsn, password=password)

@@ -1,7 +1,7 @@
 """`tidemark follow`: keeps the published positions in a database of readers. The relay does so in its own database.
 
-Redis says what is published: its channels wake this process, and once a second it reads all streams. Any number of
-processes may follow into one database: a position that is stored only rises.
+It copies the published positions from Redis: channels wake this process, and once a second it reads all streams.
+Several processes may copy into one database, because stored positions only rise.
 """
 
 import threading
@@ -45,15 +45,15 @@ from tidemark.streaming.values.direction import beyond
 log = get_logger(__name__)
 
 READERS_EVERY = 5.0
-"""Seconds between two readings of the places of readers."""
+"""Seconds between two reads of the places of readers."""
 SILENT = 15.0
-"""Seconds without a reading of all streams after which the process is not ready."""
+"""Seconds without a read of all streams after which the process is not ready."""
 HANGS = 60.0
 """Seconds without a round of the loop after which the process counts as hanging."""
 TIMEOUT = 2.0
-"""Seconds for a connection to Redis, or an answer."""
+"""Time-out in seconds of a connection to Redis, and of an answer."""
 ALL_EVERY = 1.0
-"""Seconds between two readings of all streams: messages on channels may be lost."""
+"""Seconds between two reads of all streams, because messages on channels may be lost."""
 _COLLECT = 0.01
 """Seconds for which further messages are collected after the first."""
 REFUSED_PAUSE = 5.0
@@ -89,7 +89,7 @@ class FollowMetrics:
 
 
 class ReaderWatch:
-    """Shows the metrics of the readers in a database whose positions this process keeps, until `halt` is set."""
+    """Updates the metrics of the readers in the database that this process writes to, until `halt` is set."""
 
     def __init__(self, dsn: Dsn, registry: CollectorRegistry, halt: threading.Event) -> None:
         self._session = reader_session(dsn, "tidemark reader metrics")
@@ -117,14 +117,14 @@ class ReaderWatch:
 
 
 class PositionFollower:
-    """Follows until `halt` is set.
+    """Copies published positions to a database of readers until `halt` is set.
 
     Args:
-        redis: where positions are published.
+        redis: the Redis with the published positions.
         dsn: the database of readers.
         streams: the streams to follow; None for all.
-        history: the address of Tidemark's Postgres, for late completions that Redis does not list any more.
-        metrics: where to show what the follower does.
+        history: the address of Tidemark's Postgres, for late completions that Redis no longer lists.
+        metrics: the metrics to update.
     """
 
     def __init__(
@@ -150,11 +150,13 @@ class PositionFollower:
         self._ours = set[str]()
 
     def is_ours(self, stream: str) -> bool:
-        """Whether all writers of the stream are in this database, as far as Redis was read. Any thread may call."""
+        """Whether all writers of the stream are in this database, according to the last read of Redis. Thread-safe."""
         return stream in self._ours
 
     def run(self, *, patient: bool = False) -> None:
-        """Waits for servers that are away. Raises `Refused`, unless it is `patient`. Closes all sessions in the end."""
+        """Run until `halt` is set; wait while servers are unavailable. Raises `Refused`, unless `patient`. Closes all
+        sessions at the end.
+        """
         patience = WaitLog()
         try:
             while not self._halt.is_set():
@@ -212,8 +214,9 @@ class PositionFollower:
                     self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
 
     def _is_followed(self, stream: str, keys: StreamKeys) -> bool:
-        """Whether the published positions move the stream. Finds out which streams have all their writers in this
-        database: those are decided by its transactions."""
+        """Whether the published positions move the stream. They do not if all its writers are in this database, whose
+        transactions decide its position then.
+        """
         known = self._known.get(stream)
         is_decided_here = known is not None and known.is_decided_here
         if stream in self._here:
@@ -237,7 +240,7 @@ class PositionFollower:
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
-        An override of an earlier epoch is from before a restore."""
+        An override of an earlier epoch happened before a restore."""
         if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
@@ -267,7 +270,7 @@ class PositionFollower:
         return Move(keys.linear, writers, lost, late)
 
     def _events(self, stream: str, since: Place) -> list[Event]:
-        """The events beyond a place, up to what is published now."""
+        """The events beyond a place, up to the currently published positions."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()
         while not isinstance(step := driver.step(), CaughtUp):
@@ -294,7 +297,7 @@ def run(
 
 
 def _moved(pubsub: object) -> set[str]:
-    """The streams of which messages have come, after a short wait."""
+    """The streams with new messages, collected over a short wait."""
     moved, wait = set[str](), 0.05
     deadline = time.monotonic() + wait + _COLLECT
     while time.monotonic() < deadline:

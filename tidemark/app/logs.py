@@ -1,7 +1,7 @@
 """Log lines on stderr: as text for people, or as JSON for machines. Also shutdown signals as an event.
 
-One line is one event, also for lines of libraries and for unexpected errors. `RepeatedLog` bounds the lines that
-clients can cause. `shutdown_event` turns the signals that end a process into an event that it can wait for.
+Each event is one line, including messages of libraries and unexpected errors. `RepeatedLog` limits the lines that
+clients can cause. `shutdown_event` turns shutdown signals into an event that a process can wait for.
 """
 
 import _thread
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def configure(settings: Settings) -> None:
-    """Call once per process, before the first line is logged."""
+    """Configure the log. Call this once per process, before the first line is logged."""
     configure_at_first_line(settings)
     configure_now()
 
 
 def configure_at_first_line(settings: Settings) -> None:
-    """`configure` for a process that may log nothing: structlog is imported with the first line."""
-    # These libraries log errors that they also raise, and the handler of the exception logs them.
+    """Call `configure` at the first line, so that a process that logs nothing does not import structlog."""
+    # These libraries log errors that they also raise; the exception handlers log them already.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_py4j)  # py4j logs a lost connection to the root logger
@@ -72,7 +72,7 @@ def _configure_structlog(settings: Settings) -> None:
 
 
 class _LibraryHandler(logging.Handler):
-    """Writes log lines of libraries, from warnings up, in the format of this process."""
+    """Writes warnings and errors of libraries in the log format of this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = get_logger(record.name)
@@ -99,7 +99,7 @@ Level = Literal["info", "warning"]
 
 
 def shortened(text: str) -> str:
-    """The beginning of a client's text, with the full length if it was cut."""
+    """Truncate a client's text; a truncated text ends with the full length."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
@@ -112,7 +112,7 @@ class _Kind:
 
 
 class RepeatedLog:
-    """Writes a few lines of each event a minute, and counts the others. For one thread.
+    """Writes a few lines per minute for each event, and counts the others. For one thread.
 
     A client can cause the same event thousands of times a second. The text of an event must be a constant.
     """
@@ -124,7 +124,7 @@ class RepeatedLog:
         self._kinds: dict[str, _Kind] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
-        """Write the line, or count it if the window is full. Texts of the fields are shortened."""
+        """Write the line, or count it if the window is full. Truncates the texts of the fields."""
         self.flush()
         kind = self._kinds.setdefault(event, _Kind(level, self._now()))
         if kind.written >= WRITTEN:
@@ -134,7 +134,7 @@ class RepeatedLog:
         self._log.log(_NUMBERS[level], event, **{name: shortened(value) for name, value in fields.items()})
 
     def flush(self) -> None:
-        """Log how many lines were left out in windows that have ended. To be called regularly."""
+        """Log the number of suppressed lines of ended windows. Call this regularly."""
         now = self._now()
         for event, kind in [*self._kinds.items()]:
             if now - kind.since >= WINDOW:
@@ -155,7 +155,7 @@ def shutdown_event(
     numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
     again: signal.Handlers = signal.SIG_IGN,
 ) -> threading.Event:
-    """The event that the first of these signals sets. To be called on the main thread.
+    """An event that the first of these signals sets. Call this on the main thread.
 
     Python runs signal handlers on the main thread, possibly while it has the event's lock inside `wait`. Calling `set`
     there could deadlock, so a helper thread does it; starting it with `_thread` takes no lock.
@@ -182,8 +182,9 @@ def shutdown_event(
 
 @contextmanager
 def beside(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
-    """Run `work`, which ends once `halt` is set, in a thread beside the block. If it fails, `halt` is set, and the
-    error is raised when the block ends."""
+    """Run `work`, which ends once `halt` is set, in a thread during the block. If `work` fails, `halt` is set, and the
+    error is raised at the end of the block.
+    """
     failures = list[BaseException]()
 
     def run() -> None:

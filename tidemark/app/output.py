@@ -1,4 +1,4 @@
-"""What the verbs print: tables and sentences for people, one JSON object for programs.
+"""The output of the verbs: tables and sentences for people, one JSON object for programs.
 
 A terminal gets colour and tables that fit its width. A pipe or a file gets neither, and no progress bar.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_CELL: Final = 48  # characters of a cell, unless it is in the last column
-MIN_CELL: Final = 12  # the same on a narrow terminal
+MIN_CELL: Final = 12  # characters of a cell on a narrow terminal
 _HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
 _PROBLEM: Final = re.compile(r"problem: |failed ")
 _COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
@@ -37,8 +37,8 @@ def table(
 
     Args:
         right: headings of the columns that are aligned to the right.
-        width: columns of the terminal; without it those of standard output, and no limit if it is not a terminal. A
-            cell that is too wide is cut in its middle; in the last column it is cut only if `width` is known.
+        width: columns of the terminal; None: of standard output, without a limit if it is not a terminal. A cell that
+            is too wide is cut in its middle; in the last column it is cut only if `width` is known.
     """
     width = terminal_width() if width is None else width
     limit = MAX_CELL
@@ -70,12 +70,12 @@ def terminal_width() -> int | None:
 
 
 def printable(text: str) -> str:
-    """The text with each character that is not printable as its escape, so that no terminal obeys foreign text."""
+    """Escape characters that are not printable, so that a terminal does not execute untrusted text."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def sanitize(lines: Iterable[str]) -> str:
-    """Lines, each of them `printable`."""
+    """Make each line `printable`."""
     return "\n".join(map(printable, lines))
 
 
@@ -93,7 +93,7 @@ def count(number: int, singular: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun of ours, such as `record`, `batch` or `entry`."""
+    """The plural of a noun, such as `record`, `batch` or `entry`."""
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
@@ -106,7 +106,7 @@ def id_range(low: int, top: int) -> str:
 
 
 def ids(low: int, top: int) -> str:
-    """The same with its noun: `ID 7`, or `IDs 7..9`."""
+    """`id_range` with its noun: `ID 7`, or `IDs 7..9`."""
     text = id_range(low, top)
     return f"{'IDs' if '..' in text else 'ID'} {text}"
 
@@ -129,7 +129,7 @@ def timestamp(moment: datetime) -> str:
 
 
 def plain(value: "DataclassInstance") -> dict[str, Any]:
-    """The fields of a dataclass, as they are."""
+    """The fields of a dataclass as a dict, not converted."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -142,11 +142,11 @@ def as_object(value: object) -> str:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()  # None: it was closed
+    return stream is not None and stream.isatty()  # None: the stream is closed
 
 
 def has_colour(stream: TextIO | None = None) -> bool:
-    """Whether to colour what is printed: on a terminal that knows colours, unless NO_COLOR is set (no-color.org)."""
+    """Whether to print colours: on a terminal that supports them, unless NO_COLOR is set (no-color.org)."""
     return (
         _is_terminal(sys.stdout if stream is None else stream)
         and not os.environ.get("NO_COLOR")
@@ -172,15 +172,15 @@ def _painted(line: str) -> str:
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar with rate and remaining time on the terminal of standard error, and nothing in a pipe.
+    """Show a progress bar with rate and remaining time on standard error if it is a terminal.
 
     Args:
-        label: what is done, such as `reading Kafka`.
-        total: how many units there are.
+        label: the description of the work, such as `reading Kafka`.
+        total: the number of units.
         unit: the noun of a unit, in the singular.
 
     Yields:
-        A function that adds to the units that are done. Any thread may call it.
+        A thread-safe function that adds to the number of completed units.
     """
     if not _is_terminal(sys.stderr) or total <= 0:
         yield lambda _: None

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.redis.client import RedisAddress
 
-PATIENCE = 3.0  # seconds for Kafka, and for Redis: a person waits for the answer
-QUIET_AFTER = 60.0  # seconds without a batch, although there are unread records, that are a problem
+PATIENCE = 3.0  # seconds for Kafka and for Redis; a person waits for the result
+QUIET_AFTER = 60.0  # seconds without a batch, despite unread records, until that is a problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class PipelineCondition:
     """The condition of the pipeline.
 
     Attributes:
-        condition: as Postgres has it.
+        condition: the condition in Postgres.
         waiting: number of unread records, by topic and partition; negative if Kafka has fewer records than were read.
-            None if no pipeline ever started, or if Kafka does not answer.
-        kafka: the error of Kafka, None if there is none.
-        redis: the error of Redis, None if there is none.
+            None if no pipeline has ever started, or if Kafka does not answer.
+        kafka: the error of Kafka, or None.
+        redis: the error of Redis, or None.
     """
 
     condition: Condition
@@ -75,7 +75,7 @@ class PipelineCondition:
         return problems
 
     def _blocked(self, lag: LaggingPartition) -> str:
-        """An open transaction, with the commands that find its producer and abort it: those of KIP-664."""
+        """A message about an open transaction, with Kafka's commands to find its producer and abort it (KIP-664)."""
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
@@ -119,17 +119,17 @@ class PipelineCondition:
 def read(
     postgres: Postgres, kafka: KafkaConnection, redis: "RedisAddress | str | None", patience: float = PATIENCE
 ) -> PipelineCondition:
-    """Waits `patience` seconds for Kafka, and for Redis (None: known to answer).
+    """Read the condition. Waits up to `patience` seconds for Kafka, and for Redis (None: known to answer).
 
     Raises:
-        Unavailable, Refused: Postgres did not answer, or refused the session. The result has the problems of Kafka and
-        Redis.
+        Unavailable, Refused: Postgres did not answer, or refused the session. Problems of Kafka and Redis are in the
+            result instead.
     """
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
         return PipelineCondition(condition, None, None, _redis_error(redis, patience), kafka.bootstrap)
-    known = postgres.offsets()  # first: records that are read meanwhile must not cause a negative lag
+    known = postgres.offsets()  # before Kafka, so that records that are read meanwhile do not cause a negative lag
     try:
         ends = Topics(kafka, patience).end_offsets(topics)
     except TidemarkError as problem:
@@ -144,7 +144,7 @@ def read(
 
 
 def _redis_error(redis: "RedisAddress | str | None", patience: float) -> str | None:
-    """The error of Redis; None if there is none."""
+    """The error of Redis, or None."""
     if redis is None:
         return None
     from tidemark.sinks.redis.publish import Redis, RedisConfig  # noqa: PLC0415 - redis-py is slow to import
@@ -158,15 +158,15 @@ def _redis_error(redis: "RedisAddress | str | None", patience: float) -> str | N
 
 
 def of(settings: "Settings", postgres: Postgres) -> PipelineCondition:
-    """`read` with the servers that the settings name."""
+    """Call `read` with the servers of the settings."""
     return read(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
 
 
 def _answers_ping(settings: "Settings") -> bool:
     """Whether a single Redis server answers PING.
 
-    It does not import redis-py, which takes a third of the time of `tidemark status`. If anything is unusual it returns
-    False; the caller then uses redis-py, which explains the problem.
+    Avoids importing redis-py, which takes a third of the time of `tidemark status`. Returns False for anything unusual;
+    the caller then uses redis-py, which explains the problem.
     """
     url = urlsplit(settings.redis_url.get_secret_value())
     if url.scheme not in ("redis", "rediss") or url.query or not url.hostname:

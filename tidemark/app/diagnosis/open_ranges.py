@@ -1,7 +1,7 @@
-"""Everything that blocks positions, what is known about it, and what would settle it: for the verbs and the live page.
+"""The open ranges that block positions, with their causes and remedies, for the verbs and the live page.
 
-Pure, except for `of`. `remedy` returns what ends the wait for a writer. `lag_answer` is the linear lag in the answers
-of `tidemark status` and of the sidecar.
+Only `of` queries a server. `remedy` returns the advice for a blocked writer. `lag_answer` is the linear lag in the
+answers of `tidemark status` and of the sidecar.
 """
 
 import re
@@ -31,7 +31,7 @@ _PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """`advice` is a sentence for people; `command` is what to type, empty if only the writer itself can help."""
+    """`advice` is a sentence for people; `command` is the command to run, empty if only the writer can act."""
 
     advice: str
     command: str
@@ -49,16 +49,16 @@ def remedy(
     bridged: bool,
     cause: str = "",
 ) -> Remedy:
-    """What settles the open IDs of a writer, or ends the waiting for it.
+    """The advice and command that settle the open IDs of a writer, or end the wait for it.
 
     Args:
-        verdict: what is known of the writer's life.
+        verdict: the state of the writer.
         id: the highest ID that the writer has completed, signed: everything up to it may be settled.
-        epoch: the epoch in which it is waited for.
-        transactions: the transactions that hold its IDs, a line each, as an OPEN record has them.
-        relayed: whether it joined as the relay of a database does, so that `tidemark relay blockers` knows it.
+        epoch: the epoch of the blocked IDs.
+        transactions: the transactions with its open IDs, one line each, in the form of an OPEN record.
+        relayed: whether a relay sends its records, so that `tidemark relay blockers` knows it.
         bridged: whether `tidemark synapse` sends the stream's records.
-        cause: why its relay or bridge sends nothing new, with what to do, as an OPEN record has it.
+        cause: why its relay or bridge sends nothing new, and what to do, in the form of an OPEN record.
     """
     if verdict == "blocked":
         return Remedy(f"{cause}.", "")
@@ -95,17 +95,19 @@ _WAITING = {
 
 
 def arguments(*words: str) -> list[str]:
-    """Quote names as arguments of a command, so that none is taken for an option."""
+    """Quote names for a shell command, so that no name is parsed as an option."""
     return [*(["--"] if any(word.startswith("-") for word in words) else []), *words]
 
 
 def _synapse_retire(stream: str, writer: str) -> str:
-    """The bridge proves from Synapse's tables that a writer is gone, which an operator could only assert."""
+    """The remedy for a writer of Synapse: the bridge checks in Synapse's tables that the writer is gone."""
     return f"tidemark synapse retire {shlex.join(arguments(writer, stream))}"
 
 
 def _ending(transactions: Sequence[str]) -> str:
-    """The statement that ends the first of them, which is the oldest; empty if its line does not say who it is."""
+    """The statement that ends the first transaction, the oldest one; empty if its line does not identify the
+    session.
+    """
     if not transactions:
         return ""
     if match := _PROCESS.search(transactions[0]):
@@ -141,7 +143,7 @@ class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinearLagAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below what is allocated. `blockers` has the ten lowest of `blocker_count` writers."""
+    """The linear position is below the allocated position. `blockers` has the ten lowest of `blocker_count` writers."""
 
     ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
     since: Annotated[
@@ -169,12 +171,12 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
 
 
 def last_seen(milliseconds: int) -> datetime | None:
-    """None if no record of the writer was noted."""
+    """The time of the writer's last record; None if it is not known."""
     return moment(milliseconds) if milliseconds else None
 
 
 def moment(milliseconds: int) -> datetime:
-    """The time from milliseconds since 1970."""
+    """Convert milliseconds since 1970 to a time."""
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
@@ -183,9 +185,10 @@ NO_POLICIES = Policies()
 
 @dataclass(frozen=True, slots=True)
 class OpenRange:
-    """The IDs in `(low, top]` of `writer` are missing; without `top` it has sent nothing beyond `low`, and without both
-    it never joined. IDs are signed. `waiting` IDs, `facts` of them with a fact, are complete and buffered above it.
-    `verb` is a command or statement that settles it, empty if only the writer can; `advice` says when to use it.
+    """The IDs in `(low, top]` of `writer`, which are missing. `top` is None if the writer has sent nothing beyond
+    `low`; both are None if it never joined. IDs are signed. Above the range, `waiting` IDs, `facts` of them with a
+    fact, are complete and buffered. `verb`: a command or statement that settles the range, empty if only the writer
+    can; `advice`: when to use it.
     """
 
     stream: str
@@ -211,10 +214,10 @@ def read(
     bridged: Collection[str] = (),
     reading: Reading | None = None,
 ) -> list[OpenRange]:
-    """From the encoded states at `now` (s since 1970): by stream, then longest first. A linear position that waits for
-    a silent writer no longer than a transaction takes is left out. `begun`: stream, writer and epoch of each epoch that
-    an operator began; a writer that is silent in such an epoch is fenced. `bridged`: streams that `tidemark synapse`
-    sends. `reading`: without it no heartbeat counts as missed."""
+    """The open ranges in the encoded states at `now` (s since 1970), by stream, longest first. Omits short waits for a
+    silent writer, which a transaction may cause. `begun`: (stream, writer, epoch) of epochs that an operator began; a
+    silent writer in such an epoch is fenced. `bridged`: streams that `tidemark synapse` sends. `reading`: None: no
+    heartbeat counts as missed."""
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
@@ -231,13 +234,13 @@ def read(
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]) -> list[OpenRange]:
-    """`read`, with the policies (over these `defaults`), the operators' epochs and the bridges from `postgres`."""
+    """Call `read` with the policies (on top of `defaults`), the operators' epochs and the bridges in `postgres`."""
     policies, asked = Policies(postgres.policies.given(), defaults), postgres.conditions
     return read(stored, now, policies, asked.begun(), asked.bridges(), asked.reading())
 
 
 def silence(policies: Policies, stream: str) -> float:
-    """Seconds within which a running writer of the stream sends a record."""
+    """Seconds without a record after which a writer of the stream is silent."""
     return policies.value(stream, "silent_seconds") or 0
 
 
@@ -256,7 +259,7 @@ def _of_stream(
             continue
         transactions = stream.transactions.get(blocker.writer, [])
         since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.seen)
-        # Before the linear position was blocked, the writer was one of many.
+        # Before the linear position was blocked, the writer was not the cause.
         since_it_waits = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
         how = life(stream, blocker.writer, since_it_waits, now, silent, reading)
         yield OpenRange(
@@ -265,7 +268,9 @@ def _of_stream(
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
-    """The relay or bridge that sends the writer's records, if it reports itself: all its writers have one start."""
+    """The relay or bridge that sends the writer's records, if it sends OPEN records: all its writers have the same
+    start.
+    """
     known = stream.writers.get(writer)
     start = None if known is None else known.start
     for source in sources(stream):
@@ -275,15 +280,16 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
 
 
 def missed(source: Source, home: int | None, now: float, reading: Reading | None) -> float | None:
-    """Seconds since the last record of a source that has missed its heartbeat. None if it has not, or if that is not
-    known: no pipeline reads, or it has not read all of the stream's partition `home`."""
+    """Seconds since the last record of a source that has missed its heartbeat. None if it has not, or if that is
+    unknown, because no pipeline is active or the stream's partition `home` has unread records.
+    """
     if reading is None or home in reading.lagging:
         return None
     return source.overdue(now, reading.since)
 
 
 def problem(source: Source, home: int | None, now: float, reading: Reading | None, *, bridged: bool = False) -> str:
-    """The problem of a source as text; empty if it has none."""
+    """The problem of a source as text, or empty."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
     if (seconds := missed(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
@@ -296,7 +302,7 @@ def problem(source: Source, home: int | None, now: float, reading: Reading | Non
 def source_problems(
     stored: Mapping[str, bytes], now: float, reading: Reading | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
-    """The problems of the streams' sources, a line for each. Streams without reports are not decoded."""
+    """The problems of the streams' sources, one line each. Streams without reports are not decoded."""
     for name, data in sorted(stored.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
@@ -308,7 +314,7 @@ def source_problems(
 def _sources(
     name: str, stream: StreamState, now: float, reading: Reading | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """Sources that send nothing although no position waits: the facts that they hold back are in no record."""
+    """Sources that send nothing although no position is blocked: their unsent facts are in no record."""
     for source in sources(stream):
         if source.writer in known or not problem(source, stream.home, now, reading):
             continue
@@ -330,7 +336,7 @@ def _sources(
 
 
 def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """Open ranges that no pending edge shows, because a bridge sends nothing beyond them."""
+    """Open ranges without a pending edge above them, because a bridge sends nothing beyond them."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.seen)
@@ -394,7 +400,7 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: 
 def life(
     stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: Reading | None = None
 ) -> Verdict:
-    """The verdict on a writer that joined. `seen`: time (ms) of its last sign of life; 0 if there is none."""
+    """The verdict on a writer that joined. `seen`: time (ms) of its last record; 0 if unknown."""
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
     if source is None:
@@ -409,8 +415,9 @@ def life(
 
 
 def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
-    """The verdict on a writer that joined, at `now` (s since 1970), from its last sign of life and its reported
-    transactions. After `silent` seconds without a sign of life, the writer is silent."""
+    """The verdict on a writer that joined, at `now` (s since 1970), from its last record and its reported transactions.
+    A writer without a record for `silent` seconds is silent.
+    """
     if transactions:
         return "open transaction"
     return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"

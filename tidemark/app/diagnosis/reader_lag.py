@@ -1,7 +1,7 @@
-"""The status of readers: how far each is behind its stream, since when, and whether a process runs it.
+"""The status of readers: the lag of each one behind its stream, in IDs and time, and whether a process runs it.
 
-Places are in the readers' own database. Positions, and their history, are in Tidemark's; the process that keeps the
-positions in the readers' database remembers when it saw them.
+Places are in the readers' own database. Positions and their history are in Tidemark's database. `tidemark follow`,
+which copies positions to the readers' database, uses the times at which it saw them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ class ReaderStatus:
     """A reader of a stream.
 
     Attributes:
-        reader: its name, with that of its partition, as `mailer[3/8]`.
-        partition: the number of its partition, from 0, of `partitions`; None if it has none.
-        token: what the reader has read; None if it has not begun.
-        linear: the linear position of the reader, as `stream_linear` is that of the stream; None if it is not known.
+        reader: its name, with its partition if it has any, such as `mailer[3/8]`.
+        partition: the number of its partition, from 0, of `partitions`; None without partitions.
+        token: up to which the reader has read; None if it has not begun.
+        linear: the linear position of the reader; `stream_linear` is the stream's; None if unknown.
         lag_ids: IDs between the two positions; 0 if the reader has everything.
-        lag_seconds: seconds since the stream passed the reader's place; None if the history does not show it.
+        lag_seconds: seconds since the stream passed the reader's place; None if the history does not have that time.
         last_commit: when the reader stored its place.
-        copies: processes that run the reader; None if they cannot be counted.
-        busy_since: when a copy began the batch that it works on, if that is visible.
-        parked: facts that wait for a person; `retried` of them are handed over again.
-        late: late completions that the reader does not have yet.
+        copies: number of processes that run the reader; None if they cannot be counted.
+        busy_since: when a copy began its current batch, if that is visible.
+        parked: number of parked facts; `retried` of them will be handed over again.
+        late: number of late completions that the reader does not have yet.
     """
 
     reader: str
@@ -60,7 +60,7 @@ class ReaderStatus:
 
 
 class PositionHistory(Protocol):
-    """The linear positions of streams, and when they were reached: `LagHistory` or `SeenPositions`."""
+    """The linear positions of streams and the times at which they were reached: `LagHistory` or `SeenPositions`."""
 
     def linear(self, streams: Collection[str]) -> dict[str, int]: ...
     def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]: ...
@@ -68,7 +68,7 @@ class PositionHistory(Protocol):
 
 
 class SeenPositions:
-    """The history of the positions in a database of readers since this object was made, at the calls of `linear`."""
+    """The history of the positions in a database of readers, recorded by this object at each call of `linear`."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -85,7 +85,7 @@ class SeenPositions:
             if not seen or seen[-1][1] != linear:
                 seen.append((now, linear))
             if len(seen) > MAX_SEEN:
-                del seen[1 : MAX_SEEN // 2 : 2]  # the older half becomes coarser
+                del seen[1 : MAX_SEEN // 2 : 2]  # thins out the older half
         return positions
 
     def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
@@ -129,7 +129,7 @@ class ReaderMetrics:
         )
 
     def show(self, statuses: Sequence[ReaderStatus]) -> None:
-        """Remove the series of readers that are gone."""
+        """Show the statuses, and remove the series of readers that no longer exist."""
         gauges = (self.position, self.lag_ids, self.lag_seconds, self.parked)
         for gauge in gauges:
             gauge.clear()
@@ -141,11 +141,11 @@ class ReaderMetrics:
 
 
 class ReaderLag:
-    """Compares places with positions. It remembers when streams passed places, so it may be asked often."""
+    """Compares places with positions. Caches the times at which streams passed places, so frequent calls are cheap."""
 
     def __init__(self, history: PositionHistory) -> None:
         self._history = history
-        self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # by reader and stream: its position, since when
+        self._passed: dict[tuple[str, str], tuple[int, datetime]] = {}  # (reader, stream) -> (position, time)
 
     def statuses(
         self, stored_places: Sequence[StoredPlace], positions: Mapping[str, int] | None = None
@@ -153,7 +153,7 @@ class ReaderLag:
         """The status of each place.
 
         Args:
-            positions: the linear positions of streams; without it those that Tidemark's Postgres has.
+            positions: the linear positions of streams; None: read them from Tidemark's Postgres.
 
         Raises:
             Unavailable, Refused: Tidemark's Postgres does not answer.
@@ -200,7 +200,7 @@ class ReaderLag:
         )
 
     def _since(self, stored: StoredPlace) -> datetime | None:
-        """When the stream passed the place."""
+        """The time at which the stream passed the place."""
         known = self._passed.get(_key(stored))
         if known is not None and known[0] == stored.linear:
             return known[1]
@@ -233,7 +233,7 @@ def _state(
 
 
 def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datetime) -> Iterator[str]:
-    """What the reader waits for, for people."""
+    """Sentences for people that explain the reader's state."""
     name, stream = status.reader, status.stream
     match status.state:
         case "stream unknown":

@@ -1,13 +1,13 @@
-"""The line protocol on a channel of Redis, one command in a message, between sidecars and their clients.
+"""The line protocol on a Redis channel, one command per message, between sidecars and their clients.
 
 Every sidecar relays commands, in both directions, so that they reach the clients of all sidecars. Only one sidecar, the
-leader, announces positions, and only on a channel that is configured. Nothing is resent: a command that comes while
-Redis is down is lost, as the protocol allows.
+leader, announces positions, and only on a channel that is configured. Commands are not resent: a command that is sent
+while Redis is down is lost, which the protocol allows.
 
-The leader answers REPLICATE. It holds a lease in Redis, and a script that checks the lease sends every line. So two
-sidecars never announce, even if one was frozen and wakes up. The same script stores how far writers were announced. So
-the next leader knows what the last one announced. It begins with a POSITION for every writer, which makes subscribers
-below the position fetch.
+The leader answers REPLICATE. It has a lease in Redis, and a script that checks the lease sends every line. So two
+sidecars never announce at the same time, even if one was frozen and wakes up. The same script stores the announced
+positions of writers for the next leader, which begins with a POSITION for every writer. It makes subscribers below that
+position fetch.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 
 log = get_logger(__name__)
 
-AT_ONCE = 500  # about the lines of one script call: other clients of Redis wait meanwhile
+AT_ONCE = 500  # approximate lines of one script call, which blocks other clients of Redis
 ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
@@ -48,7 +48,7 @@ _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """`lease` in seconds: how long the channel is silent after the leader was killed."""
+    """`lease`: seconds for which the channel is silent after the leader was killed."""
 
     channel: str
     lease: float = 3.0
@@ -59,8 +59,9 @@ class _LeaseLost(Exception):
 
 
 class ChannelLeader:
-    """For one event loop. `client` is of redis.asyncio. Waits for the lease, and announces while it has it, until
-    cancelled."""
+    """Waits for the lease, and announces while it has the lease, until cancelled. For one event loop. `client`: a
+    redis.asyncio client.
+    """
 
     def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
         self._hub = hub
@@ -72,11 +73,11 @@ class ChannelLeader:
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()
         self._wake = asyncio.Event()
-        self._unanswered = False  # whether a REPLICATE waits for its answer
+        self._unanswered = False  # whether a REPLICATE has no answer yet
         self._answered_at = 0.0
 
     def replicate(self) -> None:
-        """Answer with all positions, soon."""
+        """Request an answer with all positions."""
         self._unanswered = True
         self._wake.set()
 
@@ -104,7 +105,7 @@ class ChannelLeader:
         try:
             announced = AnnouncedPositions(await self._announced())
             await self._hub.wait_until_started()
-            self._announcements.clear()  # their positions are sent now
+            self._announcements.clear()  # the positions sent now include them
             await self._answer(announced)
             checked_at = -FORGET_EVERY
             while not renewing.done():
@@ -198,21 +199,20 @@ def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionC
 
 
 def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
-    """In the form of Synapse's workers: IDs of a backward stream ascend too."""
+    """Convert a command to the form of Synapse's workers, in which IDs of backward streams ascend too."""
     if isinstance(command, PositionCommand):
         return replace(command, prev=abs(command.prev), id=abs(command.id))
     return command if command.id is None else replace(command, id=abs(command.id))
 
 
-MAX_QUEUED = 10_000  # commands that wait for Redis
-MAX_QUEUED_CHARACTERS = 8 << 20  # bytes of all waiting commands: one command may have 64 KiB
+MAX_QUEUED = 10_000  # commands that wait to be sent
+MAX_QUEUED_CHARACTERS = 8 << 20  # characters of all waiting commands; one command may have 64 KiB
 
 
 class Channel:
-    """For one event loop. `client` is of redis.asyncio and decodes what it reads.
+    """A channel, for one event loop. `client`: a redis.asyncio client that decodes replies.
 
-    Without a `config`, the channel is for relayed commands alone: of the sidecars with one server name, in one database
-    of Redis.
+    Without a `config`, the channel only relays commands between sidecars with the same server name and Redis database.
     """
 
     def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig | None) -> None:
@@ -254,9 +254,9 @@ class Channel:
         while True:
             line = await self._outgoing.get()
             self._queued -= len(line)
-            if len(self._echoes) >= MAX_QUEUED:  # this user may publish but not subscribe
+            if len(self._echoes) >= MAX_QUEUED:  # the user may publish but not subscribe
                 self._echoes.clear()
-            self._echoes[_digest(line)] += 1  # until Redis returns it
+            self._echoes[_digest(line)] += 1  # until Redis returns the line
             try:
                 with translated(self._client):
                     await self._client.publish(self._name, line)
@@ -266,7 +266,7 @@ class Channel:
                 if problem is None:
                     log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
                 problem = error
-                # Commands must not wait until they are old.
+                # Drop commands, which must not be sent late.
                 self._outgoing, self._queued = asyncio.Queue(MAX_QUEUED), 0
 
     async def _subscribe(self, pubsub: Any) -> None:
@@ -275,7 +275,7 @@ class Channel:
 
     def _receive(self, message: Mapping[str, Any]) -> None:
         line: str = message["data"]
-        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # from the leader, or from this process
+        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # sent by the leader or by this process
             return
         try:
             command = parse(line.encode())
@@ -289,7 +289,7 @@ class Channel:
                 self._server.relay(command)
 
     def _is_echo(self, line: str) -> bool:
-        """Whether this process published the line and has not received it yet. This call counts as receiving it."""
+        """Whether this process published the line and receives it with this call."""
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
         if count > 1:
@@ -298,5 +298,7 @@ class Channel:
 
 
 def _digest(line: str) -> bytes:
-    """What is stored of a published line until it comes back: thousands of lines of up to 64 KiB may be on the way."""
+    """A digest of a published line, stored until the line returns. Thousands of lines of up to 64 KiB may be in
+    flight.
+    """
     return blake2b(line.encode(), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""`tidemark listen`: the client's side of the line protocol, for people and for pipes.
+"""`tidemark listen`: a client of the line protocol, for people and for pipes.
 
-It keeps the connection alive as the protocol asks of a client, and reconnects when it is lost. It fetches nothing: the
-first POSITION after a loss shows how far streams moved meanwhile. Lines are printed in colours, or as JSON.
+It sends the protocol's keep-alives, and reconnects after a loss of the connection. It fetches no rows: the first
+POSITION after a loss shows the move of each stream. Lines are printed in colours, or as JSON.
 """
 
 import socket
@@ -31,9 +31,9 @@ from tidemark.streaming.wire.line_protocol import (
     parse,
 )
 
-PING_EVERY = 4.0  # seconds; the protocol asks for 5
-SILENCE = 15.0  # seconds after which the server counts as dead
-LONGEST = 16 << 20  # bytes of a line: rows may be large
+PING_EVERY = 4.0  # seconds; the protocol requires 5
+SILENCE = 15.0  # seconds without a line after which the server counts as dead
+LONGEST = 16 << 20  # bytes of a line; rows may be large
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 
@@ -49,7 +49,7 @@ def wanted(command: Command, streams: Collection[str]) -> bool:
 
 
 def coloured(command: Command) -> str:
-    """The received line, in colours that show what a client must do."""
+    """The received line, with colours by the action that a client must take."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
@@ -64,7 +64,7 @@ def coloured(command: Command) -> str:
 
 
 def as_json(command: Command) -> str:
-    """One object a line; `command` is its word."""
+    """The command as one line of JSON; the field `command` is its first word."""
     match command:
         case RdataCommand(stream, writer, id, row):
             fields = {"stream": stream, "writer": writer, "id": id, "row": msgspec.Raw(row.encode())}
@@ -100,8 +100,8 @@ class LinesClient:
 
     Args:
         address: host and port.
-        server: the name that SERVER must have; None: any.
-        trust: makes the client's side of TLS, again for each connection; None: no TLS.
+        server: the required name in SERVER; None: any.
+        trust: makes the TLS context of each connection; None: no TLS.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LinesClient:
         self._trust = trust
 
     def commands(self) -> Generator[Command, None, None]:
-        """The commands of the server, over one connection after another, without end. Raises `WrongServer` and
+        """The commands of the server, without end, with a new connection after each loss. Raises `WrongServer` and
         `CertificateRefused`."""
         patience = WaitLog()
         while True:
@@ -125,7 +125,7 @@ class LinesClient:
                 for command in self._connected():
                     if (
                         time.monotonic() - connected >= PING_EVERY
-                    ):  # no fast retries if the server closes the connection at once
+                    ):  # prevents fast retries if the server closes the connection at once
                         patience.succeeded()
                     yield command
                 problem = "it closed the connection"
@@ -138,7 +138,7 @@ class LinesClient:
             time.sleep(patience.pause_after(Unavailable("the sidecar", self._where, problem)))
 
     def _connected(self) -> Iterator[Command]:
-        """The commands of one connection, until it ends."""
+        """The commands of one connection."""
         splitter = LineSplitter(LONGEST)
         with self._encrypted(socket.create_connection(self._address, timeout=SILENCE)) as connection:
             _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())

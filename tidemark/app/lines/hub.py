@@ -1,4 +1,4 @@
-"""The hub: moves of the streams and rows of Kafka, joined into announcements that are the same for all subscribers.
+"""The hub: combines the moves of streams with rows from Kafka into announcements, the same for all subscribers.
 
 It follows streams, and reads rows, only while it has a subscriber. For one event loop.
 """
@@ -25,17 +25,17 @@ from tidemark.streaming.wire.records import Record
 log = get_logger(__name__)
 
 PATIENCE = 0.5  # seconds that an advance waits for its rows
-OVERDUE_EVERY = 0.1  # seconds between two checks for advances whose rows did not come in time
+OVERDUE_EVERY = 0.1  # seconds between two checks for advances whose rows did not arrive in time
 PAUSE = 1.0  # seconds until a retry
-TOGETHER = 50  # batches that are announced at once: bounds how long other tasks wait
-FORGET_EVERY = 60.0  # seconds between two checks for writers that have left
-POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
+TOGETHER = 50  # batches that are announced together; bounds the wait of other tasks
+FORGET_EVERY = 60.0  # seconds between two checks for removed writers
+POLL = 0.2  # seconds that the Kafka reader thread waits for a record
 
 Subscriber = Callable[[Sequence[Announcement]], None]
 
 
 class Hub:
-    """`tail` makes a reader of the facts topic. `limit` is how many bytes of rows may be buffered."""
+    """`tail` makes a reader of the facts topic. `limit`: the largest number of bytes of buffered rows."""
 
     def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
         self._read_side = read_side
@@ -55,20 +55,19 @@ class Hub:
         try:
             yield self
         finally:
-            self._closed = True  # a subscriber that comes during shutdown starts nothing
+            self._closed = True  # a subscriber during shutdown starts no task
             self._running = set()
             for task in [*self._tasks]:
                 await cancel_until_done(task)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with every announcement from now on, until `unsubscribe`."""
+        """Call `subscriber` with every later announcement, until `unsubscribe`."""
         self._subscribers.append(subscriber)
         if not self._running:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """For a subscriber: return once positions are known. Nothing is announced between that and the next wait of the
-        caller."""
+        """Wait until positions are known. No announcement is made until the caller waits again."""
         await self._started.wait()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -78,12 +77,13 @@ class Hub:
             self._started.clear()
 
     def positions(self) -> list[PositionCommand]:
-        """How far every writer was announced: the answer to REPLICATE."""
+        """The announced position of every writer, for the answer to REPLICATE."""
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     async def left_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """The writers of `announced` that are not listed any more and that the linear position has passed. They retired
-        long ago, and subscribers do not need their positions."""
+        """The writers in `announced` that are no longer listed and that the linear position has passed. They retired
+        long ago, so subscribers do not need their positions.
+        """
         known = await self._read_side.snapshots.known({stream for stream, _ in announced})
         return [
             (stream, writer)
@@ -127,7 +127,7 @@ class Hub:
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Start again after a failure. Otherwise clients would take the failure for quiet streams."""
+        """Start again after a failure, because clients could not distinguish it from idle streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()
@@ -146,7 +146,7 @@ class Hub:
             with self._read_side.followers.subscribe(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
-                # A move between that and the first read of a follower could only be announced as a start position.
+                # A move before the follower's first read could only be announced as a start position.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PAUSE):
                         while self._starting:
@@ -168,7 +168,7 @@ class Hub:
                 for announcement in self._announcements(stream, item, now)
             ]
         )
-        await asyncio.sleep(0)  # a queue that is never empty must not block the event loop
+        await asyncio.sleep(0)  # let other tasks run even if the queue is never empty
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:

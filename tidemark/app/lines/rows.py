@@ -1,16 +1,16 @@
 """Rows of writers, and the announcements of positions that contain them. Pure.
 
 The rows were read from Kafka before a position passed their IDs. The pipeline decides whether a row counts
-(`streaming.core.stream`), and its advances show the decision. `RowBuffer` matches each advance with edges that were
-read. Rows are delivered only if edges of the right epoch tile the advance exactly, with as many facts as it counts. All
-other advances are `LOST`, and clients fetch their rows. So a zombie's row, a row of an ID that was settled without it,
-or half of a fact is never delivered. The buffer is bounded. If it is full, the writers with the most rows lose them,
-and clients fetch those too.
+(`streaming.core.stream`), and its advances show the decision. `RowBuffer` matches each advance with the edges that were
+read. Rows are delivered only if edges of the right epoch tile the advance exactly, with the advance's number of facts.
+All other advances are `LOST`, and clients fetch their rows. So rows of zombies, rows of IDs that were settled without
+them, and incomplete facts are never delivered. The buffer is bounded. If it is full, the writers with the most rows
+lose them, and clients fetch those rows too.
 
 An announcement has rows, or is empty, or makes clients fetch. All clients get the same announcements in the same order.
-The announcements of each writer join: the `prev` of one is the `id` of the one before. An advance whose rows were not
-read yet waits for them, for a moment, and later advances of the writer wait for it. On a Redis channel several sidecars
-announce one after the other: `AnnouncedPositions` joins what they announce.
+The announcements of each writer join: the `prev` of one is the `id` of the one before. An advance waits briefly for
+unread rows, and later advances of the writer wait for that one. On a Redis channel several sidecars announce in turn:
+`AnnouncedPositions` joins their announcements.
 
 IDs are signed; "beyond" means away from 0.
 """
@@ -27,7 +27,7 @@ from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
-OVERHEAD = 200  # bytes of an edge without its rows, about
+OVERHEAD = 200  # approximate bytes of an edge without its rows
 
 Writer = tuple[str, str]
 """A stream and the name of one of its writers."""
@@ -42,7 +42,7 @@ class MissingRows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnannouncedFact:
-    """A fact. `rows`: at least one row in order, each JSON in one line."""
+    """A fact with its rows in order, at least one, each as JSON in one line."""
 
     id: int
     rows: Sequence[str]
@@ -50,7 +50,9 @@ class UnannouncedFact:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """Its `prev` is its key in `UnannouncedRows`. `rows`: () for no fact, None for a fact with unread rows."""
+    """An edge, stored under its `prev` in `UnannouncedRows`. `rows`: () without a fact, None for a fact with unread
+    rows.
+    """
 
     id: int
     epoch: int
@@ -61,13 +63,13 @@ class UnannouncedRows:
     """Edges and rows of one writer of one stream, beyond its announced position. Records come in partition order.
 
     Attributes:
-        size: bytes that this takes, about.
+        size: approximate size in bytes.
         reach: the highest ID that any record named.
 
     Args:
         position: the announced position.
-        named: of facts up to this ID, only the last row may come, because a producer sent it twice.
-        whole: every record of the writer was or will be read. If not, the first fact may lack earlier rows.
+        named: of facts up to this ID, possibly only the last row is read, if a producer sent it twice.
+        whole: every record of the writer is read. If not, the first fact may lack earlier rows.
     """
 
     def __init__(self, position: int, named: int, *, whole: bool) -> None:
@@ -76,10 +78,10 @@ class UnannouncedRows:
         self._position = position
         self._named = named
         self._whole = whole
-        self._epoch: int | None = None  # of the last JOIN that was read
+        self._epoch: int | None = None  # the epoch of the last JOIN that was read
         self._edges: dict[int, _Edge] = {}  # by their `prev`
         self._ends: list[tuple[int, int]] = []  # a heap: magnitude of an edge's ID, its `prev`
-        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows of a fact whose ID has not come
+        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows of a fact whose ID was not read yet
 
     def read(self, record: records.Record) -> None:
         """Add the next record of the writer."""
@@ -105,7 +107,7 @@ class UnannouncedRows:
                 self._settle(record.id, record.epoch)
 
     def take(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of an advance whose IDs are all facts or empty, in order. Removes nothing: see `passed`."""
+        """The facts of an advance whose IDs are all facts or empty, in order. Does not remove them: see `passed`."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
@@ -113,7 +115,7 @@ class UnannouncedRows:
             if edge is None:
                 return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
-                return MissingRows.NOT_YET  # until a JOIN of its epoch or of a later one is read
+                return MissingRows.NOT_YET  # until a JOIN of its epoch or a later one is read
             if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
                 return MissingRows.LOST
             if edge.rows:
@@ -122,7 +124,7 @@ class UnannouncedRows:
         return facts if len(facts) == advance.evidence.facts else MissingRows.LOST
 
     def passed(self, position: int) -> None:
-        """Forget everything up to `position`, which was announced with rows or without."""
+        """Remove everything up to `position`, which was announced, with or without rows."""
         self._position = farther(position, self._position)
         while self._ends and self._ends[0][0] <= abs(self._position):
             _, prev = heappop(self._ends)
@@ -131,7 +133,7 @@ class UnannouncedRows:
                 self._drop(prev)
 
     def _batch(self, epoch: int) -> list[str] | None:
-        """Rows of the next fact. None if the fact began before we read."""
+        """The rows of the next fact; None if the fact began before the first read record."""
         return self._batches.setdefault(epoch, [] if self._whole else None)
 
     def _begin_fact(self, epoch: int) -> None:
@@ -146,7 +148,7 @@ class UnannouncedRows:
             return
         known = self._edges.get(prev)
         if known is not None:
-            # The same edge again is a duplicate. That of another epoch may be a zombie's, or the database was restored.
+            # A repeated edge is a duplicate. An edge of another epoch may be a zombie's, or the database was restored.
             if edge.epoch < known.epoch or (edge.epoch == known.epoch and known.rows is not None):
                 return
             self._drop(prev)
@@ -172,7 +174,7 @@ class UnannouncedRows:
             self._settle(join.id, join.epoch)
 
     def _settle(self, upto: int, epoch: int) -> None:
-        """Open IDs up to this ID are empty."""
+        """Mark open IDs up to `upto` as empty."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
             if beyond(prev, upto):
@@ -192,7 +194,7 @@ class RowBuffer:
     """The rows of all writers.
 
     Args:
-        limit: bytes, about.
+        limit: the approximate largest size in bytes.
         announced: the last announced position of each writer; the `Announcer` changes it.
     """
 
@@ -208,10 +210,10 @@ class RowBuffer:
         self._named: dict[str, int] = {}
 
     def begin(self, whole: Mapping[int, bool], named: Mapping[str, int]) -> None:
-        """Records of these partitions are read from now on.
+        """Start with the records of these partitions.
 
         Args:
-            whole: by partition, whether no record came before.
+            whole: by partition, whether it had no earlier records.
             named: by stream, the highest ID that earlier records may have named.
         """
         self.end()
@@ -219,7 +221,7 @@ class RowBuffer:
         self._named = dict(named)
 
     def end(self) -> None:
-        """No records are read any more."""
+        """Remove all rows, because no more records are read."""
         self._writers.clear()
         self._homes.clear()
         self._whole = {}
@@ -229,7 +231,7 @@ class RowBuffer:
         """Add the next record of `partition`.
 
         Returns:
-            The writer of the record, None for a record that does not count.
+            The writer of the record; None for an ignored record.
         """
         if self._homes.setdefault(record.stream, partition) != partition:
             return None  # a stream is in one partition (docs/design.md 3)
@@ -276,7 +278,7 @@ class RowBuffer:
             self.size -= before.size
             self._keep(writer, before.reach, whole=False)
             self.dropped += 1
-        for (stream, _), buffered in self._writers.items():  # too many writers, whatever their size
+        for (stream, _), buffered in self._writers.items():  # too many writers, regardless of their size
             self._named[stream] = farther(buffered.reach, self._named.get(stream, 0))
         self._whole = dict.fromkeys(self._whole, False)
         self._writers.clear()
@@ -296,7 +298,7 @@ class Announcement:
 
     @property
     def fetch(self) -> PositionCommand:
-        """A command that makes a subscriber below `id` fetch the rows that it lacks."""
+        """A command that makes a subscriber below `id` fetch its missing rows."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
@@ -311,8 +313,8 @@ class Announcer:
 
     Args:
         rows: the rows that were read from Kafka.
-        announced: the last announced position of each writer. It is changed here.
-        patience: seconds that an advance waits for its rows. Times are seconds of a clock that is passed in.
+        announced: the last announced position of each writer. This object changes it.
+        patience: seconds that an advance waits for its rows. Callers pass in the time (s, monotonic).
     """
 
     def __init__(self, rows: RowBuffer, announced: dict[Writer, int], patience: float) -> None:
@@ -322,8 +324,9 @@ class Announcer:
         self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Announcements for writers that reached `positions` by unknown advances: clients fetch, what
-        waited included."""
+        """Announcements for writers that reached `positions` by unknown advances: clients fetch all rows, including
+        waiting ones.
+        """
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
             if announced is None or beyond(position, announced):
@@ -332,14 +335,14 @@ class Announcer:
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
-        """Announcements that the next advance of a writer allows."""
+        """The announcements after the next advance of a writer."""
         self._waiting.setdefault((stream, advance.writer), deque()).append(
             _PendingAdvance(advance, now + self._patience)
         )
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Announcements of advances of `writers` whose rows have come, or did not come in time."""
+        """Announcements of advances of `writers` whose rows have arrived or timed out."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
@@ -353,12 +356,12 @@ class Announcer:
                 self._waiting.pop(writer, None)
 
     def overdue(self, now: float) -> Iterator[Announcement]:
-        """Announcements of advances that have waited for their rows for long enough."""
+        """Announcements of advances whose wait for rows has timed out."""
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
         yield from self.retry(late, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """These writers have left (`Hub.left_writers`). A writer that comes back is introduced like a new one."""
+        """Remove writers (`Hub.left_writers`). A writer that comes back is introduced like a new one."""
         for writer in writers:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
@@ -370,7 +373,7 @@ class Announcer:
         announced = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, announced):
             return None
-        if announced != advance.prev:  # the IDs between were not seen, or a part of them was announced
+        if announced != advance.prev:  # the IDs between were not seen, or are partly announced
             return self._announce(stream, name, advance.id, announced, None)
         facts = self._rows.take(stream, advance)
         if facts is MissingRows.NOT_YET and now < waiting.until:
@@ -387,7 +390,7 @@ class Announcer:
         if facts is None:
             return Announcement(stream, writer, prev, id, "fetch", [PositionCommand(stream, writer, id, id)])
         commands: list[PositionCommand | RdataCommand] = []
-        if facts and not known:  # clients drop rows of writers that were never introduced to them
+        if facts and not known:  # clients drop rows of writers that were never introduced
             commands.append(PositionCommand(stream, writer, prev, prev))
         for fact in facts:
             *first, last = fact.rows
@@ -400,10 +403,10 @@ class Announcer:
 
 
 class AnnouncedPositions:
-    """How far writers were announced on the channel, by any sidecar.
+    """The positions of writers that any sidecar announced on the channel.
 
-    A subscriber that gets all commands misses nothing and gets nothing twice, although this sidecar may be behind or
-    ahead of its predecessor.
+    A subscriber that gets all commands gets every row exactly once, even if this sidecar is behind or ahead of its
+    predecessor.
     """
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
@@ -414,13 +417,14 @@ class AnnouncedPositions:
         return self._positions
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """These writers have left (`Hub.left_writers`)."""
+        """Remove writers (`Hub.left_writers`)."""
         for writer in writers:
             self._positions.pop(writer, None)
 
     def restate(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """A POSITION for every writer, at its own position or at the announced one, whichever is farther. It makes
-        subscribers below it fetch."""
+        """A POSITION for every writer, at the farther of its own and its announced position. It makes subscribers below
+        it fetch.
+        """
         restated = []
         for position in positions:
             writer = position.stream, position.writer
@@ -430,7 +434,9 @@ class AnnouncedPositions:
         return restated
 
     def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """The commands from the last position of subscribers to this announcement. Empty if they are past it."""
+        """The commands that move subscribers from their last position to this announcement. Empty if they have passed
+        it.
+        """
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)
         if not beyond(announcement.id, announced):

@@ -1,9 +1,9 @@
 """The line protocol over TCP: the server, and its connections.
 
-A connection takes its lines in turns with the others. A client that does not read what it is sent is disconnected.
+Connections handle their lines in turns. A client that does not read is disconnected.
 
-`ServerSession` is the protocol of one connection without a socket: what to send, and when to disconnect. Times are
-seconds of a clock that only goes forward, and are passed in.
+`ServerSession` is the protocol of one connection without a socket: what to send, and when to disconnect. Callers pass
+in the time (s, monotonic).
 """
 
 import asyncio
@@ -39,8 +39,9 @@ from tidemark.streaming.wire.line_protocol import (
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds. `interval`: the longest time between two lines that the server sends. `timeout`: time without a line
-    after which a client that has sent a PING is disconnected."""
+    """Seconds. `interval`: the longest time between two lines of the server. `timeout`: time without a line after which
+    a client that has sent a PING is disconnected.
+    """
 
     interval: float = 5.0
     timeout: float = 15.0
@@ -53,19 +54,19 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class SendPositions:
-    """The client asked for all positions, and gets announcements from now on."""
+    """Send all positions, and announcements afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayOn:
-    """A command for all other clients."""
+    """Relay a command to all other clients."""
 
     command: RelayedCommand
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection once everything before is sent. `problem` is for people."""
+    """Close the connection after everything else was sent. `problem` is for people."""
 
     why: Literal["silent", "bad"]
     problem: str
@@ -91,7 +92,7 @@ class ServerSession:
         yield SendCommand(self._ping())
 
     def sent(self, now: float) -> None:
-        """Something was sent to the client."""
+        """Note that something was sent to the client."""
         self._sent_at = now
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
@@ -122,13 +123,13 @@ class ServerSession:
                 yield from self.refuse(BadCommand(f"{word} is a command of the server"))
 
     def refuse(self, problem: BadCommand) -> Iterator[Reaction]:
-        """The client sent an invalid command. What it meant is unknown, so no later line can be trusted."""
+        """Reject an invalid command, after which no later line can be trusted."""
         if not self._is_over:
             yield SendCommand(ErrorCommand(str(problem)))
             yield from self._disconnect("bad", str(problem))
 
     def tick(self, now: float, ahead: float) -> Iterator[Reaction]:
-        """The reactions to time alone. Call it at least every `ahead` seconds."""
+        """The reactions to the passage of time. Call this at least every `ahead` seconds."""
         if self._is_over:
             return
         if self._pinged and now - self._received_at >= self._keep_alive.timeout:
@@ -153,10 +154,10 @@ class LineServerConfig:
 
     Attributes:
         name: the server name in SERVER.
-        connections: clients at the same time.
-        unread: bytes that may wait for a client that does not read.
-        unread_by_all: bytes that may wait for all clients together.
-        longest: bytes of a client's line.
+        connections: the largest number of clients.
+        unread: the largest number of unread bytes of one client.
+        unread_by_all: the largest number of unread bytes of all clients together.
+        longest: the largest number of bytes of a client's line.
         tick: seconds between two checks of keep-alives.
     """
 
@@ -173,8 +174,8 @@ class LineConnection(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        answered: its REPLICATE was answered, so announcements join what it has.
-        has_lines: it may have sent lines that were not taken yet; nothing more is read from it until they are.
+        answered: its REPLICATE was answered, so announcements follow.
+        has_lines: it may have sent unhandled lines; no more is read from it before they are handled.
         has_sent_line: it has sent a line.
     """
 
@@ -204,7 +205,7 @@ class LineConnection(asyncio.Protocol):
         self._server.take_turns(self)
 
     def work(self, most: int) -> int:
-        """Take lines that were sent, about `most`. Returns how many lines were taken and sent to others."""
+        """Handle about `most` received lines. Returns the number of lines that were handled and relayed."""
         now, lines, others = time.monotonic(), 0, 0
         try:
             while lines + others < most and not self._transport.is_closing():
@@ -225,7 +226,7 @@ class LineConnection(asyncio.Protocol):
 
     @property
     def unread(self) -> int:
-        """Bytes that the client was sent and has not read."""
+        """Bytes that were sent to the client and not read by it."""
         return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -238,7 +239,7 @@ class LineConnection(asyncio.Protocol):
         self.send(encoded([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Send whole lines, or none. A client that has not read what it was sent before is disconnected."""
+        """Send whole lines, or none. A client with too many unread bytes is disconnected."""
         if not text or self._transport.is_closing():
             return
         if self.unread > self._config.unread:
@@ -249,7 +250,7 @@ class LineConnection(asyncio.Protocol):
         metrics.LINES_OUT.inc(lines)
 
     def evict(self) -> None:
-        """Its slot went to a client of another address."""
+        """Disconnect: a client of another address gets the slot."""
         if not self._transport.is_closing():
             self._send(ErrorCommand("the limit of clients is reached, and another address has this slot: try again"))
             self._disconnect("crowded")
@@ -271,7 +272,7 @@ class LineConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _do(self, reactions: Iterable[Reaction]) -> int:
-        """Handle one line. Returns the number of other clients that were sent a command."""
+        """Perform the reactions to one line. Returns the number of clients to which a command was relayed."""
         others = 0
         for reaction in reactions:
             match reaction:
@@ -302,15 +303,15 @@ class LineConnection(asyncio.Protocol):
 log = get_logger(__name__)
 
 LINES_PER_TURN = 100
-"""Lines that are taken, and lines that are relayed to a client, before other tasks run."""
-PAUSE = 0.001  # seconds after a turn that left lines: a flood must not keep the event loop busy
-_LAST_SECONDS = 0.5  # seconds that clients have to read that the server is stopping
-AT_ONCE = 50  # lines of one client, before the next client has its turn
-REST = 4  # the pause after writing all positions, as a multiple of the time that it took: a client may ask without end
+"""Lines that are handled, and lines that are relayed to a client, before other tasks run."""
+PAUSE = 0.001  # seconds after a turn with lines left, so that a flood does not keep the event loop busy
+_LAST_SECONDS = 0.5  # seconds for clients to read that the server is stopping
+AT_ONCE = 50  # lines of one client before the next client's turn
+REST = 4  # the pause after sending all positions, as a multiple of the time that it took: clients may ask repeatedly
 
 
 class LineServer:
-    """`on_relayed` is called with every command that a client sent for all others, after it was sent to them."""
+    """The server. `on_relayed` is called with every relayed command, after the other clients got it."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
@@ -324,7 +325,7 @@ class LineServer:
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
         self._next_answer = 0.0  # s, monotonic
-        self._with_lines: deque[LineConnection] = deque()  # connections with lines that were not taken yet
+        self._with_lines: deque[LineConnection] = deque()  # connections with unhandled lines
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
@@ -360,7 +361,8 @@ class LineServer:
 
     def admit(self, connection: LineConnection) -> bool:
         """Whether there is a slot for the connection. If every slot is taken, a connection of the address with the most
-        is evicted: one that never sent a line, if there is one."""
+        connections is evicted, preferably one that never sent a line.
+        """
         try:
             evicted = self._slots.take(connection, connection.address, lambda other: not other.has_sent_line)
         except NoFreeSlot:
@@ -396,8 +398,9 @@ class LineServer:
         return sent
 
     def take_turns(self, connection: LineConnection) -> None:
-        """Wait for the connection's turn to handle its lines. Turns go round all connections with lines, and leave time
-        for other tasks."""
+        """Schedule the connection to handle its lines. All connections with lines take turns, and other tasks run in
+        between.
+        """
         self._with_lines.append(connection)
         if len(self._with_lines) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
@@ -415,7 +418,7 @@ class LineServer:
             asyncio.get_running_loop().call_later(PAUSE, self._turn)
 
     async def _answer(self) -> None:
-        """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
+        """Answer all connections that wait for positions, including ones that arrive meanwhile, together."""
         await asyncio.sleep(self._next_answer - time.monotonic())
         await self._hub.wait_until_started()
         began = time.monotonic()
