@@ -1,5 +1,6 @@
-"""`tidemark relay`: sends appended facts of a service's database to Kafka; makes its schema; names blocking
-transactions."""
+"""`tidemark relay`: sends appended facts of a service's database to Kafka, creates its schema, and lists blocking
+transactions.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -33,13 +34,15 @@ from tidemark.streaming.wire.records import is_name, why_no_name
 Say = Callable[[str], None]
 
 
-# The loop runs twenty times a second; only a server that does not answer may delay it for this long.
+# The loop runs twenty times a second. Only a server that does not answer can delay it for this long.
 STALE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
-    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on."""
+    """The arguments of `run`. `writer`: the database's writer name in Tidemark; None: the name of the database.
+    `metrics`: the listening address for metrics.
+    """
 
     dsn: Dsn
     writer: str | None
@@ -58,7 +61,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
                     "--metrics", http_health.metrics_address(plan.metrics), LoopHealth(metrics, "the database")
                 )
             )
-            if find_spec("redis") is not None:  # the library of readers needs it
+            if find_spec("redis") is not None:  # the reader library needs it
                 from tidemark.app.follow_positions import ReaderWatch  # noqa: PLC0415
 
                 watch = ReaderWatch(plan.dsn, metrics.registry, halt)
@@ -79,8 +82,9 @@ def run(settings: Settings, plan: RelayPlan) -> None:
 
 
 def _followed(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
-    """Follow the published positions beside the relay, if it is given a Redis; returns whether all writers of a stream
-    are in its database."""
+    """Follow the published positions, if a Redis is configured. Returns a function: whether all writers of a stream are
+    in this database.
+    """
     if "redis_url" not in settings.model_fields_set:
         return lambda _: True
     from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - it needs the library of Redis
@@ -91,7 +95,9 @@ def _followed(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitSt
 
 
 def find_topic(settings: Settings) -> None:
-    """Raises `Unavailable` also if there is no such topic: the program that creates it may start after the relay."""
+    """Check the facts topic. Raises `Unavailable` also if it is missing, because the program that creates it may start
+    later.
+    """
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
     except TopicMissing as problem:
@@ -115,7 +121,7 @@ class LoopHealth:
         return "the loop does not run" if is_stale else None
 
     def lacks(self) -> str | None:
-        """None also for a standby, which is ready: a new release cannot do more while the old one works."""
+        """The reason why the process is not ready. A standby is ready, so that a rolling update can proceed."""
         works = http_health.reading(self.metrics.active) or http_health.reading(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
@@ -140,7 +146,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
 
 
 def _make_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
-    """Whether the stream was missing. Takes no lock if it is there."""
+    """Create the stream if it is missing; returns whether it was. Takes no lock otherwise."""
     existing = connection.execute(
         "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
         [name, 1 if direction == "forward" else -1],
@@ -152,7 +158,7 @@ def _make_stream(name: str, direction: DirectionName, connection: Connection) ->
 
 @dataclass(frozen=True, slots=True)
 class RetireOrder:
-    """The writer to retire. `stream` None: in each stream that knows it. `wait`: seconds to try."""
+    """The writer to retire, in `stream` or (None) in all its streams. `wait`: seconds to try."""
 
     writer: str
     stream: str | None
@@ -160,10 +166,10 @@ class RetireOrder:
 
 
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
-    """End the writer's epochs, which the relay publishes when everything below is published.
+    """End the writer's epochs. The relay publishes that after all facts of the writer.
 
     Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished
-    facts, or the next ID has a row already because the sequence was set back.
+    facts, or if the next ID already has a row because the sequence was set back.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
@@ -190,7 +196,7 @@ def _streams_of(session: PostgresSession, writer: str) -> list[str]:
 
 
 def _retired(session: PostgresSession, writer: str, stream: str) -> int:
-    """The ID at which the writer ends, with its sign."""
+    """The ID at which the writer ends, signed."""
     with session.use() as connection:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()

@@ -1,10 +1,10 @@
 """Every setting, from `TIDEMARK_...` in the environment. The only module that reads settings from the environment.
 
-A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of
-the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
+A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of the
+local stack in TIDEMARK_HOME, so that another terminal needs no settings; the default.
 
-`stack.env` is a file for a shell to source and for commands in other terminals. `settings_lines` shows the effective
-settings and where each came from, without secrets.
+A shell can source `stack.env`, and commands in other terminals read it. `settings_lines` shows the effective settings
+with their sources, without secrets.
 """
 
 import os
@@ -40,13 +40,14 @@ _FOR_SHELLS = "# For the shell alone: what it inherited would lead psql and curl
 
 
 def stack_env() -> Path:
-    """The path of the file, which is there only while a stack runs."""
+    """The path of the file, which exists only while a stack runs."""
     return Path(os.environ.get(f"{PREFIX}HOME") or default_home()) / "stack.env"
 
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
-    """The exported variables of `path`, without it of the stack in TIDEMARK_HOME; empty if there is no file that this
-    user may read and trust."""
+    """The exported variables in `path` (None: of the stack in TIDEMARK_HOME); empty if the file is missing, unreadable
+    or not trusted.
+    """
     path = path or stack_env()
     words: list[list[str]] = []
     with suppress(OSError, ValueError):
@@ -57,12 +58,12 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
 
 
 def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str]) -> None:
-    """Write the file, for the eyes of its owner: it holds the password of Postgres.
+    """Write the file, readable only by its owner, because it has the password of Postgres.
 
     Args:
         path: the file.
-        variables: what to export.
-        unset: variables that a shell must not have beside these.
+        variables: the variables to export.
+        unset: variables that the shell must unset.
     """
     path.touch(mode=0o600)
     lines = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
@@ -162,14 +163,14 @@ def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-# Written to `stack.env` for people and their programs; read by none of ours.
+# Written to `stack.env` for people and their programs; Tidemark does not read them.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
 class Settings(SidecarSettings, Connections):
-    """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
+    """The effective settings. Created by `load`, which raises `BadSetting` for a wrong value."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, validate_default=True, defer_build=False)
 
@@ -297,8 +298,9 @@ class Settings(SidecarSettings, Connections):
         return self
 
     def secret(self, name: str) -> str | None:
-        """A secret's value. If it is in a file, the file is read again; while the file is missing, the first value is
-        returned."""
+        """The current value of a secret. If it is in a file, the file is read again; while the file is missing, the
+        first value is returned.
+        """
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -319,7 +321,7 @@ class Settings(SidecarSettings, Connections):
     @model_validator(mode="before")
     @classmethod
     def _from_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The given values, and for every other field that of the environment. An empty variable counts as unset."""
+        """Complete the given values from the environment. An empty variable counts as unset."""
         stack = read_stack_env()
         values: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
@@ -330,10 +332,10 @@ class Settings(SidecarSettings, Connections):
 
 
 def _secret_of_file(name: str, field: FieldInfo) -> str | None:
-    """A secret from the file that `TIDEMARK_..._FILE` names, as container platforms hand secrets out.
+    """Read a secret from the file that `TIDEMARK_..._FILE` names, in the way container platforms provide secrets.
 
     Raises:
-        BadSetting: the file cannot be read, or the variable itself is set too.
+        BadSetting: the file cannot be read, or the variable is also set directly.
     """
     variable = f"{variable_of(name)}_FILE"
     if not is_secret(field) or not (path := os.environ.get(variable)):
@@ -351,7 +353,7 @@ def _read(secret: Path) -> str:
 
 
 def load() -> Settings:
-    """The settings of this process; raises `BadSetting` for the first one that is wrong."""
+    """Load the settings of this process. Raises `BadSetting` for the first wrong one."""
     try:
         return Settings()
     except ValidationError as error:
@@ -361,7 +363,7 @@ def load() -> Settings:
 def _bad_setting(error: ValidationError) -> BadSetting:
     first = error.errors()[0]
     problem = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # of several settings together; the text names them
+    if not first["loc"]:  # an error about several settings, which its text names
         return BadSetting("settings", problem)
     name = str(first["loc"][0])
     field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
@@ -382,7 +384,7 @@ def is_secret(field: FieldInfo) -> bool:
 
 
 def origin_of(name: str) -> str:
-    """The source of a field's effective value, in words."""
+    """The source of a field's effective value, as text."""
     variable = variable_of(name)
     if os.environ.get(variable):
         return "environment"
@@ -394,14 +396,14 @@ def origin_of(name: str) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """`TIDEMARK_...` variables that are no setting: a typing error, or another part of the system."""
+    """`TIDEMARK_...` variables that are not settings: a misspelling, or for another program."""
     known = FOR_OTHERS | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
 def settings_lines(settings: Settings) -> Iterator[str]:
-    """One line for each setting, then one for each variable that resembles a setting but is none."""
+    """One line for each setting, then one for each unknown `TIDEMARK_...` variable."""
     rows = [(variable_of(name), _shown(name, getattr(settings, name)), origin_of(name)) for name in _names()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:

@@ -1,5 +1,5 @@
-"""Makes the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and archives its classes at
-exit.
+"""Creates the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and archives its classes
+at exit.
 
     python -m tidemark.app.pipeline.archive_classes
 
@@ -34,7 +34,7 @@ _KEYS = [0, 1, 2, 3]
 
 
 class _StubReader(PacketReader):
-    """Reads one partition, whose end moves by one record with each batch. The records do not exist."""
+    """Simulates a partition that grows by one record with each batch, without real records."""
 
     def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
         return {topic: {number: at + 1 for number, at in offsets.items()} for topic, offsets in start.items()}
@@ -51,7 +51,7 @@ class _StubSource(PacketSource):
 
 
 def _run(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
-    """Run the pipeline's query for some batches."""
+    """Run the pipeline's query for `_BATCHES` batches."""
     set_tasks(spark, one_task=one_task)
     enough = threading.Event()
 
@@ -72,7 +72,7 @@ def _run(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
 
 
 def _write(directory: Path, option: str) -> None:
-    """Run the query in a JVM with this option until the JVM exits."""
+    """Run the query in a JVM with the option until the JVM exits."""
     conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*SILENT, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)

@@ -1,13 +1,13 @@
 """The path of a batch in the driver:
 
-Spark's thread collects and checks it, a thread of our own publishes and counts it. So Spark computes a batch while
-the previous one is published (docs/decisions/0024-batch-ahead.md). Spark turns the exception of a callback into a
-text, so the exception is stored here for the pipeline. If Postgres refuses a batch, the records that it refuses are
-isolated: found by halving, in transactions that are rolled back. A batch is one transaction of all streams, so
-without this one record stops them all. The streams are halved until the streams with refused effects are known. Then
-the records of such a stream are read from Kafka again and given to the state machine, over the states in Postgres,
-until the first refused record is known. Nothing is written. The query starts again and rejects those records as it
-reads them (`ingest.compact`), so order, fencing and counts are those of any rejected record."""
+Spark's thread collects and checks it, another thread publishes and counts it. So Spark computes a batch while the
+previous one is published (docs/decisions/0024-batch-ahead.md). Spark turns the exception of a callback into a text, so
+the exception is stored here for the pipeline. If Postgres refuses a batch, a bisection in rolled-back transactions
+finds the refused records. A batch is one transaction of all streams, so otherwise one record would block all of them.
+The first bisection finds the streams with refused effects. A second one reads the records of such a stream from Kafka
+again, and runs the state machine from the states in Postgres, until it finds the first refused record. Nothing is
+written. The query starts again and rejects those records as it reads them (`ingest.compact`), so order, fencing and
+counts are those of any rejected record."""
 
 import gc
 import threading
@@ -55,13 +55,16 @@ from tidemark.streaming.wire.runs import Packet
 log = get_logger(__name__)
 
 LET_GO_AFTER = 50
-"""Batches. The objects that pyspark makes for a batch form reference cycles and keep 40 KB of plans in the JVM until
-Python collects cycles, which happens rarely (`app.pipeline.supervisor`)."""
-FEWER = 4  # a batch that had to be cut is repeated with this many times fewer records
+"""Collect garbage after this many batches. The objects that pyspark makes for a batch form reference cycles, and keep
+40 KB of plans in the JVM until a collection, which is otherwise rare (`app.pipeline.supervisor`).
+"""
+FEWER = 4  # divisor of the number of records when a batch is repeated with fewer records
 
 
 class BatchTrace(Protocol):
-    """Receives the progress of one attempt at one batch, in this order. A failed attempt leaves out the rest."""
+    """Receives the progress of one attempt at one batch, in this order. After a failure the remaining calls are not
+    made.
+    """
 
     def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         """Spark has read the records and advanced the states."""
@@ -122,9 +125,9 @@ class _Collected:
 class Batches:
     """The query's sink.
 
-    `seed`: the states with which its batches began. `topics`: the topics that are read. `trace`: called for each
-    batch. `isolate`: returns the exception for a batch whose content Postgres refuses. Batches are published one at
-    a time, in order, and none after a `failure`. After `finish`, running batches are completed and none begins."""
+    `seed`: the states at the start of the query. `topics`: the topics that are read. `trace`: called for each batch.
+    `isolate`: returns the exception for a batch whose content Postgres refuses. Batches are published one at a time, in
+    order, until a `failure`. After `finish`, running batches are completed and no new ones begin."""
 
     def __init__(
         self,
@@ -162,8 +165,7 @@ class Batches:
                 raise
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Let the running batches end and no other begin. Returns False if they did not end within `seconds` (None: no
-        limit)."""
+        """Complete the running batches without starting new ones. Returns False after `seconds` (None: no limit)."""
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
         if not self._in_hand.acquire(timeout=-1 if seconds is None else seconds):
@@ -175,7 +177,7 @@ class Batches:
         return not self._publishing.is_alive()
 
     def seconds_without_large_batch(self) -> float:
-        """Seconds since the last batch for which more than one task is worth its cost."""
+        """Seconds since the last batch that was large enough for more than one task."""
         return time.monotonic() - self._large_at
 
     def _take(self, batch: DataFrame, number: int) -> None:
@@ -192,19 +194,20 @@ class Batches:
             if read > ONE_TASK:
                 self._large_at = time.monotonic()
             if any(shard.cut for shard in effects):
-                # No other batch of this query would read the rest of the range: the query ends before it computes one.
+                # The rest of the range is read by the next query, because this one ends before it computes another
+                # batch.
                 self._publish(collected)
                 raise BatchTooLarge(read, max(1, read // FEWER))
             if self._one_task and read >= LIGHT_RECORDS:
                 self._publish(collected)
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
-        # A daemon thread: a wait for a server does not keep the process from ending.
+        # A daemon thread, so that the process can exit while it waits for a server.
         self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)
         self._publishing.start()
 
     def _await_published(self) -> None:
-        """Return when the previous batch is published. Raises the error that prevented it."""
+        """Wait until the previous batch is published. Raises the error that prevented it."""
         if self._publishing is not None:
             self._publishing.join()
         if self.failure is not None:
@@ -236,7 +239,7 @@ class Batches:
         log.debug("Published a batch", batch=batch.number, seconds=round(seconds, 3))
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
-        """Spark reads a partition that is added while it runs, and streams would then have two orders."""
+        """Raise if a partition was added: Spark would read it, and streams could have records in two partitions."""
         for shard in effects:
             for progress in shard.progress:
                 known = self._topics[progress.topic].partitions
@@ -245,14 +248,14 @@ class Batches:
 
 
 MOST_REFUSED = 100
-"""Records of a stream that are found at once; the next attempt finds the rest."""
+"""The largest number of refused records of a stream that one attempt finds."""
 
 _PROBE: Final = "tidemark.probe"
 _packets = msgspec.msgpack.Decoder(Packet)
 
 
 class _Taken(NamedTuple):
-    """A record of Kafka; `time` in ms."""
+    """A Kafka record; `time` in ms."""
 
     topic: Topic
     partition: int
@@ -271,8 +274,9 @@ _Place = tuple[Topic, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """For one query. `line`: the lineage of its batches. `offsets`: the offsets at its start. `names`: the names of
-    its topics. `client`: librdkafka's settings, which may contain a password."""
+    """Finds the records that Postgres refuses, for one query. `line`: the lineage of its batches. `offsets`: the
+    offsets at its start. `names`: the names of its topics. `client`: librdkafka's settings, which may contain a
+    password."""
 
     postgres: Postgres
     lease: Fence
@@ -283,10 +287,11 @@ class Isolation:
     bounds: Bounds
 
     def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
-        """What to raise for batch `number`, which Postgres has `refused`: the batch before it is applied.
+        """Return the error to raise for batch `number`, which Postgres has `refused`. The previous batch must be
+        applied.
 
-        `RecordsRefused` names the records; `ContentRefused` asks for a smaller batch, if none of them is refused by
-        itself; `QueryFailed` says that Postgres refuses everything, and holds. Raises `Unavailable`, `LeaseLost`.
+        `RecordsRefused`: these records are refused. `ContentRefused`: no single record is refused; a smaller batch is
+        needed. `QueryFailed`: Postgres refuses every batch. Raises `Unavailable`, `LeaseLost`.
         """
         if (problem := self._refusal(number, self._probe(effects[0].now))) is not None:
             return QueryFailed(f"Postgres refuses every batch, not only this one: {problem}")
@@ -306,7 +311,7 @@ class Isolation:
         return self.postgres.refusal(Batch(self.line, number, self.lease.token, effects))
 
     def _streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
-        """The streams whose effects Postgres refuses also without the other streams."""
+        """The streams whose effects Postgres refuses even without the other streams."""
 
         def refused(names: list[str]) -> list[str]:
             chosen = [
@@ -360,7 +365,7 @@ class Isolation:
         return unacceptable
 
     def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_Taken]:
-        """The batch's records with that key, in the order in which they are applied."""
+        """The batch's records of the stream, in the order in which they are applied."""
         ends, begins = Batch(self.line, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
         with closing(RangeReader(self.client, self.names)) as reader:

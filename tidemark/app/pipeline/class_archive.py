@@ -1,8 +1,8 @@
 """Class data sharing: with an archive of loaded classes, a JVM needs two thirds of the CPU until its first batch.
 
-`python -m tidemark.app.pipeline.archive_classes` makes the archive, once for each installation. A JVM ignores an
-archive that does not match its Java and its jars. Java 19 could make archives by itself (-XX:+AutoCreateSharedArchive),
-Java 17 cannot.
+`python -m tidemark.app.pipeline.archive_classes` creates the archive, once for each installation. A JVM ignores an
+archive that does not match its Java and its jars. Java 19 could create archives automatically
+(-XX:+AutoCreateSharedArchive); Java 17 cannot.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 DIRECTORY = Path(sys.prefix, "share", "tidemark")
-"""The folder of archives, in the installation to which the classes belong."""
+"""The folder of archives, in the same installation as the classes."""
 
 MAKER = [sys.executable, "-m", "tidemark.app.pipeline.archive_classes"]
 """The command that makes the archive of a pipeline's JVM."""
@@ -25,7 +25,7 @@ SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
 
 
 def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
-    """The path of the archive of a pipeline's JVM, whether it exists or not."""
+    """The path of the archive of a pipeline's JVM. The file may be missing."""
     spark = find_spec("pyspark")
     jars = Path(spark.origin).with_name("jars") if spark is not None and spark.origin else directory
     return archive("spark", java, sorted(jars.glob("*.jar")), directory)
@@ -63,7 +63,7 @@ def make(archive: Path, write: Callable[[Path, str], None]) -> None:
     """Make the archive, unless it exists. Several processes may call this at once; one of them makes the archive.
 
     Args:
-        write: runs a JVM with a directory of its own and an additional option.
+        write: runs a JVM with its own directory and an additional option.
 
     Raises:
         OSError: the folder is not writable.

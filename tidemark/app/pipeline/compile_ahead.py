@@ -1,4 +1,4 @@
-"""Compile the code that reads and scans records, for all who use this installation: they only load it.
+"""Compiles the code that reads and scans records, so that processes of this installation only load it.
 
     python -m tidemark.app.pipeline.compile_ahead
 

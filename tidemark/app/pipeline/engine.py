@@ -1,4 +1,6 @@
-"""Spark for the pipeline. The JVM starts while the pipeline waits for servers and the lease. Its death is detected."""
+"""Spark for the pipeline. The JVM starts while the pipeline waits for servers and the lease. An exit of the JVM is
+detected.
+"""
 
 import os
 import re
@@ -34,19 +36,19 @@ _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)"
 
 
 class Engine:
-    """Starts at once, on a thread of its own. Use it through `running`."""
+    """Starts Spark on a separate thread. Create it with `running`."""
 
     def __init__(self, wanted: SparkSettings) -> None:
         self._wanted = wanted
         self._jvm: Jvm | None = None
         self._session: Future[SparkSession] = Future()
-        # A daemon: who ends before the JVM is up need not wait for it, because it ends with our process.
+        # A daemon thread, so that the process can exit before the JVM is up. The JVM ends with the process.
         threading.Thread(target=self._start, name="spark", daemon=True).start()
 
     def session(self, stopping: threading.Event) -> SparkSession:
         """Wait for the session. Raises Stopping soon after `stopping` is set, and SparkDied.
 
-        A cluster may end what our JVM runs, and a JVM can have it only once.
+        A cluster may stop the session, and a JVM can have only one.
         """
         while not self._session.done():
             if stopping.wait(0.1):
@@ -58,7 +60,7 @@ class Engine:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Raise SparkDied for an error that occurs because the JVM has died."""
+        """Raise SparkDied instead of an error that occurs because the JVM has exited."""
         try:
             yield
         except (Py4JError, OSError) as error:
@@ -99,8 +101,8 @@ def packets(
     """The packets that the query reads.
 
     Args:
-        records: the most Kafka records of the first batch.
-        refused: records that are rejected as not storable.
+        records: the largest number of Kafka records of the first batch.
+        refused: records to reject as not storable.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
     most = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
@@ -123,8 +125,9 @@ def packets(
 
 
 def require_states(spark: SparkSession, holders: Set[str], present: Set[str]) -> None:
-    """Raise QueryFailed if an executor that holds states is not `present` any more. Spark lets tasks wait for a dead
-    executor as for a busy one, and then searches its states on other executors, which do not have them."""
+    """Raise QueryFailed if an executor with states is no longer `present`. Spark treats a dead executor like a busy
+    one, and later looks for its states on other executors, which do not have them.
+    """
     if gone := holders - present:
         spark.sparkContext.cancelAllJobs()  # the running batch needs the lost states
         raise QueryFailed(f"states were lost with an executor of Spark that ended: {', '.join(sorted(gone))}")
@@ -144,7 +147,7 @@ def cause(text: str) -> str:
 
 @contextmanager
 def running(settings: Settings) -> Iterator[Engine]:
-    """A Spark session while the block runs. Raises Stop if Java is missing."""
+    """Run a Spark session during the block. Raises Stop if Java is missing."""
     java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     wanted = SparkSettings(
@@ -210,8 +213,9 @@ def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
 
 
 def properties(path: Path) -> dict[str, str]:
-    """The properties of `spark-defaults.conf` as Spark reads them: a name and a value in a line, separated by space,
-    `=` or `:`."""
+    """The properties of `spark-defaults.conf` parsed like Spark does: each line has a name and a value, separated by
+    space, `=` or `:`.
+    """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:

@@ -1,7 +1,7 @@
 """The lag of each Kafka partition, and whether an open transaction blocks the partition.
 
 A reader with `read_committed` gets no record at or beyond the last stable offset: the first offset of the oldest open
-transaction. If the producer of that transaction hangs or is lost, the partition is blocked although its end moves on.
+transaction. If the producer of that transaction hangs or is lost, the partition is blocked although its end advances.
 """
 
 import threading
@@ -20,10 +20,10 @@ from tidemark.sources.topics import RememberedTopic, Topics, require_policy, req
 Partition = tuple[str, int]
 
 SAMPLES: Final = 512
-"""End offsets that are stored for each partition.
+"""The largest number of stored end offsets of each partition.
 
-Beyond that, every second one is dropped: an age is then too high by at
-most the interval between two samples, and never too low."""
+Beyond it, every second one is dropped, so that an age is at most the interval between two samples too high, and never
+too low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PartitionLag:
         records: number of unread records.
         seconds: age of the oldest unread record.
         stable: the last stable offset.
-        blocked_seconds: for how long an open transaction has blocked the partition at `stable`; 0 if none does.
+        blocked_seconds: seconds for which an open transaction has blocked the partition at `stable`; 0 if none does.
     """
 
     records: int
@@ -46,14 +46,16 @@ class PartitionLag:
 @dataclass(slots=True)
 class _Watched:
     ends: list[tuple[int, float]] = field(default_factory=list)
-    """End offsets that are not read yet, and when each was first observed."""
+    """Unread end offsets, each with the time of its first observation."""
     stable: int = -1
     since: float | None = None
-    """When the last stable offset was first observed to be `stable`, below the end."""
+    """The time at which the last stable offset was first observed at `stable`, below the end."""
 
 
 class LagTracker:
-    """Computes the lag from offsets over time. Not for threads. Ages begin at the first observation of a process."""
+    """Computes the lag from offsets over time. For one thread. Ages count from the first observation of this
+    process.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[Partition, _Watched] = {}
@@ -86,8 +88,8 @@ log = get_logger(__name__)
 
 SECONDS = 2.0  # between two checks
 CHECKS_PER_DESCRIPTION = 15  # the configuration of the topics is checked less often
-LAGGING_SECONDS = 10.0  # a healthy pipeline reads a record sooner, and a transaction of a healthy producer ends sooner
-NOTED_SECONDS = 10.0  # between two notes of lagging partitions
+LAGGING_SECONDS = 10.0  # reads of a healthy pipeline and transactions of healthy producers take less
+NOTED_SECONDS = 10.0  # between two calls of `note` for lagging partitions
 CHECKS_MISSING = 5  # consecutive checks without a topic: a broker that has just started may not know its topics
 
 
@@ -97,10 +99,9 @@ Note = tuple[str, int, int, float, int | None, float | None]
 class LagMonitor:
     """Updates the metrics of end offsets and lag, and checks the topics.
 
-    `remembered` are the topics at the start. A topic that was repartitioned, replaced or compacted since becomes the
-    `failure`, which the supervising thread raises. The thread also logs crossed thresholds
-    (`app.pipeline.stream_metrics`). `note` is called with the lagging partitions (see
-    `sinks.postgres.status.note_lagging`), and may raise `Retry`.
+    `remembered` are the topics at the start. If a topic was repartitioned, replaced or compacted since, `failure` is
+    set, and the supervising thread raises it. The thread also logs crossed thresholds (`app.pipeline.stream_metrics`).
+    `note` is called with the lagging partitions (see `sinks.postgres.status.note_lagging`), and may raise `Retry`.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LagMonitor:
         self._note = note
         self._noted: tuple[float, Sequence[Note]] | None = None
         self._lag = LagTracker()
-        self._blocked: dict[Partition, int] = {}  # partitions that were logged as blocked, and their offset
+        self._blocked: dict[Partition, int] = {}  # offset of each partition that was logged as blocked
         self._closing = threading.Event()
         self.failure: Stop | None = None
 
@@ -139,8 +140,8 @@ class LagMonitor:
             thresholds.check()
             try:
                 require_same(self._topics.identities(self._remembered), self._remembered)
-                read = dict(self._board.read)  # first: records that are read meanwhile must not cause a negative lag
-                stable = self._topics.stable_offsets(self._partitions)  # before the ends: it is never beyond an end
+                read = dict(self._board.read)  # before the ends, so that the lag is never negative
+                stable = self._topics.stable_offsets(self._partitions)  # before the ends: never beyond them
                 ends = self._topics.end_offsets(self._partitions)
                 if self._closing.is_set():  # Kafka may have taken long to answer, and another process may read now
                     return
@@ -167,7 +168,9 @@ class LagMonitor:
             self._closing.wait(SECONDS)
 
     def _note_all_unread(self, seconds: float) -> None:
-        """While Kafka does not answer, unread records are unknown, so no writer counts as silent."""
+        """Note all partitions as lagging: while Kafka does not answer, unread records are unknown, so no writer counts
+        as silent.
+        """
         if seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
             self._note_lagging([(*partition, 0, seconds, None, None) for partition in partitions])
@@ -191,7 +194,7 @@ class LagMonitor:
                 return
         try:
             self._note(notes)
-        except Retry as error:  # the batches wait for Postgres too, and log it
+        except Retry as error:  # batches wait for Postgres too, and log that
             log.debug("Could not note lagging partitions", problem=str(error))
         else:
             self._noted = now, notes

@@ -1,7 +1,7 @@
-"""Every metric of the pipeline: its name, its kind, its meaning, and what to do when it moves.
+"""Every metric of the pipeline: its name, type, meaning, and the action when it changes.
 
-`docs/reference/metrics.md` is made from this module (`make docs`). Only the driver changes metrics: nothing scrapes
-Spark's workers. `app.pipeline.stream_metrics` computes the metrics of streams at the time of a scrape.
+`docs/reference/metrics.md` is generated from this module (`make docs`). Only the driver has metrics: Spark's workers
+are not scraped. `app.pipeline.stream_metrics` computes the metrics of streams at the time of a scrape.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ class BatchHistogram(Histogram):
     """A histogram without labels that counts many observations at once."""
 
     def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
-        """Count pairs of an amount and its number of observations."""
+        """Count observations, given as pairs (value, number of observations)."""
         total, counts = 0.0, [0] * len(self._upper_bounds)
         for amount, count in amounts:
             total += amount * count
@@ -32,11 +32,11 @@ class BatchHistogram(Histogram):
 
 REGISTRY = CollectorRegistry()
 
-# The loop runs twice a second. The description of the heartbeat below names the same bound.
+# The loop runs twice a second. The description of HEARTBEAT has the same bound.
 STALE_SECONDS = 15.0
 
-# The timestamp of a record is from the clock of its producer. Outside of these bounds its unit or the clock is wrong.
-# A pipeline that reads a backlog of weeks still shows the true latency.
+# A record's timestamp comes from its producer's clock. Outside these bounds its unit or the clock is wrong. A backlog
+# of weeks is inside them, so its true latency is shown.
 OLDEST_PLAUSIBLE_SECONDS = 30 * 86_400.0
 AHEAD_PLAUSIBLE_SECONDS = 3600.0
 
@@ -194,7 +194,7 @@ for _reason in Reason:
 for _kind in ("SKIP", "RETIRE", "JOIN"):
     FORCED.labels(_kind)
 
-STREAM_GAUGES = {  # of `app.pipeline.stream_metrics`: name, labels, description
+STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, description
     "position": (
         "tidemark_position",
         ["stream", "writer"],
@@ -317,7 +317,7 @@ STREAM_GAUGES = {  # of `app.pipeline.stream_metrics`: name, labels, description
 
 
 class PipelineHealth:
-    """The state of the pipeline for probes. The pipeline's own loop sets it, and READY shows it."""
+    """The state of the pipeline for probes. The pipeline's loop sets it, and READY shows it."""
 
     registry = REGISTRY
 
@@ -325,7 +325,7 @@ class PipelineHealth:
         self._waits_for: str | None = "Spark starts"
 
     def set_state(self, waits_for: str | None) -> None:
-        """Set what the pipeline waits for; None if its next batch can run."""
+        """Set the cause for which the pipeline waits; None if its next batch can run."""
         self._waits_for = waits_for
         READY.set(waits_for is None)
 

@@ -1,4 +1,4 @@
-"""Checks before the query starts: the topics exist and are suitable, and agree with the database.
+"""Checks before the query starts: the topics exist, are suitable, and match the database.
 
 Creates missing topics if the settings say so.
 """
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 
 def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
-    """The topics by name. A missing topic is created if `kafka_create_topics` is set.
+    """Return the topics by name. Creates missing topics if `kafka_create_topics` is set.
 
     Raises:
         TopicMissing: a topic does not exist.
@@ -61,7 +61,7 @@ class Seed:
 
     Attributes:
         lineage: its name.
-        after: lineage and number of the batch that Postgres applied last; None if it never applied one.
+        after: lineage and number of the batch that Postgres applied last; None if there was none.
         states: see `streaming.engine.query.by_shard`.
     """
 
@@ -80,8 +80,8 @@ class Start:
 
     Attributes:
         offsets: the next offsets to read.
-        lag: number of records that wait in Kafka.
-        states: those of the seed.
+        lag: number of unread records in Kafka.
+        states: the states of the seed.
     """
 
     seed: Seed
@@ -93,14 +93,14 @@ class Start:
 
 
 def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
-    """Check the topics and the database, then read the start of the query. To be called under the lease.
+    """Check the topics and the database, then load the start of the query. Requires the lease.
 
     Args:
-        accept: losses that the operator accepts. Their consequences are written to Postgres first, so that the next
-            start needs no acceptance.
+        accept: losses that the operator accepts. They are first recorded in Postgres, so that the next start needs no
+            acceptance.
 
     Raises:
-        Stop: the first disagreement that is not accepted.
+        Stop: the first difference that is not accepted.
     """
     states_by_name = ready(settings, topics)
     read = {name: states_by_name[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
@@ -135,10 +135,10 @@ def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> N
         deferred = [(name, item) for name, stored in postgres.states().items() for item in codec.deferred(stored)]
         postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
-        # Each stream may be in another partition now: its first record shows which.
+        # Each stream may be in another partition now; its next record determines the partition.
         postgres.replace_states({stream: codec.without_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
-        # The lost records may have been facts: ranges that writers settle next are not proven empty
+        # The lost records may have been facts: so the next ranges that writers settle are not proven empty
         # (docs/design.md, rule 1).
         postgres.replace_states(
             {stream: codec.marked_uncertain(stored) for stream, stored in postgres.states().items()}

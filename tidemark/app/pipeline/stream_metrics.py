@@ -1,7 +1,7 @@
 """Metrics of streams at the time of a scrape, and the log of thresholds that streams cross.
 
-There may be a million streams. Sums are updated with every change, so that a scrape reads only the streams that have
-series of their own and those that are not quiet.
+There may be a million streams. Sums are updated with every change, so that a scrape reads only streams with their own
+series and streams that are not quiet.
 """
 
 import math
@@ -43,8 +43,9 @@ QUIET = Summary(0, 0, None, [], 0, None)
 
 @dataclass(slots=True)
 class StreamEntry:
-    """The metrics of one stream. `positions` has the writers that have not retired. `sources` are those of the summary,
-    which is without them: else no stream of a relay would be quiet."""
+    """The metrics of one stream. `positions` has the writers that have not retired. `sources` were removed from the
+    summary, because otherwise no stream with a relay would be quiet.
+    """
 
     linear: int
     allocated: int
@@ -74,15 +75,15 @@ def _divided(summary: Summary) -> tuple[Summary, Sequence[Source]]:
 
 
 class StreamEntries:
-    """Streams that have not ended, by name. Not for threads.
+    """Streams that have not ended, by name. For one thread.
 
     A stream whose state has not changed since the start stays encoded until it is read.
 
     Attributes:
-        linear: sum of the linear positions, as `allocated` is of the highest IDs.
+        linear: sum of the linear positions. allocated: sum of the highest IDs.
         positions: sum of the positions of `writers` writers.
         active: streams that are not quiet.
-        sources: by stream, the relays and bridges that report themselves.
+        sources: by stream, the relays and bridges that send OPEN records.
         version: changes when a stream begins or ends.
         ended: names of the streams that have ended.
     """
@@ -146,11 +147,11 @@ class StreamEntries:
             self._begin(name, entry)
 
     def prefer(self, names: Collection[str]) -> None:
-        """Put these streams before all others in `first`."""
+        """Put these streams first in `first`."""
         self._preferred, self._first = names, None
 
     def first(self) -> list[str]:
-        """The first `most` streams in the order of names, preferred ones before all others."""
+        """The first `most` streams in the order of names, preferred ones first."""
         if self._first is None:
             first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
             last = None
@@ -212,8 +213,8 @@ class StreamEntries:
 log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
-NEAR_BOUND = 0.5  # a stream that fills less of a bound has no series for it
-MAXIMA = ("age", "behind_seconds")  # of several streams the highest value counts; of other gauges the sum
+NEAR_BOUND = 0.5  # a stream that uses less of a bound has no series for it
+MAXIMA = ("age", "behind_seconds")  # aggregated by the maximum; other gauges by the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
 NO_STATES = ShardedStates(1, {})
 
@@ -221,7 +222,8 @@ Entries = Mapping[str, StreamEntry]
 
 
 class _Sums(NamedTuple):
-    """Sums of linear positions (Postgres, sink) for one result of `Sink.compared`: of all streams, and of ended ones.
+    """Sums of linear positions (Postgres, sink) for one result of `Sink.compared`: over all streams, and over ended
+    ones.
 
     The sum of ended streams is of `version` of the entries.
     """
@@ -233,12 +235,11 @@ class _Sums(NamedTuple):
 
 
 class StreamCollector(Collector):
-    """The Prometheus collector of streams. One thread updates it (that of the batch); any number of threads scrape it.
+    """The Prometheus collector of streams. The thread of batches updates it; any number of threads scrape it.
 
     Values come from the states at the start and from the effects of batches afterwards. The first `streams` streams by
-    name, streams with a policy first, have series of their own, as have the first `writers` of their writers. All
-    others share one series, so that a scrape is bounded. Streams that have ended and writers that have retired have no
-    series.
+    name, streams with a policy first, have their own series, and so do the first `writers` of their writers. All others
+    share one series, so that a scrape is bounded. Streams that have ended and writers that have retired have no series.
 
     `read` has the next offset to read, by topic and partition. `now` returns seconds since 1970.
     """
@@ -258,7 +259,7 @@ class StreamCollector(Collector):
         self._sinks: Sequence[Sink] = ()
 
     def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
-        """Start from what Postgres stores, so that every stream has metrics after a restart without traffic."""
+        """Load the states in Postgres, so that after a restart streams without traffic have metrics too."""
         self.read.update(
             {(topic, number): offset for topic, partitions in offsets.items() for number, offset in partitions.items()}
         )
@@ -270,14 +271,14 @@ class StreamCollector(Collector):
         return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
     def follow(self, policies: Policies) -> None:
-        """Use these policies from now on."""
+        """Replace the policies."""
         with self._lock:
             self._policies, self._bounds = policies, policies.bounds()
             self._entries.prefer(policies.given)
 
     @contextmanager
     def comparing(self, sinks: Sequence[Sink]) -> Iterator[None]:
-        """Show the linear positions of these sinks during the block: a process without the lease compares none."""
+        """Show the linear positions of these sinks during the block. A process without the lease has none."""
         self._sinks = sinks
         try:
             yield
@@ -285,11 +286,13 @@ class StreamCollector(Collector):
             self._sinks = ()
 
     def set_reading(self, *, is_reading: bool) -> None:
-        """Whether Kafka answers. If it does not, no source misses a heartbeat, and later only from now on."""
+        """Set whether Kafka answers. While Kafka does not answer, no heartbeat counts as missed; later, time counts
+        from its next answer.
+        """
         self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
-        """Drop all values, because another process has the lease: gaps and lag would age without end here."""
+        """Drop all values, because another process has the lease, and gaps and lag would age indefinitely."""
         self._begin(StreamEntries(self._streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
@@ -361,7 +364,7 @@ class StreamCollector(Collector):
         return blocked
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
-        """The fields of a log line for each bound of a stream that is filled by half or more."""
+        """The fields of a log line for each bound of a stream that is at least half used."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
@@ -435,7 +438,7 @@ class StreamCollector(Collector):
         return known.everything[0] - known.ended[0], known.everything[1] - known.ended[1]
 
     def _show_blockers(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
-        """Returns the number of blockers without a series of their own."""
+        """Add the blockers; returns the number of blockers without their own series."""
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
@@ -456,7 +459,7 @@ class StreamCollector(Collector):
         return len(rest) + unnamed
 
     def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
-        """The streams whose relay or bridge sends nothing new, longest first."""
+        """Add the streams whose relay or bridge sends nothing new, longest first."""
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
@@ -472,7 +475,9 @@ class StreamCollector(Collector):
                 family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
-        """The values of all streams that are not `named`. Quiet ones only have a linear position and a highest ID."""
+        """The values of all streams that are not `named`. Quiet streams only have a linear position and a highest
+        ID.
+        """
         rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
         values = {key: (max if key in MAXIMA else sum)(row[key] for row in rows) for key in rows[0]}
         values["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
@@ -505,22 +510,22 @@ def _summed(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return postgres, sink
 
 
-SINGLE: Final = 10  # lines of one kind and one check; more of them become one line
+SINGLE: Final = 10  # lines of one kind in one check; more are merged into one line
 Fields = dict[str, Any]
 
 
 @dataclass(slots=True)
 class ThresholdLog:
-    """Logs once when a stream crosses a threshold, and once when it is back. For one thread.
+    """Logs once when a stream crosses a threshold, and once when it returns. For one thread.
 
-    A process logs what it finds at its first check.
+    The first check of a process logs all crossed thresholds.
     """
 
     collector: StreamCollector
     _crossed: dict[str, dict[str, Fields]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Compare the streams with those of the last check."""
+        """Compare the streams with the last check."""
         blocked = self.collector.blocked()
         self._compare("The linear position is blocked", "The linear position is no longer blocked", blocked)
         self._compare("A stream is near a bound", "A stream is no longer near a bound", self.collector.near_bounds())
@@ -533,7 +538,7 @@ class ThresholdLog:
 
 
 def _names(fields: Fields) -> Fields:
-    """The fields without the values at the time of crossing."""
+    """The identifying fields, without values that change."""
     return {name: fields[name] for name in ("stream", "bound") if name in fields}
 
 

@@ -1,8 +1,8 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
-Its threads: this one supervises; Spark's callback publishes batches (`app.pipeline.batches`); the lease renews itself;
-a guard refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.serving.http_health` answers
-scrapes and probes.
+Its threads: the main thread supervises; Spark's callback publishes batches (`app.pipeline.batches`); one renews the
+lease; one refills Redis; others query Kafka for end offsets and Postgres for policies; `app.serving.http_health`
+answers scrapes and probes.
 """
 
 import gc
@@ -73,8 +73,8 @@ SHOWN = 10  # names in the log
 
 
 class PolicyWatch(LeasedThread):
-    """Calls `follow` with policies that have changed. A query keeps the bounds of its start, so if bounds differ,
-    `failure` requests a new query.
+    """Calls `follow` with changed policies. A query cannot change its bounds, so if bounds differ, `failure` requests a
+    new query.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class PolicyWatch(LeasedThread):
         return SECONDS
 
 
-# A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
+# The time limit of the current batch after SIGTERM, so that the process ends within 10 s.
 LAST_BATCH_SECONDS = 6.0
-# After this time, threads that wait for a server are abandoned, as in a crash: an orchestrator kills after 10 s.
+# After this time, threads that wait for a server are abandoned, because an orchestrator kills the process after 10 s.
 LAST_SECONDS = 9.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 # A query that fails so often without publishing one batch will not mend itself. Slow starts of Python are not counted.
 FAILURES = 6
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
-# New objects until Python looks for cycles; 700 by default. A batch of ten thousand streams makes half a million and no
-# cycle, and to look for some took longer than all else that the driver does with them.
+# New objects until a garbage collection; 700 by default. A batch of 10,000 streams creates 500,000 objects and no
+# cycle, and collections took longer than the rest of the driver's work.
 CYCLES = 100_000, 20, 50
-# A query for light traffic computes a batch in one task, for two thirds of the CPU. A query for heavy traffic uses all
-# cores. Each query chooses at its start; a change is a start of the query, which takes a second. Loading many streams
-# takes longer, so a query with more streams than this is always one for heavy traffic.
+# A query for light traffic computes a batch in one task, with two thirds of the CPU. A query for heavy traffic uses all
+# cores. The choice is made at the start of a query, and a restart takes a second. With many streams it takes longer, so
+# a query with more streams than this is always for heavy traffic.
 LIGHT_STREAMS = 10_000
-LIGHT_SECONDS = 120.0  # without a large batch, until a query for heavy traffic ends
+LIGHT_SECONDS = 120.0  # without a large batch until a query for heavy traffic is replaced
 NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the workers of its cluster"
 
 
@@ -175,13 +175,13 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 health.set_state(str(error))
                 stopping.wait(pause)
             finally:
-                if attempt.prepared:  # the accepted loss is repaired; later losses are not accepted
+                if attempt.prepared:  # the accepted loss is recorded; later losses are not accepted
                     accept = frozenset()
     log.info("Ended")
 
 
 class Attempt:
-    """One life of the query, from taking the lease to losing it. Used once."""
+    """One run of the query, from taking the lease to losing it. For one use."""
 
     def __init__(
         self,
@@ -207,22 +207,22 @@ class Attempt:
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
         self._local = is_local(settings.spark_master)
         self._ends_when_light = False
-        self._holders: frozenset[str] = frozenset()  # executors that were there for the first batch: they have states
+        self._holders: frozenset[str] = frozenset()  # executors at the first batch, which have states
         self._kafka = settings.kafka
         self._secrets = self._settings.kafka.carried()
 
     @property
     def outdated(self) -> bool:
-        """Whether a secret for Kafka has changed since: its clients take none up while they live."""
+        """Whether a secret for Kafka has changed since the start: running clients do not reload secrets."""
         return self._settings.kafka.carried() != self._secrets
 
     @property
     def published(self) -> bool:
-        """Whether a batch got through."""
+        """Whether a batch was published."""
         return self._batches is not None and self._batches.published > 0
 
     def run(self, accept: Set[Acceptance]) -> None:
-        """Returns when asked to stop. Raises Retry where another attempt may succeed, and Stop."""
+        """Run until asked to stop. Raises Retry if another attempt may succeed, and Stop."""
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
             stack.enter_context(self._spark.alive())
@@ -249,11 +249,11 @@ class Attempt:
             self._board.load(start.states, start.offsets)
             gc.unfreeze()
             gc.collect()
-            gc.freeze()  # the garbage collector skips the states of a million streams from now on
+            gc.freeze()  # the garbage collector skips the loaded states of up to a million streams
             sinks = self._sinks(stack, postgres, lease)
             stack.enter_context(self._board.comparing(sinks))
             for sink in sinks:
-                with suppress(Unavailable):  # that is waited for when there is something to publish
+                with suppress(Unavailable):  # publishing waits for Redis later
                     sink.check()
             maintenance = stack.enter_context(
                 Maintenance(sinks, postgres, lease, MaintenanceConfig(), metrics.CLOCK.set)
@@ -291,7 +291,7 @@ class Attempt:
             self._supervise(spark, running, lease, sinks, threads, waits)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
-        """The sinks that show positions, one after the other."""
+        """The sinks, in the order in which they publish."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
         shown = partial(progress, "filling Redis", unit="stream")
         sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, shown)]
@@ -329,7 +329,7 @@ class Attempt:
         finally:
             self._health.set_state("the query ended")
             if not batches.finish(LAST_BATCH_SECONDS):
-                # The thread may wait for a server. The next query reads its batch again.
+                # The thread may still wait for a server. The next query reads its batch again.
                 log.warning("The query ended, and a batch of it still waits for a server")
                 lease.give_up()
             with suppress(PySparkException, Py4JJavaError):  # a batch may take longer than Spark waits
@@ -353,7 +353,7 @@ class Attempt:
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
                 metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
-            is_active = running.isActive  # read first: the cause of its end is in a `failure` by then
+            is_active = running.isActive  # read before the failures: if the query has ended, its cause is already set
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
@@ -380,7 +380,7 @@ class Attempt:
 
 
 def is_light(streams: int, lag: int) -> bool:
-    """Whether a local query that begins with `streams` streams and `lag` waiting records is one for light traffic."""
+    """Whether a local query that starts with `streams` streams and `lag` unread records is for light traffic."""
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 

@@ -1,6 +1,6 @@
 """Traces of batches for an OpenTelemetry collector, over OTLP/HTTP.
 
-A thread of the SDK sends them; no batch waits for it.
+A thread of the SDK sends them, so batches do not wait.
 
 A batch is one trace. The ID of the trace is computed from query and number of the batch, so attempts at one batch are
 in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), with the
@@ -61,7 +61,7 @@ def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
 
 
 class _BatchIds(RandomIdGenerator):
-    """Gives each root span the trace ID of the current batch. There is one batch at a time."""
+    """Gives each root span the trace ID of the current batch, of which there is only one."""
 
     trace = 0
 
@@ -129,7 +129,7 @@ class _BatchSpans:
         )
 
     def published(self, published: "Published") -> None:
-        """Record the steps, which ran one after the other. The last one has just ended."""
+        """Record the steps, which ran in sequence. The last one has just ended."""
         at = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():
             at = self._span(name, at, at + int(seconds * 1e9))
@@ -142,7 +142,7 @@ class _BatchSpans:
 
 
 def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
-    """The times of `read` and `state` in the one stage of a query for light traffic, which reads all records first."""
+    """Divide the single stage of a query for light traffic, which reads all records first, into `read` and `state`."""
     began, ended = stage
     between = min((shard.computed_from for shard in effects), default=ended)
     between = max(began, min(between, ended))
@@ -152,7 +152,7 @@ def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tu
 def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
     """Begin and end (ms since 1970) of each stage of the last job of this thread's query, in order.
 
-    Waits some ms until Spark has recorded them. Stages without times are left out.
+    Waits a few ms until Spark has recorded them. Stages without times are left out.
     """
     context = session.sparkContext
     spark = context._jsc.sc()

@@ -1,6 +1,6 @@
-"""The read side: what is published of every stream, read once for all clients of this process.
+"""The read side: reads the published positions of streams once for all clients of this process.
 
-The sidecar and the line protocol stand on it. It reads Redis, and Postgres if Redis does not answer.
+The sidecar and the line protocol use it. It reads Redis, and Postgres if Redis does not answer.
 """
 
 import time
@@ -24,19 +24,19 @@ from tidemark.sinks.redis.client import RedisAddress, redis_address
 
 @dataclass(frozen=True, slots=True)
 class ReadSideConfig:
-    """Addresses, which may hold passwords."""
+    """Addresses, which may contain passwords."""
 
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
     """The defaults of streams without a policy: see `streaming.values.limits`."""
     readers: Dsn | None = field(default=None, repr=False)
-    """The database with the places of readers; None: that of `postgres`, if it has any."""
+    """The database with the places of readers; None: the database `postgres`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSide:
-    """For one event loop. Everything in the process that reads positions shares it."""
+    """The shared readers of positions in this process, for one event loop."""
 
     redis_reader: RedisReader
     postgres_reader: PostgresReader
@@ -48,7 +48,7 @@ class ReadSide:
     stream_history: StreamHistoryReader
 
     async def problems(self) -> list[str]:
-        """Ask Redis and Postgres. A text for each server that does not answer, or that refuses this user."""
+        """Query Redis and Postgres. Returns a message for each server that does not answer or refuses this user."""
         problems = []
         for ask in (self.redis_reader.ping, self.postgres_reader.check):
             try:
@@ -60,7 +60,7 @@ class ReadSide:
 
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
-    """Raises `BadSetting`. No server is asked before something is read."""
+    """Create the read side without connecting. Raises `BadSetting`."""
     redis_reader = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)

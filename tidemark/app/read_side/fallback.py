@@ -1,4 +1,4 @@
-"""The requests of a follower, answered from Redis, or from Postgres while Redis is down.
+"""Answers the requests of followers from Redis, or from Postgres while Redis is down.
 
 For a stream that Redis does not know, the answer from Postgres is a list of advances without entries. The follower then
 takes the advances from the history, so nothing is missing.
@@ -35,7 +35,7 @@ NOTHING = StreamKeys(None, {})
 
 
 class RequestHandler:
-    """For one event loop. Raises `Unavailable` if neither server answers."""
+    """Runs requests, for one event loop. Raises `Unavailable` if neither server answers."""
 
     def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
         self.lagging_streams: Mapping[str, StreamChange] = {}
@@ -79,7 +79,9 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """`place` is after the last event. `complete`: nothing more was published when this was read."""
+    """A page of events. `place`: after the last event. `complete`: the page reaches the positions at the time of the
+    read.
+    """
 
     events: list[Event]
     place: Place
@@ -87,8 +89,8 @@ class HistoryPage:
 
 
 class HistoryPager:
-    """What was published of `stream` after `since`, page by page. For one task at a time. Postgres is asked for one
-    page at first, because the client may leave after it, and then for twice as many advances each time, up to `most`.
+    """The events of `stream` after `since`, page by page. For one task at a time. The first query of Postgres is for
+    one page, because the client may disconnect after it; each later one is for twice as many advances, up to `most`.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class HistoryPager:
         self._events: list[Event] = []
 
     async def page(self) -> HistoryPage | None:
-        """At most `limit` events. None if no server knows the stream. Raises `Unavailable`; may be called again."""
+        """The next page of at most `limit` events; None if no server knows the stream. Raises `Unavailable`; may be
+        called again.
+        """
         while len(self._events) < self._limit:
             step = self._driver.step()
             match step:

@@ -1,7 +1,7 @@
-"""One follower per stream for all listeners: what moves a stream is read once and given to all of them.
+"""One follower per stream for all listeners: events are read once and given to all of them.
 
-A follower runs while its stream has a listener, and for some seconds more, because clients come back. It never waits
-for a listener: a listener that does not take its items is cut off, and resumes later from its place.
+A follower runs while its stream has a listener, and some seconds longer, because clients reconnect. It never waits for
+a listener: a slow listener is cut off, and resumes later from its place.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ log = get_logger(__name__)
 
 DISCOVER_EVERY = 1.0  # seconds until names of streams are read again
 LARGEST = 500  # events of one batch
-LINGER = 10.0  # seconds that a stream is still followed when its last listener has left
-SHARE = 10  # all followed streams are read again after this many times the time that it took: there may be thousands
+LINGER = 10.0  # seconds for which a stream is followed after its last listener has left
+SHARE = 10  # the pause between two reads of all followed streams, as a multiple of the duration of a read
 
 
 class Follower:
-    """Follows one stream for its `listeners`. `left_at`: when the last listener left (s, monotonic)."""
+    """Follows one stream for its `listeners`. `left_at`: the time at which the last listener left (s, monotonic)."""
 
     def __init__(
         self, stream: str, requests: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
@@ -71,7 +71,7 @@ class Follower:
         return self._task.done()
 
     def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
-        """Add a listener. `missed` is what it gets first; None: it gets the place of the follower."""
+        """Add a listener, which first gets `missed`; None: the place of the follower."""
         if missed is not None:
             for batch in missed.batches:
                 listener.put(self._stream, batch)
@@ -82,7 +82,7 @@ class Follower:
         self.listeners.add(listener)
 
     def compare(self, known: KnownPositions | StreamChange) -> bool:
-        """Whether listeners were given everything that is known of the stream. If not, the stream is read again."""
+        """Whether listeners have all `known` positions of the stream. If not, trigger another read."""
         place = self._place
         if place is not None and known.reached(place.linear, place.positions, place.late):
             return True
@@ -93,7 +93,7 @@ class Follower:
         self._task.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Cut the listeners off if the follower failed: they must not take that for a quiet stream."""
+        """Cut off the listeners if the follower failed, because they cannot distinguish that from an idle stream."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
@@ -108,7 +108,7 @@ class Follower:
                     driver.answered(await self._carry_out(step))
                 except Unavailable as problem:
                     driver.failed(problem)
-                except (Refused, SchemaMismatch) as problem:  # until a person has repaired it
+                except (Refused, SchemaMismatch) as problem:  # a person must resolve it
                     driver.failed(Unavailable("A server", "its address", str(problem)))
                 continue
             assert step is not None
@@ -121,7 +121,7 @@ class Follower:
     async def _carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest():
-                # Before reading: a notification that comes meanwhile must set it.
+                # Take the event before reading, so that a notification during the read sets it.
                 self._notified = self._notifications.next(self._stream)
                 keys = await self._requests.carry_out(request)
                 for fault in self._sentinel.look(request, keys):
@@ -133,15 +133,15 @@ class Follower:
                 return None
             case ReadHistory():
                 if self._place is None:
-                    self._hand_out()  # the follower has started: the history is what came since then
-                # Redis alone is enough: what it does not hold comes as ranges to read again.
+                    self._hand_out()  # the follower has started: later events are the history
+                # Redis alone is enough: missing entries become ranges to read again.
                 with suppress(Unavailable):
                     return await self._requests.carry_out(request)
                 return None
         return await self._requests.carry_out(request)
 
     def _hand_out(self) -> None:
-        """Give the listeners what moved since the last time. Their place stays the same object if nothing moved."""
+        """Give new events to the listeners. Their place stays the same object without events."""
         before, after, events = self._place, self._following.place, self._events
         assert after is not None
         if before is None:
@@ -174,9 +174,9 @@ class Followers:
         self._notifications = notifications
         self._snapshots = snapshots
         self._postgres_reader = postgres_reader
-        self._changes: ChangesSince | None = None  # the last events, given to listeners or still to be given
+        self._changes: ChangesSince | None = None  # the last changes, whether given to listeners or not
         self._is_given = False
-        self._joined = 0  # the number of listeners so far
+        self._joined = 0  # the number of subscriptions so far
         self._followers: dict[str, Follower] = {}
         self._replay_buffer = ReplayBuffer()
         self._new_stream_listeners: set[Listener] = set()
@@ -196,18 +196,17 @@ class Followers:
     def subscribe(
         self, listener: Listener, streams: Collection[str], resume_from: Mapping[str, Place] | DurableMark
     ) -> Iterator[dict[str, Place]]:
-        """Give `listener` what moves `streams` while the block runs.
+        """Give the events of `streams` to `listener` during the block.
 
         Args:
             listener: the queue to fill.
             streams: the streams to follow.
-            resume_from: what the listener has: its place in some streams, or a mark.
+            resume_from: the state of the listener: its place in some streams, or a mark.
 
         Yields:
-            The places that the given items continue from, of those streams whose moves since `resume_from` are still in
-                memory.
+            The places from which the items continue, of streams whose events since `resume_from` are still in memory.
         """
-        # A new listener must be given what was not followed before, too.
+        # Forget the last changes, because a new listener also needs changes of streams that were not followed.
         self._changes, self._joined = None, self._joined + 1
         replays = self._missed(streams, resume_from)
         try:
@@ -218,7 +217,7 @@ class Followers:
             self._remove(listener)
 
     def follow_new_streams(self, listener: Listener) -> None:
-        """Give it new streams too, until it unsubscribes."""
+        """Also give new streams to the listener, until it unsubscribes."""
         self._new_stream_listeners.add(listener)
 
     def _missed(
@@ -255,8 +254,9 @@ class Followers:
                 del self._followers[stream]
 
     async def _compare(self) -> None:
-        """Read all followed streams once a second, together. Notifications may be lost, and a linear position may move
-        without one. What Postgres stored is compared too: Redis may have gone back, or not been written."""
+        """Read all followed streams together once a second, because notifications may be lost, and a linear position
+        may move without one. Postgres is compared too, because Redis may have gone back, or a write may be missing.
+        """
         due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
@@ -275,7 +275,7 @@ class Followers:
 
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
         before, joined = self._changes, self._joined
-        # Read from Postgres what Redis has not shown since the last time.
+        # Read changes from Postgres that Redis has not shown since the last comparison.
         lagging = {} if before is None or self._is_given else self._missing(before)
         self._requests.lagging_streams = lagging
         if before is not None and not lagging:
@@ -291,7 +291,7 @@ class Followers:
                 self._send_watermark(changes)
 
     def _missing(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """Those of the changes that were not given to listeners yet."""
+        """The changes that were not given to listeners yet."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()

@@ -1,12 +1,11 @@
-"""Every metric of the sidecar, HTTP and line protocol: its name, its kind, what it means and what to do when it
-changes.
+"""Every metric of the sidecar, for HTTP and the line protocol: its name, type, meaning, and the action when it changes.
 
-One metric has the names of streams as a label, up to a bound.
+One metric has the stream as a label, up to a bound.
 
 `Sentinel` checks the advances on a stream's list in Redis against the rules of docs/design.md, for each follower, and
-counts what breaks them. It reads entries as they are on the list, before the follower joins them and repairs what is
-missing. So a mistake in writing is seen although no reader suffers. At the start of a list, and after an entry that is
-gone, the chain of each writer begins with its next entry.
+counts violations. It reads the raw entries, before the follower joins them and repairs gaps, so it detects errors of
+the writing side that no reader notices. At the start of a list, and after a missing entry, the chain of each writer
+begins with its next entry.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")
-NO_LIST = "0-0"  # from Postgres, which may be ahead of Redis for a while
+NO_LIST = "0-0"  # for keys from Postgres, which may be briefly ahead of Redis
 EVIDENCE = ("facts", "empty", "unseen", "skipped")
 
 
@@ -29,13 +28,13 @@ EVIDENCE = ("facts", "empty", "unseen", "skipped")
 class ChainFault:
     """An entry that breaks a rule.
 
-    `hole`: IDs between two advances of a writer are in neither. `overlap`: IDs are in both. `regress`: an advance to
-    where the writer was before, or below; or the linear position went back. `empty`: an advance over no ID, or without
-    any evidence.
+    `hole`: IDs between two advances of a writer are in neither. `overlap`: IDs are in both. `regress`: an advance does
+    not move the writer forwards, or the linear position went back. `empty`: an advance has no ID or no evidence.
 
     Attributes:
         writer: None for the linear position.
-        reached: where the writer was; for the linear position, where it was, and `id` is where it is.
+        reached: the position of the writer before the entry; for the linear position, the previous one, with the
+            current one in `id`.
         entry: the name of the entry on the list.
     """
 
@@ -48,7 +47,7 @@ class ChainFault:
 
 
 class Sentinel:
-    """Checks one stream. Each fault is reported once: the chain continues from the entry that had it."""
+    """Checks one stream. Each fault is reported once: the chain continues from the faulty entry."""
 
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}
@@ -56,7 +55,7 @@ class Sentinel:
         self._last: str | None = None
 
     def look(self, request: ReadList | ReadNewest, keys: Answer) -> Iterator[ChainFault]:
-        """The faults of what was read. Take all of them before the next call."""
+        """Check the read entries and yield their faults. Exhaust the iterator before the next call."""
         assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
         if after is None or after != self._last or not keys.joined:
@@ -132,7 +131,7 @@ CHAIN_FAULTS = Counter(
     registry=REGISTRY,
 )
 for _fault in FAULT_KINDS:
-    CHAIN_FAULTS.labels(_fault)  # Prometheus sees no increase in a counter that was not there before
+    CHAIN_FAULTS.labels(_fault)  # Prometheus does not see the first increase of a new counter
 OPEN = Gauge(
     "tidemark_sidecar_requests_in_flight",
     "Requests that are open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",

@@ -1,4 +1,4 @@
-"""Postgres, as this process reads it, on threads: positions that Redis does not have, and details of streams."""
+"""Reads Postgres on threads: positions that Redis does not have, and details of streams."""
 
 import asyncio
 import math
@@ -33,7 +33,7 @@ HISTORY_TIMEOUT = 10.0  # seconds for a page of the history, which waits for the
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the state of a stream says besides positions.
+    """The state of a stream besides positions.
 
     Attributes:
         epochs: by writer.
@@ -41,14 +41,14 @@ class Details:
         gaps: longest first, with the writers that never joined.
         reaches: by writer, the highest settled ID, above gaps too.
         waiting: by writer, its share of `pending`.
-        regressed: writers whose source was restored. Their gaps below their position hold the linear position back.
-        transactions: by writer, the transactions that hold its open IDs, as the writer reported them.
+        regressed: writers whose source was restored. Their gaps below their position block the linear position.
+        transactions: by writer, the reported transactions with its open IDs.
         linear_lag: why the linear position is below the allocated ID.
-        seen: by writer, the batch time (ms) of its newest record, if one was noted.
-        deferred: writers, with their epochs, whose records found no room and wait in Kafka.
-        requeues: which of these records are being read again, or are gone.
+        seen: by writer, the batch time (ms) of its newest record, if known.
+        deferred: (writer, epoch) with deferred records.
+        requeues: deferred records that are being read again, or are gone.
         bridged: whether `tidemark synapse` writes the stream.
-        open_ranges: what holds positions back, and what settles it.
+        open_ranges: the ranges that block positions, with their remedies.
     """
 
     epochs: Mapping[str, int]
@@ -70,35 +70,36 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """How far the pipeline has read a topic: the next offset by partition, and by stream the highest ID that records
-    before those offsets named, or a higher one."""
+    """The progress of the pipeline in a topic: the next offset by partition, and by stream an upper bound of the IDs
+    that records before those offsets named.
+    """
 
     offsets: Mapping[int, int]
     allocated: Mapping[str, int]
 
 
 class PostgresReader:
-    """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
+    """Reads Postgres, for one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, postgres: Postgres, history: History, policy_defaults: Mapping[str, int] = {}) -> None:
         self.circuit_breaker = CircuitBreaker("Postgres")
         self._postgres = postgres
         self._history = history
         self._policy_defaults = policy_defaults
-        # A thread of its own: reads of the history must not delay reads of positions.
+        # A separate thread, so that reads of the history do not delay reads of positions.
         self._history_thread = ThreadPoolExecutor(1, "history")
         self._reading: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     async def aclose(self) -> None:
-        """Return when no thread reads any more: a read would open a connection again."""
+        """Wait for all reads, which would open a connection again, and close."""
         self._closed = True
         if self._reading:
             await asyncio.wait(self._reading)
         self._history_thread.shutdown()
 
     async def check(self) -> None:
-        """Raise `SchemaMismatch` or `VersionSkew` if this version cannot read what the pipeline's version writes."""
+        """Raise `SchemaMismatch` or `VersionSkew` if this version cannot read the data of the pipeline's version."""
         await self._read(self._check)
 
     def _check(self) -> None:
@@ -109,11 +110,11 @@ class PostgresReader:
         return set(await self._read(self._postgres.streams))
 
     async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
-        """Without streams that do not exist."""
+        """The positions of the streams that exist."""
         return await self._read(lambda: self._postgres.positions(streams))
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
-        """Without streams that do not exist, or whose state a later Tidemark wrote."""
+        """The details of the streams, without unknown streams and states of a later version."""
         return await self._read(lambda: _read_details(self._postgres, streams, self._policy_defaults))
 
     async def condition(self) -> Condition:
@@ -124,7 +125,7 @@ class PostgresReader:
         return await self._read(lambda: _read_so_far(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """Changes since a mark (None: all), of `streams` (None: of all)."""
+        """The changes of `streams` (None: all streams) since a mark (None: all changes)."""
         return await self._read(lambda: self._postgres.changes(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
@@ -134,7 +135,7 @@ class PostgresReader:
         return await self._read_history(lambda: self._history.missed(since, most))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
-        """Raises `Slow` too: Postgres answers, and is overloaded."""
+        """Also raises `Slow` if Postgres answers but is overloaded."""
         self._require_open()
         with self.circuit_breaker.guarding():
             future = self._history_thread.submit(read)
@@ -146,7 +147,7 @@ class PostgresReader:
                 problem = f"the history was not read within {HISTORY_TIMEOUT:g} s; ask again"
                 raise Slow("Postgres", self._postgres.where, problem) from None
             finally:
-                future.cancel()  # if it has not begun, and no request waits for it any more
+                future.cancel()  # has an effect only before the start, when no request waits any more
 
     async def _read(self, read: Callable[[], T]) -> T:
         self._require_open()
@@ -170,11 +171,11 @@ class PostgresReader:
     def _read_ended(self, reading: asyncio.Future[Any]) -> None:
         self._reading.discard(reading)
         if not reading.cancelled():
-            reading.exception()  # read, because the request that waited for it may have been cancelled
+            reading.exception()  # mark as retrieved, because the waiting request may have been cancelled
 
 
 def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
-    offsets = postgres.offsets().get(topic, {})  # read before the allocated IDs, which may only be higher
+    offsets = postgres.offsets().get(topic, {})  # before the allocated IDs, which may then only be too high
     allocated = {name: stored.allocated for name, stored in postgres.positions(postgres.streams()).items()}
     return TopicProgress(offsets, allocated)
 
@@ -201,7 +202,7 @@ def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mappin
 def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
-    """Open ranges of all streams. Postgres is asked for policies only if there may be any."""
+    """The open ranges of all streams. Queries policies only if there may be open ranges."""
     resting = {name: caught_up(stored) for name, stored in states.items()}
     has_sources = any(stream is not None and stream.sources for stream in resting.values())
     reading, now = postgres.conditions.reading() if has_sources else None, time.time()

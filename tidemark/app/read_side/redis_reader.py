@@ -1,9 +1,8 @@
-"""Redis, as this process reads it: the positions of many streams in one round trip, the names of streams, and
-notifications.
+"""Reads Redis: the positions of many streams in one round trip, the names of streams, and notifications.
 
-Notifications on the channels of Redis wake tasks that wait for a stream, and are only hints. One connection listens for
-the whole process, and is opened again when it is lost. While Redis is down no task is woken: each task also reads once
-a second.
+Notifications on Redis channels wake tasks that wait for a stream, and are only hints. One connection listens for the
+whole process, and is reopened after a loss. While Redis is down no task is woken, so each task also reads once a
+second.
 """
 
 import asyncio
@@ -38,15 +37,15 @@ from tidemark.sinks.redis.client import (
     stream_of,
 )
 
-TIMEOUT = 2.0  # seconds for a connection or an answer; after that Postgres is asked
-TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
-REPLIES = 5  # of the commands of `queue_commands`, for each stream
+TIMEOUT = 2.0  # seconds for a connection or an answer, until Postgres is queried instead
+TOGETHER = 200  # streams in one transaction; bounds the wait of other Redis clients
+REPLIES = 5  # replies per stream to the commands of `queue_commands`
 
 RedisRequest = ReadKeys | ReadList | ReadNewest
 
 
 class RedisReader:
-    """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
+    """Reads Redis, for one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, address: RedisAddress) -> None:
         """Raises `BadSetting`."""
@@ -69,12 +68,12 @@ class RedisReader:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
-        """The keys of each stream at one moment, without streams whose keys hold what Tidemark does not write."""
+        """The keys of each stream, each read atomically, without streams whose keys have invalid content."""
         replies = await self._read([ReadKeys(name) for name in streams])
         return {request.stream: keys for request, keys in replies.items() if isinstance(keys, StreamKeys)}
 
     async def read(self, request: ReadList | ReadNewest) -> StreamKeys:
-        """In one round trip with what others request meanwhile. `Refused` may be about this stream alone."""
+        """Read in one round trip with concurrent requests. `Refused` may concern only this stream."""
         keys = (await self._reads.get([request]))[request]
         if isinstance(keys, Refused):
             raise keys
@@ -86,9 +85,9 @@ class RedisReader:
         with self.circuit_breaker.guarding(), translated(self.client):
             for start in range(0, len(requests), TOGETHER):
                 chunk = requests[start : start + TOGETHER]
-                # A transaction in a Cluster is of one server.
+                # A Cluster has no transactions across servers.
                 replies = await (self._each(chunk) if self._clustered else self._at_once(chunk))
-                # In this loop, so that other tasks run after each chunk: thousands of replies take a while.
+                # In this loop, so that other tasks run after each chunk of the thousands of replies.
                 answers |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
         return answers
 
@@ -128,11 +127,11 @@ async def listen(
     """
     while True:
         with suppress(Unavailable, Stop), translated(client):
-            await client.initialize()  # the client of a Cluster picks one of its nodes
+            await client.initialize()  # a Cluster's client selects one of its nodes
             async with _subscription(client) as pubsub:
                 await subscribe(pubsub)
                 while True:
-                    # Without a time-out: for many thousand messages a second it would cost more than all the rest.
+                    # Without a time-out, which would be the largest cost at thousands of messages a second.
                     message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
                     if message is not None:
                         receive(message)
@@ -145,7 +144,7 @@ async def _subscription(client: Any) -> AsyncIterator[Any]:
         try:
             yield pubsub
         finally:
-            # redis-py does not wait here. An event loop that ends before TLS is closed would leave the socket open.
+            # redis-py does not wait for this. If the event loop ended before TLS is closed, the socket would stay open.
             if pubsub.connection is not None:
                 with suppress(RedisError):
                     await pubsub.connection.disconnect()
@@ -156,7 +155,7 @@ class Notifications:
 
     def __init__(self, redis_reader: RedisReader) -> None:
         self._redis_reader = redis_reader
-        # Weak: requests for streams that do not exist must not fill the memory.
+        # Weak references, so that requests for unknown streams do not fill the memory.
         self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -170,8 +169,9 @@ class Notifications:
             await cancel_until_done(task)
 
     def next(self, stream: str) -> asyncio.Event:
-        """The event of the next notification of the stream. Take it before you read, so that a notification meanwhile
-        is not missed, and keep a reference to it."""
+        """The event of the stream's next notification. Take it before a read, so that no notification is missed, and
+        keep a reference to it.
+        """
         return self._waiting.setdefault(stream, asyncio.Event())
 
     def _received(self, message: Mapping[str, Any]) -> None:
@@ -185,6 +185,6 @@ class Notifications:
 
 
 async def wait_for_notification(notified: asyncio.Event, seconds: float) -> None:
-    """Return when `notified` is set, or after `seconds`."""
+    """Wait until `notified` is set, or for `seconds`."""
     with suppress(TimeoutError):
         await asyncio.wait_for(notified.wait(), seconds)

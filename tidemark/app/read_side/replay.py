@@ -1,11 +1,10 @@
-"""What moved streams while clients were away, from memory or read once for all clients that resume at nearly the same
-place.
+"""The events that clients missed: from memory, or read once for all clients that resume from nearby places.
 
-A thousand clients that lost one sidecar come back within a second or two, at places close to each other. `ReplayBuffer`
-keeps the last seconds: a client gets the same batches that it would have got, already encoded. For clients that were
-away for longer, requests that wait at the same time share one read, from the lowest of their places, and each takes
-what is beyond its own place. Nothing is read for clients that have left, and responses are cached for a while. So a
-client that reconnects again and again from the beginning costs little more than its requests.
+A thousand clients that lost one sidecar reconnect within a second or two, at nearby places. `ReplayBuffer` keeps the
+last seconds, so a client gets the batches that it missed, already encoded. After longer absences, concurrent requests
+share one read from the lowest of their places, and each takes the events beyond its own place. Nothing is read for
+disconnected clients, and responses are cached briefly. So a client that reconnects repeatedly from the beginning costs
+little more than its requests.
 """
 
 import asyncio
@@ -25,25 +24,25 @@ from tidemark.sinks.postgres.history import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
-NEAR = 10_000  # IDs: a client that is farther back must not make others read so much
-NEAR_MARKS = 5_000  # ms: a client that is older must not make others read so much
-MOST = 100_000  # moves: beyond that, snapshots are less work
+NEAR = 10_000  # IDs; a client that is farther back does not share a read
+NEAR_MARKS = 5_000  # ms; an older mark does not share a read
+MOST = 100_000  # moves; for more, snapshots are cheaper
 AT_ONCE = 4  # readings
-PAGE = 200  # events, some 40 KB: a piece stays in memory until its client has read it
-READ = 1000  # advances that Postgres is asked for at once, at most: the client may leave after a page
-CACHED_FOR = 30.0  # seconds: a response may lack evidence, because Postgres was down for a moment
+PAGE = 200  # events, about 40 KB, which stay in memory until the client has read them
+READ = 1000  # the largest number of advances of one query: the client may disconnect after a page
+CACHED_FOR = 30.0  # seconds; not longer, because a response lacks evidence if Postgres was down
 CACHE_BYTES = 4 << 20
-POSITION = 200  # bytes of an entry of a place, which clients may make long
+POSITION = 200  # approximate bytes of an entry of a place, whose length clients determine
 
 T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """One computation for any number of tasks. It is cancelled when the last of them has left."""
+    """One computation that any number of tasks await. It is cancelled when the last task has left."""
 
     def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.create_task(reading)
-        # Read the exception: every task that waited for it may have left.
+        # Mark the exception as retrieved, because all waiting tasks may have left.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._waiting = 0
         self.abandoned = False
@@ -62,8 +61,9 @@ class SingleFlight(Generic[T]):
 
 
 class ResponseCache:
-    """Responses about a stream from a place on, and the place after each. A response is never everything: a client that
-    gets it asks for the rest. For one thread."""
+    """Caches responses by stream and start place, each with the place after it. A response is one page: the client then
+    requests the next one. For one thread.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -82,8 +82,8 @@ class ResponseCache:
         return text, after
 
     def keep(self, stream: str, place: Place, text: bytes, after: Place) -> None:
-        """Store a response. If there are too many, the least recently used go. A response that leads nowhere is not
-        stored: a client would go on from there for ever."""
+        """Store a response. Evicts the least recently used responses. An empty response is not
+        stored: a client would repeat the request without end."""
         if after == place:
             return
         key = stream, identity(place)
@@ -104,7 +104,7 @@ def identity(place: Place) -> Hashable:
 
 
 class MissedPage:
-    """`events` lead to `place`. A page is kept in memory for the slowest client alone."""
+    """A page: `events` lead to `place`. Only clients that have not read it yet keep a page in memory."""
 
     def __init__(self, past: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
         self.events = events
@@ -118,11 +118,11 @@ class MissedPage:
 
     @property
     def abandoned(self) -> bool:
-        """Whether reading the next page was cancelled: a client that wants it asks again, from its own place."""
+        """Whether reading the next page was cancelled. A client that needs it must request again from its own place."""
         return self._next is not None and self._next.abandoned
 
     async def next(self) -> "MissedPage | None":
-        """For any number of tasks, which share it. Raises `Unavailable` and `Stop`; may be called again."""
+        """The next page, shared by any number of tasks. Raises `Unavailable` and `Stop`; may be called again."""
         if self._next is None:
             self._next = SingleFlight(_page(self._past))
         reading = self._next
@@ -141,8 +141,9 @@ async def _page(past: HistoryPager) -> MissedPage | None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """The moves of all streams since a mark. `encoded`: by stream, the texts for clients and the place after them. They
-    are made when a client first needs them; then the events are dropped."""
+    """The moves of all streams since a mark. `encoded`: by stream, the texts for clients and the place after them. A
+    text is made when a client first needs it; then the events are dropped.
+    """
 
     events: dict[str, Sequence[Event]]
     streams: Mapping[str, StreamChange]
@@ -166,8 +167,9 @@ class Resumptions:
         self.responses = ResponseCache()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
-        """The first page of what was published after `place`, or after one that is a little lower. None if no server
-        knows the stream. Read after this call. Raises `Unavailable` and `Stop`."""
+        """The first page of events after `place`, or after a slightly lower one, read after this call. None if no
+        server knows the stream. Raises `Unavailable` and `Stop`.
+        """
         key = stream, place.linear // NEAR
         if key not in self._waiting:
             places: dict[object, Place] = {}
@@ -178,14 +180,15 @@ class Resumptions:
         try:
             return await reading.get()
         finally:
-            del places[me]  # a client that left before the read begins must not make others read from its place
+            del places[me]  # the read must not begin at the place of a disconnected client
             if reading.abandoned and self._waiting.get(key) is waiting:
                 del self._waiting[key]
 
     async def since(self, mark: DurableMark) -> MissedMoves | None:
-        """What moved any stream since `mark`, or since one shortly before. None if that is more than `MOST`, or not
-        stored any more, or if too much is held already for clients that have not read it. Read after this call. Raises
-        `Unavailable` and `Stop`."""
+        """The moves of all streams since `mark`, or since a slightly older one, read after this call. None if there are
+        more than `MOST`, if they are no longer stored, or if unread moves of other clients fill the memory. Raises
+        `Unavailable` and `Stop`.
+        """
         return (await self._since.get([mark]))[mark]
 
     async def _read_since(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
@@ -210,12 +213,12 @@ class Resumptions:
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._turns:
-            del self._waiting[key]  # a later request needs a later read
+            del self._waiting[key]  # later requests need another read
             return await _page(HistoryPager(self._requests, key[0], lowest(places.values()), PAGE, READ))
 
 
 def lowest(places: Iterable[Place]) -> Place:
-    """The farthest place that is not beyond any of them."""
+    """The farthest place that is not beyond any of the places."""
     first, *rest = places
     for other in rest:
         writers = {*first.positions, *other.positions}
@@ -228,14 +231,14 @@ def lowest(places: Iterable[Place]) -> Place:
 
 
 BUFFER_SECONDS = 15.0
-MOVES = 40_000  # of all streams: some 20 MB, and 8 s at 5000 a second
-SLICES = 10_000  # of all streams; less than a listener may lag
+MOVES = 40_000  # of all streams: about 20 MB, and 8 s at 5,000 moves/s
+SLICES = 10_000  # batches of all streams; fewer than the queue of a listener
 MARKS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedReplay:
-    """A listener at `place` has everything once it has taken `batches`."""
+    """The missed batches of a listener, which leads from `place` to the follower's place."""
 
     place: Place
     batches: list[EventBatch]
@@ -243,7 +246,7 @@ class BufferedReplay:
 
 @dataclass(slots=True)
 class _StreamReplay:
-    """Of one stream, everything after the batch numbered `since`, up to `place`."""
+    """The batches of one stream after batch number `since`, up to `place`."""
 
     since: int
     place: Place
@@ -251,7 +254,7 @@ class _StreamReplay:
 
 
 class ReplayBuffer:
-    """The last seconds of followed streams. For one thread."""
+    """The batches of the last seconds of followed streams. For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -262,7 +265,7 @@ class ReplayBuffer:
         self._marks: dict[DurableMark, int] = {}
 
     def begin(self, stream: str, place: Place) -> None:
-        """The stream is followed from this place on."""
+        """Begin to store a stream, which is followed from this place."""
         self._streams[stream] = _StreamReplay(self._number, place)
 
     def end(self, stream: str) -> None:
@@ -290,14 +293,16 @@ class ReplayBuffer:
                 replay.since = number
 
     def mark_complete(self, mark: DurableMark) -> None:
-        """Everything that Postgres published up to `mark`, of all followed streams, is in the batches so far."""
-        # The first time of a mark counts: a listener that got the mark then has no later events.
+        """Note that the batches so far include everything that Postgres published up to `mark` in all followed
+        streams.
+        """
+        # Keep the first time of a mark: a listener that got the mark then has no later events.
         self._marks.setdefault(mark, self._number)
         if len(self._marks) > MARKS:
             del self._marks[next(iter(self._marks))]
 
     def after(self, stream: str, place: Place) -> BufferedReplay | None:
-        """What comes after a place; None if that is not in memory any more."""
+        """The batches after a place; None if they are no longer in memory."""
         replay = self._streams.get(stream)
         if replay is None:
             return None
@@ -307,14 +312,14 @@ class ReplayBuffer:
         for start in reversed(range(len(batches))):
             if batches[start].before == place:
                 return BufferedReplay(batches[start].before, batches[start:])
-        # The place is between two places of this buffer: the client comes from another sidecar.
+        # The place is between two places of this buffer, because the client comes from another sidecar.
         if not reached(place, batches[0].before if batches else replay.place):
             return None
         start = next((at for at, batch in enumerate(batches) if not reached(place, batch.after)), len(batches))
         return BufferedReplay(place, batches[start:])
 
     def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
-        """What moved these streams since a mark. Empty if that is not in memory for all of them."""
+        """The batches of these streams since a mark; empty if they are not in memory for all streams."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}
         for stream in streams:
@@ -327,7 +332,7 @@ class ReplayBuffer:
 
 
 def reached(place: Place, other: Place) -> bool:
-    """Whether a reader at `place` has everything that leads to `other`, of any writer."""
+    """Whether `place` is at or beyond `other` for every writer."""
     return (
         not beyond(other.linear, place.linear)
         and place.late >= other.late

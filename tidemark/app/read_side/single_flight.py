@@ -1,6 +1,6 @@
-"""Work that several requests share: one read answers all that wait for it. Also the circuit breaker of a server.
+"""Sharing of reads between concurrent requests, and circuit breakers of servers.
 
-A thousand requests a second cost a few reads, and each request gets an answer that was read after it asked.
+A thousand requests a second cost a few reads, and each request gets an answer that was read after the request began.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 
-SMALL = 16  # keys: a request for more is a large one
-PIECE = 200  # keys of one read at most
+SMALL = 16  # keys; a request for more is a large one
+PIECE = 200  # the largest number of keys of one read
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -29,12 +29,10 @@ class _SharedRead(Generic[K, T]):
 
 
 class ReadCoalescer(Generic[K, T]):
-    """Collects the keys that are asked for while a read is running, and reads them once in the next read. For one event
-    loop.
+    """Collects the keys that are requested during a read, and reads them in the next read. For one event loop.
 
     At most two calls of `read` run at a time: one for small requests and one for large ones. Each is for at most
-    `PIECE` keys, so a request for few keys never waits for one for many. Keys that no request waits for any more are
-    not read.
+    `PIECE` keys, so a request for few keys never waits for one for many. Keys of cancelled requests are not read.
     """
 
     def __init__(self, read: Read[K, T]) -> None:
@@ -69,7 +67,7 @@ class _Queue(Generic[K, T]):
         last_read.keys.update(asked)
         last_read.waiting += 1
         try:
-            # Shielded: a client that leaves must not cancel the read of the others.
+            # Shielded, so that a disconnected client does not cancel the read of other clients.
             return await asyncio.shield(last_read.answer)
         finally:
             last_read.waiting -= 1
@@ -83,7 +81,7 @@ class _Queue(Generic[K, T]):
                 reading.answer.set_result(await self._read(reading.keys))
             except Exception as problem:  # noqa: BLE001 - the requests raise it
                 reading.answer.set_exception(problem)
-                reading.answer.exception()  # every request may have been cancelled
+                reading.answer.exception()  # mark as retrieved: every request may have been cancelled
             except BaseException:
                 reading.answer.cancel()
                 raise
@@ -92,13 +90,13 @@ class _Queue(Generic[K, T]):
 log = get_logger(__name__)
 
 REST_SECONDS = 0.5
-REST_TIMES = 2  # pause after a failure, as a multiple of its duration: few requests wait for a time-out
+REST_TIMES = 2  # pause after a failure, as a multiple of its duration, so that few requests wait for a time-out
 
 
 class CircuitBreaker:
-    """A server that failed is not asked for a moment, so requests need not wait for it. One per server.
+    """Pauses requests to a server after a failure, so that callers need not wait for time-outs. One per server.
 
-    A server that refuses this user counts as failed; a server that was slow with one query does not.
+    A refused user is a failure; a single slow query is not.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -110,8 +108,9 @@ class CircuitBreaker:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Ask the server in this block. Raises `Unavailable` at once if the server failed a moment ago, and what the
-        block raises of `Unavailable` and `Stop`."""
+        """Guard the block, which queries the server. Raises `Unavailable` at once after a recent failure, and the
+        block's `Unavailable` and `Stop`.
+        """
         if self.problem is not None and self._now() < self._until:
             raise self.problem
         began = self._now()
@@ -135,8 +134,9 @@ AGAIN = 0.1  # seconds
 
 
 async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task until it has ended. Once is not always enough: redis-py takes a cancellation that comes while it
-    connects for a failed connection."""
+    """Cancel a task repeatedly until it has ended, because redis-py treats a cancellation during a connection attempt
+    as a failed connection.
+    """
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=AGAIN)

@@ -1,8 +1,9 @@
-"""Snapshots: the positions of streams now, from Redis, else from Postgres, else from memory; never less than before.
+"""Snapshots: the current positions of streams, from Redis, else from Postgres, else from memory. Positions never go
+back.
 
-A Redis that was restored from an older copy, or a Postgres replica that lags, may say less than this process has
-answered. What was true stays true (Rule 2), so the farther position is answered. A Redis that a failover set back may
-say less than was published: so Postgres is read too, once a second.
+A Redis that was restored from an older copy, or a lagging Postgres replica, may have lower positions than this process
+has answered. Positions stay true (Rule 2), so the farther one is answered. After a failover Redis may have lower
+positions than were published, so Postgres is read too, once a second.
 """
 
 import asyncio
@@ -36,18 +37,18 @@ class PositionDifference:
 class DivergenceDetector:
     """Streams whose linear positions in Redis and Postgres differ. For one thread; pure.
 
-    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks something if Postgres had it
-    before Redis was read, and Postgres lacks something if Redis had it before Postgres was read. A difference may last
-    only a moment; `since` shows that.
+    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if Postgres had it before
+    the read of Redis, and Postgres lacks data if Redis had it before the read of Postgres. Short differences are
+    normal; `since` shows the duration.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._linear: dict[str, dict[str, int]] = {name: {} for name in COPIES}
-        self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: which of the two lacks something
+        self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: the server that lacks data
 
     def read(self, copy: str, positions: Mapping[str, int]) -> None:
-        """The linear positions, by stream, that `copy` (`redis` or `postgres`) has just returned."""
+        """Add the linear positions, by stream, that `copy` (`redis` or `postgres`) has just returned."""
         other = self._linear[COPIES[copy == "redis"]]
         for stream, position in positions.items():
             self._linear[copy][stream] = position
@@ -64,9 +65,9 @@ class DivergenceDetector:
         return difference and difference[1]
 
 
-DETAILS_AGE = 1.0  # seconds for which details are not read again: decoding them costs time
-COMPARE_AGE = 1.0  # seconds for which Postgres is not compared with Redis again
-NAMES_AGE = 10.0  # seconds for which names are not read from Postgres again: Redis may lack some while it is filled
+DETAILS_AGE = 1.0  # seconds for which details are cached, because decoding is expensive
+COMPARE_AGE = 1.0  # seconds between two comparisons of Postgres with Redis
+NAMES_AGE = 10.0  # seconds for which names from Postgres are cached; Redis may lack names while it is filled
 DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details, and for the comparison with Postgres
 
 Source = Literal["redis", "postgres", "memory"]
@@ -74,13 +75,13 @@ Source = Literal["redis", "postgres", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class KnownPositions(PublishedPositions):
-    """The positions of a stream, and when `source` was read for them (`read_at`, seconds of a monotonic clock)."""
+    """The positions of a stream, and the time of their read from `source` (`read_at`, s, monotonic)."""
 
     source: Source
     read_at: float
 
     def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
-        """Whether a follower at these positions has everything that is known here."""
+        """Whether a follower at these positions has all known positions."""
         return StreamChange(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
 
 
@@ -98,23 +99,23 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
         return frozenset(stream for stream, _ in self.items())
 
     def linear_positions(self, since: float) -> dict[str, int]:
-        """By stream, those that were read after `since`."""
+        """The linear positions that were read after `since`, by stream."""
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
     def remembered(self, stream: str) -> KnownPositions | None:
-        """The last answer, for when no server answers; None: there was none."""
+        """The last answer, if no server answers; None: there was none."""
         before = self.get(stream)
         return before and replace(before, source="memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is known of `stream`.
+    """The state of `stream`, as far as known.
 
     Attributes:
-        exists: False: Postgres does not know the stream. None: no server could tell.
+        exists: False: Postgres does not know the stream. None: unknown, because no server answered.
         known: None while the stream is recovering.
-        divergence: how the positions of Redis and Postgres differ.
+        divergence: the difference between the positions in Redis and Postgres.
     """
 
     stream: str
@@ -126,7 +127,9 @@ class Snapshot:
 
 
 class Snapshots:
-    """One per process, for one event loop. Never raises for a server that is down: it answers with what is known."""
+    """Reads snapshots; one per process, for one event loop. Never raises while servers are down, but answers from
+    memory.
+    """
 
     def __init__(
         self,
@@ -150,19 +153,19 @@ class Snapshots:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything is known of any stream while no server answers."""
+        """Whether any stream can be answered from memory."""
         return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
-        """Whether the stream was read before: then it exists. Queries no server."""
+        """Whether the stream was read before, and so exists. Queries no server."""
         return stream in self._answered
 
     def fresh(self, seconds: float) -> dict[str, int]:
-        """The linear positions that were read in the last `seconds`, by stream. Asks no server."""
+        """The linear positions that were read in the last `seconds`, by stream. Queries no server."""
         return self._answered.linear_positions(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
-        """Every stream that Redis, Postgres or this process knows, or knew."""
+        """Every stream that Redis, Postgres or this process knows."""
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
@@ -174,25 +177,25 @@ class Snapshots:
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:
-        """In the order of `streams`. The positions are read after this call; details may be older."""
+        """The snapshots, in the order of `streams`. The positions are read after this call; details may be older."""
         snapshots = await self._position_reads.get(streams)
         stale = [name for name in streams if self._is_stale(name) and snapshots[name].exists is not False]
         await asyncio.gather(self._read_soon(self._details_reads, stale), self._compare_with_postgres(snapshots))
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """The positions of the stream alone. None: they are not known."""
+        """The positions of one stream without details, or None."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).known
 
     async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
-        """Positions of streams, without those that are not known."""
+        """The positions of streams, without unknown ones."""
         snapshots = await self._position_reads.get(streams)
         return {name: known for name in sorted(streams) if (known := snapshots[name].known) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
-        """Read in Postgres what Redis has answered."""
+        """Read the streams that Redis has answered from Postgres too."""
         now = self._now()
         due = [
             name
@@ -205,11 +208,11 @@ class Snapshots:
 
     async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
-            with suppress(TimeoutError):  # a later answer contains it
+            with suppress(TimeoutError):  # a later answer will contain it
                 await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
 
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
-        # Another request may have answered more since this was read.
+        # Another request may have answered farther positions since this read.
         known = snapshot.known and self._answered.raise_to(snapshot.stream, snapshot.known)
         details, read_at = self._details.get(snapshot.stream, (None, None))
         divergence = self._divergence.of(snapshot.stream)

@@ -1,7 +1,7 @@
-"""The past hour of a stream, and the readers of streams, as the live page and the metrics show them.
+"""The past hour of a stream, and the readers of streams, for the live page and the metrics.
 
-Both are read from Postgres on a thread of their own: they must not delay reads of positions. Answers are a few seconds
-old at most, so that any number of pages costs a few queries.
+A separate thread reads both from Postgres, so that reads of positions are not delayed. Answers are cached for a few
+seconds, so that any number of pages costs a few queries.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from tidemark.sinks.postgres.lag_history import LagHistory, StreamHistoryChart
 from tidemark.sinks.reader import ReaderPlaces
 
 SECONDS, STEPS = 3600, 120  # of a chart
-CHART_AGE = 10.0  # seconds for which a chart is not read again
-READERS_AGE = 5.0  # seconds for which readers are not read again
+CHART_AGE = 10.0  # seconds for which a chart is cached
+READERS_AGE = 5.0  # seconds for which readers are cached
 TIMEOUT = 10.0  # seconds that a request waits
-MAX_CHARTS = 1000  # of streams, that are remembered
+MAX_CHARTS = 1000  # cached charts
 
 T = TypeVar("T")
 
@@ -62,12 +62,12 @@ class StreamHistoryReader:
         except Refused:
             if self._is_own:
                 raise
-            return []  # the positions' user may not read the places, and no database of readers is configured
+            return []  # the user may not read the places, and no database of readers is configured
         return self._lag.statuses(stored)
 
     async def _read(self, server: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
         def read_once() -> T:
-            """A request that waited for the thread uses the answer of the request before it."""
+            """Use the answer of the previous request if it finished while this request waited for the thread."""
             if key in self._answers and time.monotonic() - self._answers[key][0] < age:
                 remembered: T = self._answers[key][1]
                 return remembered
@@ -84,4 +84,4 @@ class StreamHistoryReader:
             except TimeoutError:
                 raise Slow("Postgres", self._places.where, f"no answer within {TIMEOUT:g} s; ask again") from None
             finally:
-                future.cancel()  # if it has not begun
+                future.cancel()  # has an effect only before the start

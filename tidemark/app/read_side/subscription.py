@@ -1,4 +1,4 @@
-"""What a follower gives to its listeners: batches of events of a stream. All listeners get the same object."""
+"""The items that a follower gives to its listeners: batches of events of a stream, shared by all listeners."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ from tidemark.streaming.values.direction import beyond
 
 T = TypeVar("T")
 
-BUFFER = 20_000  # batches that a listener may lag
-PATIENCE = 20.0  # seconds that a batch may wait for a listener: bounds the memory, because batches are shared
+BUFFER = 20_000  # batches in the queue of a listener
+PATIENCE = 20.0  # seconds that a batch may wait for a listener; bounds the memory, because batches are shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Started:
 
 
 Joins = dict[int, tuple[Place, Any]]
-"""What was computed for listeners at other places, by the identity of the place, which is kept for that."""
+"""A cache of results for listeners at other places, by the identity of the place, which is kept alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class StreamAdded:
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """The events that moved `stream` from `before` to `after`, joined. A listener at `before` is at `after` when it has
-    taken `events`."""
+    """The events that moved `stream` from `before` to `after`, joined."""
 
     stream: str
     before: Place
@@ -53,7 +52,7 @@ class EventBatch:
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
     def once(self, encode: Callable[["EventBatch"], T]) -> T:
-        """`encode(self)`, computed for the first listener that asks and shared with all others."""
+        """The result of `encode(self)`, computed once and shared by all listeners."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
         encoded: T = self._encoded[encode]
@@ -62,7 +61,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """Everything that Postgres published up to `mark`, of every stream that the listener follows, was given before."""
+    """All earlier items include everything that Postgres published up to `mark` in the streams of the listener."""
 
     mark: DurableMark
 
@@ -71,8 +70,9 @@ Item = Started | StreamAdded | EventBatch | Watermark
 
 
 class Listener:
-    """The queue of one listener. For one event loop. `cut_off` is done if the listener was too slow: nothing more comes
-    then."""
+    """The queue of one listener. For one event loop. `cut_off` is done if the listener was too slow; no more items
+    follow then.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,9 +95,9 @@ class Listener:
                 settle(self._waiter)
 
     async def waited(self, seconds: float) -> bool:
-        """Return when there is an item to take (True), or after `seconds` (False). For one task at a time."""
+        """Wait until there is an item (True), or for `seconds` (False). For one task at a time."""
         if not self._items:
-            # Thousands of tasks wait here, some times a second: a time-out of asyncio costs several times as much.
+            # Thousands of tasks wait here several times a second; asyncio's time-outs would cost several times as much.
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             timer = loop.call_later(seconds, settle, self._waiter)
@@ -109,7 +109,7 @@ class Listener:
         return bool(self._items)
 
     def take(self, most: int) -> list[tuple[str, Item]]:
-        """The items that were not taken yet, at most `most`."""
+        """Remove and return at most `most` items."""
         return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
 
 

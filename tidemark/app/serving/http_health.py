@@ -1,10 +1,10 @@
 """The health of a process over HTTP: `/metrics`, and `/livez` and `/readyz` for an orchestrator.
 
-`Health` says what is asked. Alive: no loop of the process hangs. A process that waits for a server or for its turn is
-alive: ending it repairs nothing.
+`Health` supplies the answers. A process is alive if none of its loops hangs. Waiting for a server or for a lock counts
+as alive, because a restart would not help.
 
-Each connection has a thread and one request. The number of connections and their time are bounded, so that a client
-which sends or reads nothing takes neither threads nor memory, and keeps no probe out.
+Each connection has a thread and one request. The number of connections and their time are bounded, so that an idle
+client cannot exhaust threads or memory, or block probes.
 """
 
 import io
@@ -47,10 +47,9 @@ class HealthServerConfig:
     """Bounds of the server.
 
     Attributes:
-        connections: at the same time.
-        bytes: of a request head.
-        asked: seconds until a request must have come.
-        answered: seconds until it must have been answered.
+        connections: the largest number of connections.
+        bytes: the largest request head. request_timeout: seconds until the request must have arrived. answer_timeout:
+            seconds until it must have been answered.
     """
 
     connections: int = 32
@@ -67,9 +66,9 @@ def served(
     now: Callable[[], float] = time.time,
     bounds: HealthServerConfig | None = None,
 ) -> Iterator[int]:
-    """Answer at `address` from threads of our own while the block runs. Yields the port.
+    """Serve at `address` from separate threads during the block. Yields the port.
 
-    Raises `BadSetting` for `setting`, which the address comes from.
+    Raises `BadSetting` about `setting`, the source of the address.
     """
     host, port = address
     try:
@@ -110,7 +109,7 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
             case "/readyz":
                 return _verdict(start_response, health.lacks())
             case _ if is_local and host_name(environ.get("HTTP_HOST", "localhost")) not in THIS_MACHINE:
-                # A page of another site, in a browser on this machine, by a name that resolves to this machine.
+                # DNS rebinding: a foreign site in a local browser, through a host name that resolves to this machine.
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
                 return [b"unknown host name\n"]
             case _:
@@ -119,11 +118,11 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
     return answer
 
 
-REST = 4  # the pause after writing the metrics, as a multiple of the time that it took: clients may ask without end
+REST = 4  # the pause after a scrape, as a multiple of its duration: clients may scrape without end
 
 
 def _rested(scrape: "WSGIApplication") -> "WSGIApplication":
-    """One scrape at a time, with a rest after it. Probes wait for none."""
+    """Serialise scrapes, with a pause after each. Probes do not wait."""
     turn, next_scrape = threading.Lock(), 0.0
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
@@ -170,7 +169,7 @@ class _HealthServer(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def request_came(self, request: socket.socket) -> None:
-        """The head of its request has come."""
+        """Note that the request head has arrived."""
         with self._lock:
             if request in self._connections:
                 self._connections[request].request_came = True
@@ -191,7 +190,7 @@ class _HealthServer(ThreadingWSGIServer):
                     self._cut(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that disconnected, or were cut, are no errors."""
+        """Ignore the errors of disconnected clients."""
 
     def _make_room(self) -> None:
         connections = self._connections.items()
@@ -204,14 +203,14 @@ class _HealthServer(ThreadingWSGIServer):
             self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
-        """Close the connection. Its thread, which waits to read or to write, then ends."""
+        """Close the connection, which ends its thread."""
         del self._connections[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
 
 class _BoundedHead(io.RawIOBase):
-    """The bytes of a connection up to a bound. After the bound, it reads as ended."""
+    """Reads the bytes of a connection up to a bound, and then signals its end."""
 
     def __init__(self, connection: socket.socket, remaining: int) -> None:
         self._connection = connection
@@ -238,4 +237,4 @@ class _OneShotHandler(WSGIRequestHandler):
         return is_one
 
     def log_message(self, *_: object) -> None:
-        """Every probe would be a log line."""
+        """Log nothing, because every probe would be a log line."""

@@ -1,6 +1,6 @@
-"""`tidemark sidecar`: builds the read side, HTTP and the line protocol into one process.
+"""`tidemark sidecar`: runs the read side, HTTP and the line protocol in one process.
 
-The only module that knows both `app.sidecar` and `app.lines`; they share one read side.
+The only module that imports both `app.sidecar` and `app.lines`, which share one read side.
 """
 
 import asyncio
@@ -35,19 +35,18 @@ from tidemark.sources.kafka_lookup import Tail
 
 log = get_logger(__name__)
 
-RESERVE = 192  # files for probes, for clients that are refused, and for Redis, Postgres, Kafka and Python
+RESERVE = 192  # files for probes, refused clients, Redis, Postgres, Kafka and Python
 MIN_CONNECTIONS = 8  # of each kind
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """How many clients the process serves. Each connection is a file.
+    """The numbers of clients that the process serves. Each connection is an open file.
 
     Attributes:
-        connections: of HTTP.
-        held: HTTP requests that may stay open.
+        connections: HTTP connections. open_requests: HTTP requests that may stay open.
         lines: connections of the line protocol.
-        handshakes: of TLS, at the same time.
+        handshakes: concurrent TLS handshakes.
     """
 
     connections: int
@@ -57,7 +56,7 @@ class ClientLimits:
 
 
 def fit_limits(allowed: int, desired: ClientLimits) -> ClientLimits:
-    """The largest limits up to `wanted` for which `allowed` files are enough. Each kind is reduced by the same factor.
+    """The largest limits up to `desired` for which `allowed` files are enough. Each kind is reduced by the same factor.
     Pure.
 
     Raises:
@@ -81,8 +80,8 @@ def fit_limits(allowed: int, desired: ClientLimits) -> ClientLimits:
 
 
 def raise_file_limit(desired: ClientLimits) -> ClientLimits:
-    """Raise the limit of open files of the process as far as needed and possible, and return how many clients fit.
-    Raises `BadSetting`."""
+    """Raise the process's limit of open files as far as needed and possible, and return the limits that fit. Raises
+    `BadSetting`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = desired.connections + desired.lines + desired.handshakes + RESERVE
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -105,17 +104,18 @@ def raise_file_limit(desired: ClientLimits) -> ClientLimits:
     return served
 
 
-LAST_SECONDS = 3  # seconds that open requests have after SIGTERM
-TURN_SECONDS = 0.0005  # seconds that a thread which decodes history may block the event loop; 0.005 by default
-# New objects until Python looks for reference cycles; 700 by default. The objects of the read side have none, and a
-# search through all of them stops the event loop.
+LAST_SECONDS = 3  # seconds for open requests to end after SIGTERM
+TURN_SECONDS = 0.0005  # seconds for which a thread that decodes history may block the event loop; 0.005 by default
+# New objects until a garbage collection; 700 by default. The objects of the read side have no cycles, and a full
+# collection blocks the event loop.
 CYCLES = 20_000, 20, 50
-HANGS_SECONDS = 6.0  # after SIGTERM; then the process does not wait for a server that does not answer
+HANGS_SECONDS = 6.0  # after SIGTERM; later the process does not wait for servers
 
 
 class StoppedServer(uvicorn.Server):
-    """Serves on listening sockets. Once `end` was called it accepts no client, sets `stopping`, and returns when
-    everything open has ended, or after `LAST_SECONDS`. It handles no signals."""
+    """Serves on listening sockets. After `end` it accepts no clients, sets `stopping`, and returns when all requests
+    have ended, or after `LAST_SECONDS`. It handles no signals.
+    """
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: ListenerConfig) -> None:
         super().__init__(config)
@@ -124,11 +124,11 @@ class StoppedServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn would raise the signal again when it has ended, and the exit code would not be 0.
+        # uvicorn would raise the signal again at its end, so that the exit code would not be 0.
         yield
 
     def end(self) -> None:
-        """For any thread."""
+        """Begin to stop. Thread-safe."""
         self.should_exit = True
         _exit_at_last()
 
@@ -148,8 +148,7 @@ class StoppedServer(uvicorn.Server):
 
 
 def _exit_at_last() -> None:
-    """End the process although threads wait for a server that does not answer: nothing that they hold outlives the
-    process."""
+    """End the process even if threads wait for a server: they have no state that must survive."""
 
     def end() -> None:
         log.warning("Stopped without waiting for servers that do not answer")
@@ -169,8 +168,9 @@ async def lines(
     acceptor: ListenerConfig,
     clients: int,
 ) -> AsyncIterator[None]:
-    """The line protocol for `clients` clients, on a listening socket, between sidecars, and on the Redis channel if one
-    is configured."""
+    """Run the line protocol for `clients` clients: on a listening socket, between sidecars, and on the Redis channel if
+    one is configured.
+    """
 
     def tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
@@ -229,7 +229,7 @@ def run(settings: Settings) -> None:
     acceptor = _acceptor(settings, client_limits.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_access(servers))
-    # What uvicorn logs reaches the client, or our log, in another way.
+    # uvicorn's messages reach the client or Tidemark's log in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
@@ -248,7 +248,7 @@ def run(settings: Settings) -> None:
             access_log=False,
             ws="none",
             server_header=False,
-            proxy_headers=False,  # `admission` handles them, before a request waits
+            proxy_headers=False,  # `admission` handles them before a request waits
             http=admission(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )

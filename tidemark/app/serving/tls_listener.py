@@ -1,12 +1,12 @@
-"""Accepts the connections of the sidecar: many at once, and with TLS if there is a certificate.
+"""Accepts the connections of the sidecar: many per turn of the event loop, and with TLS if there is a certificate.
 
-The server of uvloop accepts one connection per turn of the event loop, so a probe behind a thousand connections would
-wait for a thousand turns. No server of asyncio bounds the number of handshakes or their time, or takes a new
-certificate. So connections are accepted here. For one event loop.
+uvloop's server accepts one connection per turn of the event loop, so a probe after a thousand connections would wait
+for a thousand turns. asyncio's servers do not limit the number or duration of handshakes, and cannot reload a
+certificate. So this module accepts connections itself. For one event loop.
 
 A certificate is loaded again when its file changes, because certificates rotate while a process runs. If every slot is
-taken, a client is evicted. A client is known by its address. For IPv6 the first 64 bits count, because a client that
-has one address there has all of them.
+taken, a client is evicted. Clients are identified by address; for IPv6 by the first 64 bits, because a client usually
+controls a whole /64 network.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ _Version = tuple[int, int, int] | None
 
 
 class FileWatcher(Generic[T]):
-    """The result of `load` for some files. For one thread.
+    """Reloads the content of files when they change. For one thread.
 
-    Raises `BadSetting` from `load` when it is made. Later, the last content stays in use while `load` fails, and the
+    The constructor raises the `BadSetting` of `load`. Later, the last content stays in use while `load` fails, and the
     first failure is logged.
 
     Args:
-        what: what the files hold, for the log.
-        files: the files whose change is noticed. Links are followed: container platforms swap files by links.
+        what: the name of the content, for the log.
+        files: the files to watch. Links are followed, because container platforms replace files by links.
         load: reads the files. Raises `BadSetting`.
-        now: a clock that only goes forward, in seconds.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FileWatcher(Generic[T]):
             return
         try:
             self._content, self._versions = self._load(), versions
-        except BadSetting as problem:  # also between the change of one file and that of the other
+        except BadSetting as problem:  # also raised between the changes of two files
             if not self._has_failed:
                 log.warning(f"Could not reload {self._what}; the last content stays in use", problem=str(problem))
             self._has_failed = True
@@ -89,7 +89,7 @@ class FileWatcher(Generic[T]):
 
 
 def _version(file: Path) -> _Version:
-    """None: there is no such file, or it may not be looked at."""
+    """The version of a file; None if it does not exist or is not accessible."""
     try:
         status = file.stat()
     except OSError:
@@ -98,12 +98,12 @@ def _version(file: Path) -> _Version:
 
 
 SHARE = 64  # one of this many slots is freed at once
-FAIR = 4  # one of this many slots stays with an address while others ask
+FAIR = 4  # one of this many slots is the fair share of an address
 
 
 @lru_cache(4096)
 def network_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the first 64 bits of an IPv6 address; any other text as it is."""
+    """The identity of a client: an IPv4 address, or the first 64 bits of an IPv6 address; other text unchanged."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -117,7 +117,7 @@ def network_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IdleConnection(Generic[T]):
-    """`since` is of any clock that only goes forward."""
+    """An idle connection. `since`: seconds of a monotonic clock."""
 
     connection: T
     address: str
@@ -128,8 +128,7 @@ def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
     """Connections to evict when every slot is taken: the oldest idle ones of the address with the most idle
     connections.
 
-    Empty if there are none. More than one if there are many slots, so that a flood of connections is not searched for
-    each.
+    Empty if there are none. With many slots, several at once, so that a flood of connections needs few searches.
     """
     if not waiting:
         return []
@@ -139,14 +138,14 @@ def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
 
 
 class NoFreeSlot(Exception):
-    """Every slot is taken, and the address that asks has its share."""
+    """Every slot is taken, and the requesting address already has its share."""
 
 
 class SlotPool(Generic[T]):
-    """A number of slots, shared by address. For one thread.
+    """A fixed number of slots, shared fairly by address. For one thread.
 
     While slots are free, every client gets one. If all are taken, an address that has less than a quarter of the slots,
-    or less than half of what another address has, gets the newest slot of the address with the most.
+    or less than half of what another address has, gets the newest slot of the address with the most slots.
 
     Holders are compared by identity, as keys of a dict.
     """
@@ -161,16 +160,16 @@ class SlotPool(Generic[T]):
         return self._taken
 
     def take(self, client: T, address: str, first: Callable[[T], bool] = lambda _: False) -> T | None:
-        """Give a client a slot until it leaves.
+        """Give a slot to a client until `leave`.
 
         Args:
             client: the connection or request that gets the slot.
             address: its address.
             first: of the address that loses a slot, the oldest client for which this is true is evicted, else the
-                newest one. An address that has its share gets a slot of its own for which this is true.
+                newest one. An address with its full share can only replace its own client for which this is true.
 
         Returns:
-            The client that was evicted and has no slot any more. None if a slot was free.
+            The evicted client, which has lost its slot. None if a slot was free.
 
         Raises:
             NoFreeSlot: no client is evicted for this address.
@@ -208,7 +207,7 @@ class SlotPool(Generic[T]):
 
 
 class FairQueue:
-    """Tasks that wait for a turn: in order for one address, and one address after the other. For one event loop."""
+    """Tasks that wait for a turn: round-robin by address, in order for each address. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
@@ -225,7 +224,7 @@ class FairQueue:
         turn = turns.popleft()
         if turns:
             self._waiting[network] = turns
-        if turn.done():  # its task was cancelled
+        if turn.done():  # cancelled
             return False
         turn.set_result(None)
         return True
@@ -235,7 +234,7 @@ CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICAT
 
 
 class Certificate:
-    """The server's side of TLS: a certificate and its key in two PEM files, which are loaded again when they change.
+    """The server's TLS context, from a certificate and its key in two PEM files, which are reloaded when they change.
 
     Raises `BadSetting` if the files cannot be used at the start. Later, the last pair stays in use.
     """
@@ -244,7 +243,7 @@ class Certificate:
         self._contexts = FileWatcher("the certificate", (certificate, key), lambda: _loaded(certificate, key), now)
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection."""
+        """The TLS context for a new connection."""
         return self._contexts.content()
 
 
@@ -275,7 +274,7 @@ class _KeyHasPassword(Exception):
 
 
 def _no_password() -> str:
-    """In place of OpenSSL's question at the terminal."""
+    """Raise instead of OpenSSL's password prompt."""
     raise _KeyHasPassword
 
 
@@ -284,7 +283,7 @@ def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """The client's side of TLS: trusts the authority in a PEM file; without a file, the authorities of the system."""
+    """The client's TLS context: trusts the authority in a PEM file; without a file, the system's authorities."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except ssl.SSLError:
@@ -294,17 +293,17 @@ def trusting(ca_file: Path | None) -> ssl.SSLContext:
 
 
 AT_ONCE = 64  # connections that are accepted in one turn of the event loop
-ENCRYPTED_AT_ONCE = 8  # connections with TLS, whose handshake takes a millisecond
+ENCRYPTED_AT_ONCE = 8  # the same with TLS, whose handshake takes 1 ms
 _SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
-_EXHAUSTED_SECONDS = 0.1  # to wait if the process may open no more files
+_EXHAUSTED_SECONDS = 0.1  # pause if the process has too many open files
 
 Connect = Callable[[], asyncio.Protocol]
-"""Makes the protocol of a connection, as `loop.create_server` asks for it."""
+"""A protocol factory for connections, as for `loop.create_server`."""
 
 
 @dataclass(frozen=True)
 class HandshakesConfig:
-    """`open` at the same time, each for `seconds` at most."""
+    """The largest number of open handshakes, and the time limit of each in seconds."""
 
     open: int = 1000
     seconds: float = 5.0
@@ -312,7 +311,7 @@ class HandshakesConfig:
 
 @dataclass(frozen=True, slots=True)
 class ListenerConfig:
-    """With TLS if there is a certificate."""
+    """The configuration of a listener. Uses TLS if there is a certificate."""
 
     certificate: Certificate | None = None
     bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
@@ -323,8 +322,9 @@ class ListenerConfig:
 
 
 class TlsListener:
-    """Accepts connections, and serves them once their TLS handshake is done. Past the bound of open handshakes, the
-    oldest ones of the address with the most are cancelled."""
+    """Accepts connections, and serves them after their TLS handshake. Beyond the limit of open handshakes, the oldest
+    ones of the address with the most are cancelled.
+    """
 
     def __init__(
         self, listening: socket.socket, connect: Connect, certificate: Certificate | None, bounds: HandshakesConfig
@@ -340,7 +340,7 @@ class TlsListener:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more, and cancel open handshakes. Connections stay open. May be called again."""
+        """Accept no more connections, and cancel open handshakes. Other connections stay open. May be called again."""
         if self._closed:
             return
         if self._retry is not None:
@@ -390,7 +390,9 @@ class TlsListener:
             connection.close()
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """A connection that is not TLS, has no common version, disconnects or is slow is closed without an answer."""
+        """Perform the handshake. A connection without TLS or a common version, or that is slow or closed, is closed
+        without an answer.
+        """
         certificate, seconds = self._certificate, self._bounds.seconds
         with suppress(OSError):
             if certificate is not None:
@@ -402,7 +404,7 @@ class TlsListener:
                     ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
                 )
                 return
-            # Never cancelled: it takes one turn of the loop, and uvloop would leave the connection open.
+            # Never cancelled, because uvloop would leave the connection open; it takes one turn of the loop.
             transport, _ = await self._loop.connect_accepted_socket(self._connect, connection)
             if self._closed:
                 transport.abort()

@@ -1,4 +1,4 @@
-"""The sidecar: what is published of every stream, over HTTP, for everything that is not Python (docs/design.md 7).
+"""The sidecar: published positions over HTTP, for programs in any language (docs/design.md 7).
 
-Stateless: any number may run. One process, one event loop; Postgres is asked on threads.
+Stateless: any number may run. One process with one event loop; threads query Postgres.
 """

@@ -1,10 +1,10 @@
-"""Connections of the web server before their requests are known: none may fill the memory or keep others out.
+"""Limits the connections of the web server before their requests are parsed, so that no client exhausts memory or
+blocks others.
 
-The parser of uvicorn bounds neither the size of a request head nor the time that it takes, and counts a connection that
-has sent nothing as a request. Here a head has a bound of bytes, fields and seconds. If every slot is taken, an idle
-connection is closed for a new one. Probes are answered however many requests are open. Slots are shared by address, and
-requests that come at once start in turns that go round by address. So many connections of one client delay neither
-probes nor other clients.
+uvicorn's parser limits neither the size nor the duration of a request head, and counts an idle connection as a request.
+This module limits the bytes, fields and seconds of a head. If every slot is taken, an idle connection is closed for a
+new one. Probes are always answered. Slots are shared by address, and concurrent requests start round-robin by address,
+so many connections of one client delay neither probes nor other clients.
 """
 
 from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
@@ -26,13 +26,13 @@ _PER_TURN = 4  # requests that start in one turn of the event loop
 
 
 class AdmissionQueue:
-    """Turns in which requests start, shared by address. For one event loop."""
+    """Schedules the start of requests, round-robin by address. For one event loop."""
 
     def __init__(self) -> None:
         self._queue = FairQueue()
 
     async def next(self, loop: AbstractEventLoop, address: str) -> None:
-        """Return when it is the caller's turn: the next one of the event loop, if few requests came."""
+        """Wait for the caller's turn: with few requests, the next turn of the event loop."""
         turn: Future[None] = loop.create_future()
         if not self._queue:
             loop.call_soon(self._start, loop)
@@ -49,9 +49,9 @@ class AdmissionQueue:
 
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
-SPARE = 64  # connections beyond the slots: for probes, and to refuse clients that are too many
-_UNSENT = 16 << 10  # bytes that may wait for a client, besides one piece: there are thousands of clients
-_PIPELINED = 16  # requests that a client may send before the first of them is answered
+SPARE = 64  # connections beyond the slots: for probes, and to answer clients that are refused
+_UNSENT = 16 << 10  # unsent bytes of a client, besides one piece; small, because there are thousands of clients
+_PIPELINED = 16  # requests that a client may send before the first one is answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class AdmissionConfig:
     """Bounds of connections and request heads.
 
     Attributes:
-        places: requests that are served at once, and as many connections.
-        bytes: of a request head.
-        fields: of a request head.
-        seconds: that a request head may take.
-        trusted_proxies: addresses and networks whose `X-Forwarded-For` counts, in the form of uvicorn.
+        places: the largest number of concurrent requests, and of connections.
+        bytes: the largest size of a request head.
+        fields: the largest number of its fields.
+        seconds: its time limit.
+        trusted_proxies: addresses and networks whose `X-Forwarded-For` is used, in uvicorn's form.
     """
 
     places: int = 5000
@@ -82,7 +82,7 @@ def admission(bounds: AdmissionConfig) -> type[Protocol]:
 
 
 class _AdmittedRequest:
-    """A request that has a slot; `is_started`: it had its turn."""
+    """A request with a slot. `is_started`: its turn has come."""
 
     def __init__(self, connection: "AdmittedConnection") -> None:
         self.connection = connection
@@ -90,15 +90,16 @@ class _AdmittedRequest:
         self.is_evicted = False
 
     def evict(self) -> None:
-        """End it for a client of another address. If it had its turn, its connection is cut."""
+        """End the request for a client of another address. If it has started, its connection is closed."""
         self.is_evicted = True
         if self.is_started:
             self.connection.abort()
 
 
 class AdmittedConnection(HttpToolsProtocol):
-    """`waits_since` is when it began to wait for a request head (s, of the loop's clock); None while a request is
-    served."""
+    """A connection. `waits_since`: since when it has waited for a request head (s, the loop's clock); None during a
+    request.
+    """
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self._head_bytes = self._bytes = self._field_count = self._body = self._host_fields = 0
         self._refusal: HTTPStatus | None = None
         self._is_body_refused = False
-        self._refuses_next = False  # once the requests before it are answered
+        self._refuses_next = False  # after the earlier requests are answered
 
     @property
     def address(self) -> str:
@@ -149,7 +150,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:  # nothing after it is parsed
+        if self._refusal is not None:  # later bytes are not parsed
             return
         if self.waits_since is not None:
             self._head_bytes += len(data)
@@ -174,13 +175,13 @@ class AdmittedConnection(HttpToolsProtocol):
         super().on_header(name, value)
         if name.lower() == b"host":
             self._host_fields += 1
-            if self._host_fields > 1:  # by RFC 9112: two proxies may take a different one of them
+            if self._host_fields > 1:  # by RFC 9112, because proxies could use different ones
                 self._refuse(HTTPStatus.BAD_REQUEST)
         if name.lower() == b"content-length" and int(value) > self._bounds.bytes:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def on_body(self, body: bytes) -> None:
-        """No operation reads a body."""
+        """Reject a body, which no operation reads."""
         self._body += len(body)
         if self._body <= self._bounds.bytes:
             super().on_body(body)
@@ -191,7 +192,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def _count(self, size: int) -> None:
-        """What is raised here reaches `send_400_response`."""
+        """Count bytes of a head. An error raised here reaches `send_400_response`."""
         self._bytes += size
         if self._bytes > self._bounds.bytes or self._field_count > self._bounds.fields:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -241,7 +242,7 @@ class AdmittedConnection(HttpToolsProtocol):
             self._send_refusal()
 
     def send_400_response(self, msg: str) -> None:
-        """The refusal is sent after the answers to the requests before the refused one."""
+        """Send the refusal after the answers to earlier requests."""
         self._refusal = self._refusal or HTTPStatus.BAD_REQUEST
         queued = self.pipeline and self.pipeline[0][0] is self.cycle
         if self._is_body_refused and queued:
@@ -254,7 +255,7 @@ class AdmittedConnection(HttpToolsProtocol):
 
     @property
     def _has_unanswered(self) -> bool:
-        """Whether a request whose head has come is not answered yet."""
+        """Whether a received request is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _send_refusal(self) -> None:
@@ -278,7 +279,7 @@ class AdmittedConnection(HttpToolsProtocol):
 
 
 class ConnectionsByNetwork:
-    """The connections by network, to evict from the network with the most. For one thread."""
+    """The connections by network, for evictions from the network with the most connections. For one thread."""
 
     def __init__(self) -> None:
         self._all: dict[str, dict[AdmittedConnection, None]] = {}
@@ -294,7 +295,7 @@ class ConnectionsByNetwork:
         self._count -= _remove_from(self._all, connection)
 
     def is_idle(self, connection: AdmittedConnection) -> None:
-        """It waits for the head of its next request."""
+        """Whether the connection waits for the head of its next request."""
         self.is_busy(connection)
         self._waiting.setdefault(network_of(connection.address), {})[connection] = None
 
@@ -302,8 +303,9 @@ class ConnectionsByNetwork:
         _remove_from(self._waiting, connection)
 
     def make_room(self, places: int) -> None:
-        """Close the connections of the largest network that have been idle longest. Beyond the spare connections, close
-        one that is not idle."""
+        """Close the longest idle connections of the largest network. If the spare connections are used up too, close
+        one that is not idle.
+        """
         network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
         victims = [*islice(self._waiting.get(network, ()), max(1, places // SHARE))]
         if not victims and self._count >= places + SPARE:
