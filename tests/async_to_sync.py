@@ -34,11 +34,11 @@ WORDS = {
     "an async iterator": "an iterator",
     "another task": "another thread",
     "An async iterator": "An iterator",
-    "`positions` is the form for threads. It is generated from this module (`make format`).": (
-        "This is the form for threads of `async_positions`."
+    "`positions`, the version for threads, is generated from this module (`make format`).": (
+        "The version for threads of `async_positions`."
     ),
-    "`reader` is the form for threads. It is generated from this module (`make format`).": (
-        "This is the form for threads of `async_reader`."
+    "`reader`, the version for threads, is generated from this module (`make format`).": (
+        "The version for threads of `async_reader`."
     ),
     "tidemark.sinks.reader.async_positions": "tidemark.sinks.reader.positions",
     "redis.asyncio": "redis",

@@ -2,7 +2,7 @@
 
 The decisions are in `wait` and `follow`.
 
-`positions`, the version for threads, is generated from this module (`make format`).
+The version for threads of `async_positions`.
 """
 
 # Generated from tidemark/sinks/reader/async_positions.py by `make format`: change that module and not this one.

@@ -1,6 +1,6 @@
 """The loop with which a service reads the table of a stream. The decisions are in `read_loop`.
 
-`reader`, the version for threads, is generated from this module (`make format`).
+The version for threads of `async_reader`.
 """
 
 # Generated from tidemark/sinks/reader/async_reader.py by `make format`: change that module and not this one.
