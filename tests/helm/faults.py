@@ -36,7 +36,9 @@ class Faults:
     def executor_killed(self) -> None:
         """One of Spark's executors, without warning. Spark asks for another one."""
         before = self.kube.pods("executor")
-        self.kube.delete_pods(before[:1])
+        # The executors of a killed driver process stay as completed pods until the driver's pod is deleted.
+        running = self.kube.pods("executor", "--field-selector=status.phase=Running")
+        self.kube.delete_pods(running[:1])
         until("there is another executor", lambda: bool(set(self.kube.pods("executor")) - set(before)))
 
     def node_drained(self) -> None:

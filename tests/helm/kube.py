@@ -194,9 +194,10 @@ class Kube:
         until(f"there is a pod {name}", lambda: self.pod(name) is not None)
         return self.pod(name) or self.living_pod(name)
 
-    def pods(self, component: str) -> list[str]:
+    def pods(self, component: str, *options: str) -> list[str]:
+        """Names of the component's pods. `options` are kubectl's, to select fewer of them."""
         labels = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
-        return self.kubectl("get", "pods", "-l", labels, "-o", "jsonpath={.items[*].metadata.name}").split()
+        return self.kubectl("get", "pods", "-l", labels, *options, "-o", "jsonpath={.items[*].metadata.name}").split()
 
     def delete_pods(self, names: Sequence[str]) -> None:
         """At once. The processes get no signal before SIGKILL."""
