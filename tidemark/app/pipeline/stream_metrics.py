@@ -80,7 +80,8 @@ class StreamEntries:
     A stream whose state has not changed since the start stays encoded until it is read.
 
     Attributes:
-        linear: sum of the linear positions. allocated: sum of the highest IDs.
+        linear: sum of the linear positions.
+        allocated: sum of the highest IDs.
         positions: sum of the positions of `writers` writers.
         active: streams that are not quiet.
         sources: by stream, the relays and bridges that send OPEN records.

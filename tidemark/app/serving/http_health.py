@@ -48,8 +48,9 @@ class HealthServerConfig:
 
     Attributes:
         connections: the largest number of connections.
-        bytes: the largest request head. request_timeout: seconds until the request must have arrived. answer_timeout:
-            seconds until it must have been answered.
+        bytes: the largest request head.
+        request_timeout: seconds until the request must have arrived.
+        answer_timeout: seconds until it must have been answered.
     """
 
     connections: int = 32

@@ -44,7 +44,8 @@ class ClientLimits:
     """The numbers of clients that the process serves. Each connection is an open file.
 
     Attributes:
-        connections: HTTP connections. open_requests: HTTP requests that may stay open.
+        connections: HTTP connections.
+        open_requests: HTTP requests that may stay open.
         lines: connections of the line protocol.
         handshakes: concurrent TLS handshakes.
     """

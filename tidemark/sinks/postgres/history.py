@@ -27,7 +27,7 @@ from tidemark.streaming.values.direction import beyond
 
 @dataclass(frozen=True, slots=True)
 class StoredAdvance:
-    """An advance of the history: `linear`: the linear position after it. `time`: of its `batch` (ms)."""
+    """An advance of the history. `linear` is the linear position after it, and `time` that of its `batch` (ms)."""
 
     advance: WriterAdvance
     linear: int
@@ -37,7 +37,7 @@ class StoredAdvance:
 
 @dataclass(frozen=True, slots=True)
 class StoredLate:
-    """A late completion of the history. `time`: of its `batch` (ms)."""
+    """A late completion of the history. `time` is that of its `batch` (ms)."""
 
     number: int
     late: LateCompletion
