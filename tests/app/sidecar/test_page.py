@@ -213,7 +213,8 @@ def test_everything_by_keyboard(pipeline: Pipeline, page: Page) -> None:
     page.keyboard.type("of-a")
     assert names(page) == ["a"]
     page.keyboard.press("Escape")
-    assert names(page) == ["a", "b", "c"]
+    # Nobody is among the rows now, so the blocked stream may be at the top by then.
+    assert names(page) in (["a", "b", "c"], ["c", "a", "b"])
 
 
 def test_page_asks_for_a_token(pipeline: Pipeline, servers: ReadSideConfig, browser: Browser, tmp_path: Path) -> None:
