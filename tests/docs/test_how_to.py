@@ -239,7 +239,7 @@ class Database:
         self._dsn = dsn
 
     def execute(self, block: str) -> None:
-        """Statement by statement. A word that a `take` has returned stands for its value, in each row of the answer."""
+        """Statement by statement. Each word that a `take` has returned is replaced by its value, row by row."""
         with psycopg.connect(
             self._dsn, autocommit=True, row_factory=dict_row, cursor_factory=psycopg.RawCursor
         ) as connection:

@@ -145,15 +145,15 @@ declare
 begin
     select * into _known from tidemark_reader.positions as known
     where known.stream = went_back.stream and known.source = 'database' for update;
+    if _known.stream is null then
+        return false;
+    end if;
     select known.written_by <> known.xmin into _is_foreign
     from tidemark_reader.positions as known where known.stream = went_back.stream;
     if went_back.restored and _is_foreign then
         select at::bigint into _back_to
         from jsonb_each_text(_known.vector || jsonb_build_object('', _known.linear)) as each (name, at)
         order by abs(at::bigint) desc limit 1;
-    end if;
-    if _known.stream is null then
-        return false;
     end if;
     _timeline := greatest(_known.timeline + 1, tidemark_reader.clock());
     if abs(_known.linear) > abs(_back_to) then

@@ -69,6 +69,7 @@ class PositionDecider:
         self._connection = connection
         self._is_ours = is_ours
         self._streams: dict[int, _KnownStream] = {}
+        self._is_new = True
 
     @property
     def has_backlog(self) -> bool:
@@ -152,7 +153,9 @@ class PositionDecider:
         """Load streams: each begins at its stored position, or at the floor."""
         if not numbers:
             return
-        sequences.warn_readers_of_filled_ids(self._connection)
+        if self._is_new:  # from now on the heads show a sequence that is set back
+            sequences.warn_readers_of_filled_ids(self._connection)
+            self._is_new = False
         rows = self._connection.execute(
             """
             select number, kept.version, abs(kept.floor), abs(known.linear), known.timeline,
