@@ -1,5 +1,6 @@
 """Where Tidemark's files are if nobody says where."""
 
+import errno
 import os
 import pwd
 import tempfile
@@ -47,6 +48,27 @@ def test_a_home_that_cannot_be_written_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     assert default_home().name == f"tidemark-{os.getuid()}"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc on this system")
+def test_a_home_in_which_even_root_can_create_nothing_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rights of /proc allow root to write, its file system does not."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("HOME", "/proc")
+    assert default_home() == temporary_home()
+
+
+def test_a_home_on_a_full_disk_is_still_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The program that writes there then reports the full disk, instead of starting somewhere else without its data."""
+
+    def full(**options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert default_home() == tmp_path / ".cache" / "tidemark"
 
 
 def test_a_directory_that_somebody_else_made_among_temporary_files_is_not_trusted(

@@ -141,7 +141,16 @@ def is_own(path: Path) -> bool:
 
 def _is_writable(path: Path) -> bool:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return False
+    try:
+        # root has every right in a file system such as /proc, and yet no file can be created there.
+        tempfile.TemporaryFile(dir=existing).close()
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError:  # for example a full disk: writable, and whoever writes reports the error
+        return True
+    return True
 
 
 CAUSE_MAX = 400
