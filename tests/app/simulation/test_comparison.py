@@ -48,30 +48,31 @@ def test_what_may_still_come_late_is_missed_in_the_end_only() -> None:
 
 
 def test_late_news_of_what_was_read_meanwhile_comes_again() -> None:
-    """docs/how-to/read-facts.md allows repeats after a database went back, beyond that ID, once; others are doubled."""
+    """docs/how-to/read-facts.md allows repeats after a database went back, beyond that ID, once; others are
+    duplicated."""
     twice = delivered(3, of="new") + delivered(3, of="new", late=True)
     now = facts(3, of="new")
     assert compared(now, twice, 3, back=2).count().again == 1
     assert compared(now, twice, 3, back=2).count().is_right
-    assert compared(now, twice, 3).count().doubled == 1
-    assert compared(now, twice, 3, back=3).count().doubled == 1
-    assert compared(now, [*twice, *delivered(3, of="new", late=True)], 3, back=2).count().doubled == 1
-    assert compared(now, [*twice, *delivered(3, of="new")], 3, back=2).count().doubled == 1
+    assert compared(now, twice, 3).count().duplicated == 1
+    assert compared(now, twice, 3, back=3).count().duplicated == 1
+    assert compared(now, [*twice, *delivered(3, of="new", late=True)], 3, back=2).count().duplicated == 1
+    assert compared(now, [*twice, *delivered(3, of="new")], 3, back=2).count().duplicated == 1
 
 
 def test_what_is_told_again_comes_late_each_time() -> None:
     """A database that went back twice tells what it had not settled twice, and no more often."""
     read = delivered(3) + delivered(3, 3, late=True)
-    assert compared(facts(3), read, 3, back=2).count().doubled == 1
-    assert replace(compared(facts(3), read, 3, back=2), times=2).count().again == 1
-    assert replace(compared(facts(3), [*read, *delivered(3, late=True)], 3, back=2), times=2).count().doubled == 1
+    assert compared(facts(3), read, 3, back=2).count().duplicated == 1
+    assert replace(compared(facts(3), read, 3, back=2), restores=2).count().again == 1
+    assert replace(compared(facts(3), [*read, *delivered(3, late=True)], 3, back=2), restores=2).count().duplicated == 1
 
 
-@pytest.mark.parametrize(("back", "doubled", "lost"), [(None, 1, 0), (2, 0, 1)])
-def test_a_row_that_nobody_wrote_is_lost_only_where_something_was(back: int | None, doubled: int, lost: int) -> None:
+@pytest.mark.parametrize(("back", "duplicated", "lost"), [(None, 1, 0), (2, 0, 1)])
+def test_a_row_that_nobody_wrote_is_lost_only_where_something_was(back: int | None, duplicated: int, lost: int) -> None:
     """A reader that makes rows up is told from a database that lost them."""
     count = compared(facts(1), delivered(1, 3), 3, back).count()
-    assert (count.doubled, count.lost) == (doubled, lost)
+    assert (count.duplicated, count.lost) == (duplicated, lost)
 
 
 def test_late_rows_have_no_order() -> None:

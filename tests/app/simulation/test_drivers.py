@@ -11,14 +11,14 @@ from tidemark.app.simulation.services import (
     ConnectionLost,
     Driver,
     RolledBack,
-    by_asyncpg,
-    by_psycopg,
-    by_sqlalchemy,
-    installed,
+    installed_drivers,
+    open_asyncpg,
+    open_psycopg,
+    open_sqlalchemy,
 )
 from tidemark.app.simulation.tables import make_facts, prepare_writing
 
-DRIVERS = [by_psycopg, by_sqlalchemy, by_asyncpg]
+DRIVERS = [open_psycopg, open_sqlalchemy, open_asyncpg]
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 
 
 def test_all_drivers_are_there_for_the_tests() -> None:
-    """Where one is not installed the plays would do without it, and nobody would know."""
-    assert installed() == DRIVERS
+    """Where one is not installed_drivers the plays would do without it, and nobody would know."""
+    assert installed_drivers() == DRIVERS
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -12,7 +12,7 @@ import pytest
 from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.room_services import ANSWERS, REMOTE, ClientKind, room_streams, simulated_streams
-from tidemark.app.simulation.rooms import CLIENTS, RoomCount, RoomsVerification, RoomsWorkload
+from tidemark.app.simulation.rooms import CLIENTS_BY_PROCESS, RoomCount, RoomsVerification, RoomsWorkload
 from tidemark.app.simulation.script import Successor, WriterPlan
 from tidemark.app.simulation.workload import SimulationDatabases, SimulationPlan
 from tidemark.app.stack.home import Home
@@ -87,7 +87,7 @@ def test_a_sync_is_right_only_with_each_event_once_and_in_order(world: World) ->
     world.compare_synced(4, 4, 3)
     assert world.counts()["line"] == RoomCount("line", 5, 4)
     world.compare_synced(3, 5, 5, 4)
-    assert world.counts()["line"] == RoomCount("line", 5, 5, doubled=1, disordered=1)
+    assert world.counts()["line"] == RoomCount("line", 5, 5, duplicated=1, disordered=1)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_a_sync_is_right_only_with_each_event_once_and_in_order(world: World) ->
         ([(2, 5, (3,), (4,))], RoomCount("line", 3, 3)),
         ([(2, 4, (3,), (4,))], RoomCount("line", 3, 3)),
         ([(2, 5, (3,), ())], RoomCount("line", 3, 2, missed=1)),
-        ([(2, 5, (3, 5), (4,))], RoomCount("line", 3, 3, doubled=1)),
-        ([(2, 5, (3,), (4,)), (5, 5, (), (4,))], RoomCount("line", 3, 3, doubled=1)),
+        ([(2, 5, (3, 5), (4,))], RoomCount("line", 3, 3, duplicated=1)),
+        ([(2, 5, (3,), (4,)), (5, 5, (), (4,))], RoomCount("line", 3, 3, duplicated=1)),
         ([(2, 5, (), (4,)), (5, 5, (3,), ())], RoomCount("line", 3, 3, disordered=1)),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: Wor
         world.answer("history", "history", ROOM, 0, 3, {"events": events, "history": 0, "state": state})
     world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": state})
     found_count = world.counts()["history"]
-    assert found_count == RoomCount("history", 14, 13, missed=1, doubled=2, disordered=1)
+    assert found_count == RoomCount("history", 14, 13, missed=1, duplicated=2, disordered=1)
 
 
 def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None:
@@ -199,7 +199,7 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
         world.say("new")
         assert verification.counts()[0] == RoomCount("line", 5, 4)
         world.compare_synced(2, 2, 2)
-        assert verification.counts()[0] == RoomCount("line", 5, 4, doubled=1)
+        assert verification.counts()[0] == RoomCount("line", 5, 4, duplicated=1)
 
 
 def test_a_standby_in_step_begins_nothing_anew(world: World) -> None:
@@ -249,7 +249,9 @@ def test_no_client_writes_when_the_services_have_ended(tmp_path: Path) -> None:
     """An event a second of its own would always be one that other clients have yet to read."""
     workload = RoomsWorkload(SimulationPlan(WriterPlan(), frozenset(), 1, 1.0), verify=True)
     databases = SimulationDatabases(Home(tmp_path), "", "", "", "")
-    assert {*workload.writing_readers} == {name for name, kinds in CLIENTS.items() if ClientKind.OWN in kinds}
+    assert {*workload.writing_readers} == {
+        name for name, kinds in CLIENTS_BY_PROCESS.items() if ClientKind.OWN in kinds
+    }
 
     def kinds() -> set[ClientKind]:
         roles = [workload.reader(databases, name, 1).room_client for name in workload.readers]

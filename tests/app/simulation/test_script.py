@@ -5,7 +5,15 @@ import math
 
 import pytest
 
-from tidemark.app.simulation.script import ALL, OF_PROCESSES, Fault, PlannedFault, WriterPlan, fault_schedule, faults
+from tidemark.app.simulation.script import (
+    ALL,
+    PROCESS_FAULTS,
+    Fault,
+    PlannedFault,
+    WriterPlan,
+    fault_schedule,
+    parse_faults,
+)
 from tidemark.common.errors import BadSetting
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}
@@ -36,10 +44,10 @@ def test_only_what_was_asked_for_happens() -> None:
 
 def test_faults_are_asked_for_by_name() -> None:
     """Names with commas, all, none; without a word all but the servers; a wrong name is told with the right ones."""
-    assert faults("crash,redis") == {Fault.CRASH, Fault.REDIS}
-    assert (faults("all"), faults("none"), faults(None)) == (ALL, set(), OF_PROCESSES)
-    with pytest.raises(BadSetting, match="'fire' is none of rollback, hang"):
-        faults("crash,fire")
+    assert parse_faults("crash,redis") == {Fault.CRASH, Fault.REDIS}
+    assert (parse_faults("all"), parse_faults("none"), parse_faults(None)) == (ALL, set(), PROCESS_FAULTS)
+    with pytest.raises(BadSetting, match="'fire' is not one of rollback, hang"):
+        parse_faults("crash,fire")
 
 
 def test_a_prefix_must_be_fit_for_names_in_sql() -> None:

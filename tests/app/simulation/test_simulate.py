@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SECONDS = 50
 ROOMS_SECONDS = 12
-CATCH_UP_SECONDS = 720.0
+NO_PROGRESS_SECONDS = 720.0
 """More than a simulation waits for its begin and its end."""
 GOING_BACK = {Fault.FAILOVER, Fault.RESTORE, Fault.RESTORE_IN_PLACE, Fault.SEQUENCE_BACK}
 QUICK = RoomsWorkload.faults - GOING_BACK - {Fault.PIPELINE, Fault.KAFKA, Fault.POSTGRES_CRASH}
@@ -51,7 +51,7 @@ def test_rooms_are_right_whatever_dies(stack: Terminal) -> None:
 def require_rooms_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
     """Play rooms with `faults` in a stack that is up; in the end every client was answered rightly. What it said."""
     words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--prefix", "rooms_"]
-    done = terminal.run("simulate", "--workload", "rooms", *words, "--verify", patience=seconds + CATCH_UP_SECONDS)
+    done = terminal.run("simulate", "--workload", "rooms", *words, "--verify", patience=seconds + NO_PROGRESS_SECONDS)
     output = done.stdout.decode()
     assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     for client in ("line", "vector", "history", "caches", "own", "tables"):
@@ -75,7 +75,7 @@ def require_right(
     words = ["--seconds", str(seconds), "--rate", str(rate), "--faults", ",".join(sorted(faults)), "--verify"]
     words += ["--seed", seed] if seed else []
     run = terminal.run_aloud if aloud else terminal.run
-    done = run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
+    done = run("simulate", *words, patience=seconds + NO_PROGRESS_SECONDS)
     output = done.stdout.decode()
     assert done.returncode == 0, output + done.stderr.decode() + _what_blocks(terminal)
     require_befell(output, faults)

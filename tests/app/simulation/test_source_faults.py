@@ -10,7 +10,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.script import Fault, PlannedFault, WriterPlan
 from tidemark.app.simulation.source_faults import SourceFaults
-from tidemark.app.simulation.sql_readers import ForAnOperator, SqlPlace, _take
+from tidemark.app.simulation.sql_readers import OperatorNeeded, SqlPlace, _take
 from tidemark.app.simulation.streams import StreamsVerification
 from tidemark.app.simulation.workload import SimulationDatabases
 from tidemark.app.stack.home import Home
@@ -50,7 +50,7 @@ class World:
         """The relay logs the message, and the operator reads it."""
         with self.log.open("a") as file:
             file.write(f"[warning] A stream is blocked  problem={str(message)!r} stream=events\n")
-        self.faults._remedy(float("inf"))
+        self.faults._run_remedies(float("inf"))
 
     def value(self, query: str) -> object:
         ((found,),) = self.sql.execute(query.encode()).fetchall()
@@ -101,7 +101,7 @@ def test_a_sequence_behind_its_table_is_set_as_the_message_says(world: World) ->
     with world.log.open("a") as file:
         file.write(f"[warning] A stream is blocked problem={str(state.lags_table(EVENTS, 80))!r} stream=events\n")
         file.write("[info     ] A stream continues             stream=events\n")
-    world.faults._remedy(float("inf"))
+    world.faults._run_remedies(float("inf"))
     assert world.value("select last_value from tidemark.append_ids_1") == 40
 
 
@@ -145,10 +145,10 @@ def test_a_reader_in_sql_is_moved_as_its_message_says(world: World) -> None:
         sql.execute("select tidemark_reader.publish('database', array['events'], array[9])")
         sql.execute("select tidemark_reader.take('events', 'parts', partition => 1, partitions => 3)")
         sql.execute("select tidemark_reader.went_back('events', 4)")
-        with pytest.raises(ForAnOperator) as waiting:
+        with pytest.raises(OperatorNeeded) as waiting:
             _take(sql, "events", SqlPlace("parts", 1))
         with world.faults._logs[-1]._path.open("a") as file:
-            file.write(f"[warning  ] A reader in SQL waits  problem={str(waiting.value)!r} reader=parts\n")
-        world.faults._remedy(float("inf"))
+            file.write(f"[warning  ] A reader in SQL needs an operator  problem={str(waiting.value)!r} reader=parts\n")
+        world.faults._run_remedies(float("inf"))
         assert world.value("select linear from tidemark_reader.places") == 4
         assert not _take(sql, "events", SqlPlace("parts", 1))

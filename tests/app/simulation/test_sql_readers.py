@@ -96,11 +96,11 @@ def test_an_operator_moves_a_reader_back(world: World) -> None:
         world.write("events", WRITERS[number % len(WRITERS)])
     world.read()
     before = world.effects("parts", "events")
-    moved = next(place for place in places_of("parts") if place.holds("w1"))
+    moved = next(place for place in places_of("parts") if place.has_writer("w1"))
     assert sql_readers.move_back(world.sql, "events", moved, 4)
     kept = world.effects("parts", "events")
     assert {id for id in before if id not in kept} == {
-        id for id in range(5, 13) if moved.holds(WRITERS[(id - 1) % len(WRITERS)])
+        id for id in range(5, 13) if moved.has_writer(WRITERS[(id - 1) % len(WRITERS)])
     }
     assert not sql_readers.move_back(world.sql, "events", moved, 4)
     world.read()

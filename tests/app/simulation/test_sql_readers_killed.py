@@ -111,7 +111,7 @@ class World:
             time.sleep(0.1)
 
     def remedy(self) -> None:
-        self.faults._remedy(float("inf"))
+        self.faults._run_remedies(float("inf"))
 
     def counts(self, *, final: bool = False) -> dict[str, StreamsCount]:
         return {count.reader: count for count in self.verification.counts(final=final) if count.reader in READERS}

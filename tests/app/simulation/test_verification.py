@@ -94,11 +94,11 @@ def test_a_fact_that_was_passed_and_not_read_is_missed(world: World) -> None:
     assert found["vector"] == StreamsCount("vector", 3, 1, 1, 0, 0)
 
 
-def test_what_was_handed_over_twice_or_never_written_is_doubled(world: World) -> None:
+def test_what_was_handed_over_twice_or_never_written_is_duplicated(world: World) -> None:
     """One fact twice, and one that is not there at all."""
     world.write(1)
     world.read(1, 1, 7, reader="linear")
-    assert world.counts()["linear"].doubled == 2
+    assert world.counts()["linear"].duplicated == 2
 
 
 def test_order_is_that_of_all_or_of_one_writer(world: World) -> None:
@@ -114,7 +114,7 @@ def test_order_is_that_of_all_or_of_one_writer(world: World) -> None:
 
 
 def test_what_all_have_read_is_forgotten_and_still_counted(world: World) -> None:
-    """The counts stay; to be handed a forgotten fact again counts as doubled, to commit one late as missed."""
+    """The counts stay; to be handed a forgotten fact again counts as duplicated, to commit one late as missed."""
     world.write(1, 2, 3)
     for reader in ("vector", "linear"):
         world.read(1, 2, 3, reader=reader)
@@ -130,12 +130,12 @@ def test_what_all_have_read_is_forgotten_and_still_counted(world: World) -> None
     world.read(2, reader="vector")
     world.write(1)
     after = world.counts()
-    assert (after["vector"].doubled, after["vector"].missed, after["linear"].missed) == (1, 1, 1)
+    assert (after["vector"].duplicated, after["vector"].missed, after["linear"].missed) == (1, 1, 1)
 
 
 def test_a_partition_is_compared_with_its_own_place(world: World) -> None:
     """A fact that its partition has passed and not read is missed; the places of other partitions do not count."""
-    writers = {place: next(w for w in map(str, range(99)) if place.holds(w)) for place in places_of("parts")}
+    writers = {place: next(w for w in map(str, range(99)) if place.has_writer(w)) for place in places_of("parts")}
     for id, (place, writer) in enumerate(writers.items(), 1):
         world.write(id, writer=writer)
         world.stand(place.name, 0)
@@ -149,7 +149,7 @@ def test_a_partition_is_compared_with_its_own_place(world: World) -> None:
     world.stand(second.name, 3)
     world.stand(third.name, 2)
     found = world.counts()["parts"]
-    assert (found.read, found.missed, found.doubled, found.disordered) == (3, 0, 0, 0)
+    assert (found.read, found.missed, found.duplicated, found.disordered) == (3, 0, 0, 0)
     world.write(5, writer=writers[second])
     world.write(4, writer=writers[second])
     world.read(5, 4, reader="parts", writer=writers[second])

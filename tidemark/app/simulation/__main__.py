@@ -1,6 +1,7 @@
-"""One process of a simulation: `python -m tidemark.app.simulation`. The first line of its standard input gives its
-role. The process ends at SIGTERM, and when its standard input ends, because then its parent is dead. It ignores
-Ctrl-C of a terminal, which is for the parent."""
+"""One process of a simulation: `python -m tidemark.app.simulation`.
+
+The first line of its standard input is its role, as JSON. The process ends at SIGTERM, and when its standard input
+closes, because then its parent is dead. It ignores SIGINT: Ctrl-C in a terminal is for the parent process."""
 
 import os
 import signal
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # a buffered read would hold a lock that the interpreter wants as it ends
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffered read holds a lock that the interpreter needs when it exits
     os.kill(os.getpid(), signal.SIGTERM)
 
 

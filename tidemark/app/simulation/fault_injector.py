@@ -1,6 +1,6 @@
 """Starts the processes of a simulation, injects the faults of its schedule, and ends the processes.
 
-One thread calls it. `tick` must be called often, and takes at most about a second.
+Only one thread may call this module. It must call `tick` often; one call takes at most about a second.
 """
 
 import sched
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from tidemark.app.simulation.script import OF_SERVERS, OF_SOURCES, Fault, PlannedFault
+from tidemark.app.simulation.script import SERVER_FAULTS, SOURCE_FAULTS, Fault, PlannedFault
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.workload import ChildProcess, ProcessRole, SimulatedProcess, SimulationDatabases, Workload
 from tidemark.common.log import get_logger
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-RETRY_AFTER = 2.0  # seconds until a fault is tried again if its server is away, or another one is being replaced
+RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answer or another server is being replaced
 
 
 class PostgresFailover:
     """Replaces Postgres servers. The thread of the fault injector calls it; long work runs on another thread.
 
-    `scheduler` belongs to the fault injector, `count_fault` counts an injected fault, and `database_users` gives the
-    services and the relay that run.
+    Args:
+        servers: the Postgres servers, and the thread for long work.
+        scheduler: the scheduler of the fault injector.
+        count_fault: counts an injected fault and its target.
+        database_users: returns the running services and the relay.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class PostgresFailover:
         self._count_fault = count_fault
         self._database_users = database_users
         self.pending = 0
-        """The faults that have begun, or wait for another fault to end."""
+        """Number of faults that have begun or wait for another fault to end."""
         self._restores = 0
         self._stopped: Sequence[SimulatedProcess] = ()
         self._replacement: Replacement | None = None
@@ -51,13 +54,13 @@ class PostgresFailover:
         self._servers.tick()
 
     def begin(self, planned: PlannedFault) -> None:
-        """Prepare another server, which replaces the first one `planned.duration` seconds later."""
+        """Start preparing a new server. It replaces the old one `planned.duration` seconds after it is ready."""
         self.pending += 1
         self._prepare(planned)
 
     def _prepare(self, planned: PlannedFault) -> None:
         if self._replacement is not None:
-            self._scheduler.enter(RETRY_AFTER, 0, partial(self._prepare, planned))
+            self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
             return
         self._replacement = self._servers.restore() if planned.fault is Fault.RESTORE else self._servers.failover()
         self._work(
@@ -67,7 +70,7 @@ class PostgresFailover:
         )
 
     def end(self) -> None:
-        """Wait for the work that runs; no server is replaced from now on."""
+        """Wait for the running work, and cancel all replacements that have not happened yet."""
         while self._servers.busy:
             time.sleep(0.1)
             self._servers.tick()
@@ -77,7 +80,7 @@ class PostgresFailover:
             self._replacement.give_up()
 
     def _switch(self, planned: PlannedFault) -> None:
-        """At every other restore the services are stopped first, and their relay."""
+        """Let the new server take over. At every other restore, kill the services and their relay first."""
         assert self._replacement is not None
         if planned.fault is Fault.RESTORE:
             self._restores += 1
@@ -91,20 +94,25 @@ class PostgresFailover:
         self._count_fault(planned.fault, f"{self._replacement}{', with the services down' if self._stopped else ''}")
         self._finish()
 
-    def _work(self, work: Callable[[], None], then: Callable[[], object], planned: PlannedFault) -> None:
+    def _work(self, work: Callable[[], None], on_success: Callable[[], object], planned: PlannedFault) -> None:
         assert self._replacement is not None
-        given_up = self._replacement
+        replacement = self._replacement
 
         def done(error: Exception | None) -> None:
             if error is None:
-                then()
+                on_success()
             else:
-                log.warning("Trying a fault again", fault=planned.fault.value, target=str(given_up), problem=str(error))
-                self._servers.work(given_up.give_up, again)
+                log.warning(
+                    "Could not inject a fault; trying again",
+                    fault=planned.fault.value,
+                    target=str(replacement),
+                    problem=str(error),
+                )
+                self._servers.work(replacement.give_up, retry)
 
-        def again(_: Exception | None) -> None:
+        def retry(_: Exception | None) -> None:
             self._finish()
-            self._scheduler.enter(RETRY_AFTER, 0, partial(self._prepare, planned))
+            self._scheduler.enter(RETRY_SECONDS, 0, partial(self._prepare, planned))
 
         self._servers.work(work, done)
 
@@ -116,15 +124,17 @@ class PostgresFailover:
 
 T = TypeVar("T")
 
-AGAIN_AFTER = 1.0  # seconds until a process that ended by itself is started again
-END_SECONDS = 40.0
-MORE_SERVICES = 2  # more services than at the beginning, at most
+RESTART_SECONDS = 1.0  # until a process that ended by itself is started again
+STOP_TIMEOUT_SECONDS = 40.0
+MAX_EXTRA_SERVICES = 2  # services that may join, beyond those at the beginning
 
 
 class FaultInjector:
-    """Call `start`, then `inject` and `tick`, then `stop_services`; `kill_all` in any case, so that no process is left.
+    """Call `start`, then `inject` and `tick`, then `stop_services`. Always call `kill_all` at the end, so that no
+    process is left.
 
-    `servers` are for the faults of Postgres servers, `source_faults` for those of tables, sequences and topics.
+    Without `servers`, faults of Postgres servers are skipped. Without `source_faults`, faults of tables, sequences and
+    topics are skipped.
     """
 
     def __init__(
@@ -166,7 +176,8 @@ class FaultInjector:
             member.start()
 
     def inject(self, planned: PlannedFault) -> None:
-        """Inject a fault; nothing happens if no process can have it now."""
+        """Inject a fault. If its target is down, a fault of a server or of the relay is tried again later; others are
+        skipped."""
         match planned.fault:
             case Fault.CRASH:
                 target = self._crash(self._running(), planned)
@@ -188,7 +199,7 @@ class FaultInjector:
                 if self._failover:
                     self._failover.begin(planned)
                 return
-            case fault if fault in OF_SOURCES:
+            case fault if fault in SOURCE_FAULTS:
                 if self._source_faults:
                     self._source_faults.begin(planned)
                 return
@@ -196,18 +207,19 @@ class FaultInjector:
                 raise ValueError(f"{planned.fault} happens inside transactions")
         if target:
             self._count_fault(planned.fault, target)
-        elif planned.fault is Fault.RELAY or self._comes_back(planned.fault):
-            self._scheduler.enter(AGAIN_AFTER, 0, partial(self.inject, planned))
+        elif planned.fault is Fault.RELAY or self._restarts(planned.fault):
+            self._scheduler.enter(RESTART_SECONDS, 0, partial(self.inject, planned))
 
     @property
     def has_pending(self) -> bool:
-        """Whether a server is still to be replaced."""
+        """Whether some faults have begun and are not finished."""
         return (self._failover is not None and self._failover.pending > 0) or (
             self._source_faults is not None and self._source_faults.pending > 0
         )
 
-    def _comes_back(self, fault: Fault) -> bool:
-        return fault in OF_SERVERS and self._databases.home.stack_env.exists()
+    def _restarts(self, fault: Fault) -> bool:
+        """Whether the local stack restarts the target of the fault."""
+        return fault in SERVER_FAULTS and self._databases.home.stack_env.exists()
 
     def _count_fault(self, fault: Fault, target: str) -> None:
         log.info("Injected a fault", fault=fault.value, target=target)
@@ -223,12 +235,13 @@ class FaultInjector:
         self._scheduler.run(blocking=False)
         for member in self._members():
             if member.process and (code := member.process.exit_code) is not None:
-                log.warning("A process ended by itself; starting it again", name=member.name, code=code)
+                log.warning("A process of the simulation ended by itself; restarting it", name=member.name, code=code)
                 member.detach()
-                self._scheduler.enter(AGAIN_AFTER, 0, member.start)
+                self._scheduler.enter(RESTART_SECONDS, 0, member.start)
 
     def stop_services(self) -> None:
-        """Stop the services, and readers that write: their open transactions end. Relay and readers go on."""
+        """Stop the services, so that their open transactions end. The relay and the readers go on; readers that also
+        write are restarted without their writing part."""
         for event in self._scheduler.queue:
             self._scheduler.cancel(event)
         if self._failover:
@@ -239,14 +252,14 @@ class FaultInjector:
         writing = [
             reader for reader in self._readers if reader.process and reader.name in self._workload.writing_readers
         ]
-        self._end([*self._leaving, *(member.detach() for member in [*self._running(), *writing])], END_SECONDS)
+        self._end([*self._leaving, *(member.detach() for member in [*self._running(), *writing])], STOP_TIMEOUT_SECONDS)
         self._services = []
         for member in self._members():
             if member.process is None:
                 member.start()
 
     def kill_all(self) -> None:
-        """End every process."""
+        """Stop every process; kill those that do not end within 5 s."""
         self._end([*self._leaving, *(member.process for member in self._members() if member.process)], 5.0)
 
     def _service(self, name: str) -> SimulatedProcess:
@@ -282,7 +295,7 @@ class FaultInjector:
 
     def _join(self, planned: PlannedFault) -> str:
         writer_plan = self._writer_plan
-        numbers = range(1, writer_plan.writers + MORE_SERVICES + 1)
+        numbers = range(1, writer_plan.writers + MAX_EXTRA_SERVICES + 1)
         free = {writer_plan.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""

@@ -2,8 +2,8 @@
 
 The services write events of their own and of other servers, forks, outliers, invites, and history.
 
-The table `play.remote` has the events of other servers, each with the state before it. The own server learns of them
-later, by backfill. The verification compares everything with that table and the tables of the rooms.
+The table `play.remote` has the events of other servers, each with the state before it. The services learn of these
+events later, by backfill. The verification compares the clients' answers with that table and the tables of the rooms.
 """
 
 import threading
@@ -22,7 +22,7 @@ import psycopg
 
 from tidemark.app.simulation.script import Fault, SimulatedStream
 from tidemark.app.simulation.services import (
-    ROLLBACKS,
+    ROLLBACK_PROBABILITY,
     ConnectionLost,
     ReaderServers,
     RolledBack,
@@ -51,17 +51,17 @@ from tidemark.sources.rooms.tables import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE,
 
 ROOMS = 12
 ROOM_MEMBERS = ("@ada", "@bob")
-"""They join every room as it is made, and stay."""
+"""The members that join every room when it is created, and never leave."""
 GUEST = "@eve"
-"""She is invited, and never joins."""
-SPEAKERS = 20
-"""Other members, `@m0` and so on. They join, leave and are banned."""
-COMER = "@m0"
+"""The member that is invited and never joins."""
+OTHER_MEMBERS = 20
+"""Number of other members, `@m0` and so on. They join, leave and are banned."""
+FREQUENT_JOINER = "@m0"
 """The member that joins and leaves most often."""
 LIVE_THREADS = 2
-BACKFILL_SECONDS = 0.3  # between two queries
-COMPACTIONS = 0.05
-_BAD = [*[HeldAs.REGULAR] * 7, HeldAs.SOFT_FAILED, HeldAs.REJECTED]
+BACKFILL_SECONDS = 0.3  # mean, between two backfills
+COMPACTION_PROBABILITY = 0.05
+_KINDS = [*[HeldAs.REGULAR] * 7, HeldAs.SOFT_FAILED, HeldAs.REJECTED]
 
 REMOTE = """
 create schema if not exists play;
@@ -71,13 +71,22 @@ create table if not exists play.remote (
     body        jsonb   not null,
     before      text[]  not null
 );
-comment on table play.remote is 'What other servers have: events as they are to be held, and the state before each'
+comment on table play.remote is 'Events of other servers, each with the kind as which it is stored and the state before
+it'
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RoomServiceRole:
-    """The part of one process, which writes as `writer`, or (None) as the database itself. `rate`: transactions/s."""
+    """Configuration of one service process.
+
+    Attributes:
+        writer: the name of its writer; None to write with `tidemark.append`, as the database's writer.
+        streams: the streams of the rooms.
+        faults: the faults that happen inside transactions.
+        rate: transactions per second.
+        seed: seed of the random choices.
+    """
 
     writer: str | None
     streams: RoomStreams
@@ -107,7 +116,7 @@ def serve_rooms(role: RoomServiceRole, dsn: str, stopping: threading.Event) -> N
 
 
 class _RoomThread:
-    """One connection at work, on a thread of its own."""
+    """A writing thread with its own connection."""
 
     def __init__(self, role: RoomServiceRole, number: int, dsn: str, stopping: threading.Event) -> None:
         self._role = role
@@ -115,8 +124,8 @@ class _RoomThread:
         self._dsn = dsn
         self._stopping = stopping
 
-    def _work(self, pause: float, act: Callable[[Connection, str], None]) -> None:
-        """Write one event in a transaction. Some transactions are rolled back."""
+    def _work(self, mean_pause_seconds: float, write: Callable[[Connection, str], None]) -> None:
+        """Call `write` for random rooms, each call in a transaction. Some transactions are rolled back."""
         with (
             connection_errors(psycopg.OperationalError, psycopg.InterfaceError),
             psycopg.connect(self._dsn, autocommit=True) as connection,
@@ -124,15 +133,15 @@ class _RoomThread:
             name = self._role.writer
             self._appender: Appender = WriterAppender(name) if name else SqlAppender(connection.info.dbname)
             self._store = RoomStore(self._appender, self._role.streams)
-            while not self._stopping.wait(self._random.expovariate(1 / pause)):
+            while not self._stopping.wait(self._random.expovariate(1 / mean_pause_seconds)):
                 with suppress(RolledBack), connection.transaction():
-                    act(connection, f"!{self._random.randrange(ROOMS)}")
+                    write(connection, f"!{self._random.randrange(ROOMS)}")
                     hold_open(self._role.faults, self._random, self._stopping)
-                    if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACKS:
+                    if Fault.ROLLBACK in self._role.faults and self._random.random() < ROLLBACK_PROBABILITY:
                         raise RolledBack
 
     def _fetch(self, connection: Connection, events: Iterable[str]) -> None:
-        """Store these events at least as outliers."""
+        """Store those of these events that are missing, as outliers."""
         wanted = [*events]
         missing = {*wanted} - tables.events_of(connection, wanted).keys()
         for event, _ in fetched(connection, missing):
@@ -140,66 +149,67 @@ class _RoomThread:
 
 
 class _LiveThread(_RoomThread):
-    """Events as they arrive."""
+    """Writes live events: own events and events that other servers send."""
 
     def work(self) -> None:
-        self._work(LIVE_THREADS / self._role.rate, self._arrive)
+        self._work(LIVE_THREADS / self._role.rate, self._write_live)
 
-    def _arrive(self, connection: Connection, room: str) -> None:
+    def _write_live(self, connection: Connection, room: str) -> None:
         reserved = None
-        if self._random.random() < 0.3:  # before the room is locked: its events complete in any order
+        if self._random.random() < 0.3:  # before the room is locked, so that IDs complete out of order
             reserved = self._appender.reserve(connection, self._role.streams.events)
             hold_open(self._role.faults, self._random, self._stopping)
         prevs, depth = following(connection, room)
         if not prevs:
-            self._begin(connection, room)
+            self._create_room(connection, room)
             return
         chance = self._random.random()
         if chance < 0.6:
-            self._store.persist(connection, self._any(room, prevs, depth), reserved=reserved)
+            self._store.persist(connection, self._new_event(room, prevs, depth), reserved=reserved)
         elif chance < 0.7:
-            fork = self._upon(connection, room)
-            self._store.persist(connection, replace(fork, held_as=self._random.choice(_BAD)), reserved=reserved)
+            fork = self._fork(connection, room)
+            self._store.persist(connection, replace(fork, held_as=self._random.choice(_KINDS)), reserved=reserved)
         elif chance < 0.93:
-            self._hear(connection, room, reserved)
+            self._receive(connection, room, reserved)
         else:
             self._place_outlier(connection, room, reserved)
 
-    def _begin(self, connection: Connection, room: str) -> None:
-        event = RoomEvent(_new(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
+    def _create_room(self, connection: Connection, room: str) -> None:
+        event = RoomEvent(_new_id(), room, "m.room.create", ROOM_MEMBERS[0], (), 1, "")
         self._store.persist(connection, event)
         for member in ROOM_MEMBERS:
             event = RoomEvent(
-                _new(), room, MEMBER, member, (event.id,), event.depth + 1, member, {"membership": "join"}
+                _new_id(), room, MEMBER, member, (event.id,), event.depth + 1, member, {"membership": "join"}
             )
             self._store.persist(connection, event)
 
-    def _any(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
-        """Write a message, a topic, or a membership change."""
-        chance, sender = self._random.random(), f"@m{self._random.randrange(SPEAKERS)}"
+    def _new_event(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
+        """Create a message, a topic, or a membership change."""
+        chance, sender = self._random.random(), f"@m{self._random.randrange(OTHER_MEMBERS)}"
         names = tuple(prevs)
         if chance < 0.7:
-            return RoomEvent(_new(), room, "m.room.message", sender, names, depth, None, {"body": "hello"})
+            return RoomEvent(_new_id(), room, "m.room.message", sender, names, depth, None, {"body": "hello"})
         if chance < 0.8:
-            return RoomEvent(_new(), room, "m.room.topic", sender, names, depth, "", {"topic": _new()})
+            return RoomEvent(_new_id(), room, "m.room.topic", sender, names, depth, "", {"topic": _new_id()})
         content = {"membership": self._random.choice(["join", "join", "leave", "ban"])}
-        member = f"@m{int(SPEAKERS * self._random.random() ** 2)}"
-        return RoomEvent(_new(), room, MEMBER, sender, names, depth, member, content)
+        member = f"@m{int(OTHER_MEMBERS * self._random.random() ** 2)}"
+        return RoomEvent(_new_id(), room, MEMBER, sender, names, depth, member, content)
 
-    def _upon(self, connection: Connection, room: str) -> RoomEvent:
-        """Write an event after some of the newest events, even if other events follow them already. This forks the
-        room."""
+    def _fork(self, connection: Connection, room: str) -> RoomEvent:
+        """Create an event that follows some of the newest events, even if other events follow them already. This forks
+        the room."""
         rows = connection.execute(
             "select event, depth from rooms.events where room = %s and state_group is not null"
             " order by depth desc limit 8",
             [room],
         ).fetchall()
         chosen = self._random.sample(rows, min(len(rows), self._random.choice((1, 1, 2, 3))))
-        return self._any(room, [event for event, _ in chosen], 1 + max(depth for _, depth in chosen))
+        return self._new_event(room, [event for event, _ in chosen], 1 + max(depth for _, depth in chosen))
 
-    def _hear(self, connection: Connection, room: str, reserved: int | None) -> None:
-        """Write only the last of some events of another server, live or as an invite. Backfill must find the others."""
-        event = self._upon(connection, room)
+    def _receive(self, connection: Connection, room: str, reserved: int | None) -> None:
+        """Store only the last event of a chain that another server wrote, as a live event or as an invite. Backfill
+        must find the others."""
+        event = self._fork(connection, room)
         groups = [group for _, group in tables.events_of(connection, event.prevs).values() if group is not None]
         state: State = resolved([tables.state_of(connection, group) for group in groups])
         before: list[str] = []
@@ -207,7 +217,7 @@ class _LiveThread(_RoomThread):
         for left in range(self._random.randrange(4), -1, -1):
             if invites and not left:
                 event = replace(event, type=MEMBER, state_key=GUEST, content={"membership": "invite"})
-            event = replace(event, held_as=HeldAs.REGULAR if invites else self._random.choice(_BAD))
+            event = replace(event, held_as=HeldAs.REGULAR if invites else self._random.choice(_KINDS))
             before = [entry.id for entry in state.values()]
             connection.execute(
                 "insert into play.remote (event, room, body, before) values (%s, %s, %s, %s)",
@@ -216,7 +226,7 @@ class _LiveThread(_RoomThread):
             if left:
                 if event.key and event.held_as is not HeldAs.REJECTED:
                     state = {**state, event.key: KeyHolder(event.depth, event.id)}
-                event = self._any(room, [event.id], event.depth + 1)
+                event = self._new_event(room, [event.id], event.depth + 1)
         if invites:
             event = replace(event, held_as=HeldAs.OUT_OF_BAND)
         self._fetch(connection, before)
@@ -234,13 +244,13 @@ class _LiveThread(_RoomThread):
 
 
 class _BackfillThread(_RoomThread):
-    """Fetches what rooms lack, as history, and compacts their states."""
+    """Backfills missing events of rooms as history, and compacts the states of rooms."""
 
     def work(self) -> None:
         self._work(BACKFILL_SECONDS, self._backfill)
 
     def _backfill(self, connection: Connection, room: str) -> None:
-        if self._random.random() < COMPACTIONS:
+        if self._random.random() < COMPACTION_PROBABILITY:
             tables.compact_states(connection, room)
         tables.locked(connection, room)
         missing = tables.backward_extremities(connection, room)[:5]
@@ -250,20 +260,20 @@ class _BackfillThread(_RoomThread):
 
 
 def fetched(connection: Connection, events: Iterable[str]) -> list[tuple[RoomEvent, list[str]]]:
-    """Read events from the other server, each with the state before it."""
+    """Read events from `play.remote`, each with the IDs of the state before it."""
     rows = connection.execute("select body, before from play.remote where event = any(%s)", [[*events]])
     return [(msgspec.convert(body, RoomEvent), before) for body, before in rows.fetchall()]
 
 
-def _new() -> str:
+def _new_id() -> str:
     return f"${uuid4().hex[:20]}"
 
 
-SYNCING = (*ROOM_MEMBERS, COMER, GUEST)
-"""The members for whom clients sync, by line and by vector."""
+SYNCING = (*ROOM_MEMBERS, FREQUENT_JOINER, GUEST)
+"""The members for whom clients sync, with linear positions and with vectors."""
 PAUSE_SECONDS = 0.05
-OWN_SECONDS = 1.0  # between two events of the client that waits for its own events
-PATIENCE = 60.0  # of that client
+OWN_EVENT_SECONDS = 1.0  # between two events of the client that waits for its own events
+OWN_EVENT_TIMEOUT_SECONDS = 60.0
 
 ANSWERS = """
 create schema if not exists play;
@@ -278,13 +288,13 @@ create table if not exists play.answers (
 );
 alter table play.answers add column if not exists incarnation bigint not null default 0;
 create index if not exists answers_by_client on play.answers (client, kind, about, number);
-comment on column play.answers.about is 'The member, room or cache';
-comment on column play.answers.incarnation is 'Of the services'' database, which gave the answer'
+comment on column play.answers.about is 'The member or the room';
+comment on column play.answers.incarnation is 'The incarnation of the services'' database that gave the answer'
 """
 
 
 class ClientKind(StrEnum):
-    """The requests of clients."""
+    """What a client requests."""
 
     LINE = "line"
     VECTOR = "vector"
@@ -295,8 +305,16 @@ class ClientKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoomClientRole:
-    """The clients of one process. `writer`: the name under which it writes, if it writes. Without `kept`, the process
-    stores only the places of syncing clients, so that it may run without end."""
+    """Configuration of one process of clients.
+
+    Attributes:
+        kinds: what the clients request.
+        streams: the streams of the rooms.
+        writer: the name of the writer of the client that waits for its own events.
+        seed: seed of the random choices.
+        kept: store all answers, for the verification. If false, only the last answer of each syncing client is
+            stored, so that a simulation can run forever.
+    """
 
     kinds: Sequence[ClientKind]
     streams: RoomStreams
@@ -306,14 +324,15 @@ class RoomClientRole:
 
 
 def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
-    """Send requests until `stopping` is set. Raises errors of the library and of psycopg that are not temporary."""
+    """Send requests until `stopping` is set. Raises errors of Tidemark and of psycopg, unless they are temporary."""
     with Positions(servers.redis, servers.tidemark) as positions:
         clients = [_ClientThread(kind, role, servers, positions, stopping) for kind in role.kinds]
         run_threads([work for client in clients for work in client.work()], stopping)
 
 
 class _ClientThread:
-    """Its methods run on threads of their own, until they are stopped or something breaks off."""
+    """A client of one kind. Each function of `work` runs on its own thread until `stopping` is set or the connection is
+    lost."""
 
     def __init__(
         self,
@@ -331,7 +350,7 @@ class _ClientThread:
         self._random = Random(f"{role.seed} {kind}")
 
     def work(self) -> Sequence[Callable[[], None]]:
-        """The requests of one round."""
+        """The functions to run, each on its own thread."""
         match self._kind:
             case ClientKind.HISTORY:
                 return [self.history]
@@ -343,10 +362,10 @@ class _ClientThread:
                 return [partial(self.sync, member) for member in SYNCING]
 
     def sync(self, member: str) -> None:
-        """Sync repeatedly, each time from the last answer. The first sync begins with the first event."""
+        """Sync repeatedly, each time from the position of the last answer. The first sync starts at the first event."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
-            since = answers.place(member)
+            since = answers.last_position(member)
             while not self._stopping.wait(self._random.random() * 2 * PAUSE_SECONDS):
                 now = self._now(self._role.streams.events)
                 if now is None or now == since:
@@ -358,7 +377,7 @@ class _ClientThread:
                 since = synced.until
 
     def history(self) -> None:
-        """Open a room, and go back through all of it."""
+        """Open a room and page back to its first event, repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             while not self._stopping.wait(PAUSE_SECONDS):
@@ -380,7 +399,7 @@ class _ClientThread:
                     answers.add("history", room, None, now, answer)
 
     def caches(self) -> None:
-        """Apply what was invalidated up to the position of each writer, and then serve."""
+        """Apply the invalidations up to the vector, then read some values from the caches, repeatedly."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             caches = Caches({ALL_OF_ROOM: [STATE, MEMBERS]})
@@ -395,12 +414,12 @@ class _ClientThread:
                     for cache, keys in invalidated(facts, applied, now):
                         caches.invalidated(cache, keys)
                 applied = now
-                served = [self._served(caches, facts) for _ in range(20)]
+                served = [self._read_cached(caches, facts) for _ in range(20)]
                 answers.add("served", "", None, now, {"served": served})
 
-    def _served(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
+    def _read_cached(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
         cache = self._random.choice([STATE, MEMBERS, ROOMS_OF])
-        key = f"@m{self._random.randrange(SPEAKERS)}" if cache == ROOMS_OF else f"!{self._random.randrange(ROOMS)}"
+        key = f"@m{self._random.randrange(OTHER_MEMBERS)}" if cache == ROOMS_OF else f"!{self._random.randrange(ROOMS)}"
         load: Mapping[str, Callable[[], tuple[int, object]]] = {
             STATE: lambda: current_state(facts, key),
             MEMBERS: lambda: members_with_version(facts, key),
@@ -410,14 +429,14 @@ class _ClientThread:
         return cache, key, version
 
     def own(self) -> None:
-        """Write an event and wait only for its ID. The next sync must contain the event, also if other writers are
-        slow."""
+        """Write an event and wait until the own writer's position reaches its ID, repeatedly. The next sync must
+        contain the event, even if other writers are slow."""
         with ExitStack() as stack:
             facts, answers = self._connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
             stream, member = self._role.streams.events, ROOM_MEMBERS[0]
             since = None
-            while not self._stopping.wait(OWN_SECONDS):
+            while not self._stopping.wait(OWN_EVENT_SECONDS):
                 room = f"!{self._random.randrange(ROOMS)}"
                 with facts.transaction():
                     prevs, depth = following(facts, room)
@@ -426,7 +445,13 @@ class _ClientThread:
                 if id is None:
                     continue
                 try:
-                    snapshot = self._positions.wait(stream, id, self._role.writer, timeout=PATIENCE, grace=PATIENCE)
+                    snapshot = self._positions.wait(
+                        stream,
+                        id,
+                        self._role.writer,
+                        timeout=OWN_EVENT_TIMEOUT_SECONDS,
+                        grace=OWN_EVENT_TIMEOUT_SECONDS,
+                    )
                 except (NotReached, StreamNotKnown):
                     if self._stopping.is_set():
                         return
@@ -458,7 +483,7 @@ class _ClientThread:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """The answers that one client got from one incarnation of the services' database. They are stored in the readers'
+    """Stores the answers that one client got from one incarnation of the services' database, in the readers'
     database."""
 
     effects: Connection
@@ -466,9 +491,8 @@ class _Answers:
     kept: bool
     incarnation: int
 
-    def place(self, member: str) -> Upto:
-        """The place from which the member's client continues; the beginning if its last answers are of another
-        incarnation."""
+    def last_position(self, member: str) -> Upto:
+        """The position from which the member's client continues: that of its last answer of this incarnation, or 0."""
         row = self.effects.execute(
             "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",

@@ -1,5 +1,7 @@
-"""Extremities, depths and states, computed slowly from their definitions. Stores are compared with this. Pure. It
-knows all events, also those that a store lacks, and does not know their order of arrival."""
+"""Extremities, depths and states of a room, computed slowly from their definitions. The verification compares a store
+with them. Pure.
+
+This module knows all events, also those that the store lacks, but not their order of arrival."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -9,9 +11,14 @@ from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, KeyHolde
 
 
 class Truth:
-    """One room. `everything` has each event's true kind, rejected or not; `held` the kind as which the store has it;
-    `turns` the order in which events were placed, which decides among events of the deepest depth. If an event names a
-    previous event that is at least as deep, its depth is false, and that reference is ignored.
+    """One room.
+
+    If an event names a previous event that is at least as deep, its depth is false, and that reference is ignored.
+
+    Args:
+        everything: all events of the room on all servers, with their true kinds.
+        held: by event ID, the kind as which the store has the event.
+        turns: by event ID, its number in the order of placing. This orders events of the maximal depth.
     """
 
     def __init__(
@@ -38,12 +45,12 @@ class Truth:
         """Regular events that no regular event follows, directly or through other events."""
         regular = {id for id, kind in self._held.items() if kind is HeldAs.REGULAR}
         followed: set[str] = set()
-        through = [*regular]
-        while through:
-            event = self.everything[through.pop()]
+        frontier = [*regular]
+        while frontier:
+            event = self.everything[frontier.pop()]
             forward = {prev for prev in event.prevs if prev in self.placed and self._follows(event, prev)} - followed
             followed |= forward
-            through += forward - regular
+            frontier += forward - regular
         return regular - followed
 
     def _follows(self, event: RoomEvent, prev: str) -> bool:
@@ -55,19 +62,19 @@ class Truth:
 
     @property
     def backward(self) -> set[str]:
-        """The events that a placed event names, and that are not placed."""
+        """The events that a placed event names as previous events, and that are not placed themselves."""
         return {prev for id in self.placed for prev in self.everything[id].prevs} - self.placed
 
     def state_at(self, id: str) -> dict[StateKey, KeyHolder]:
-        """By state key, the deepest event among this one and all before it. Rejected events do not count."""
-        open_ones = [id]
-        while open_ones:
-            event = self.everything[open_ones[-1]]
-            waits_for = [prev for prev in self._known(event) if prev not in self._states]
-            if waits_for:
-                open_ones += waits_for
+        """By state key, the deepest event among this event and its ancestors. Rejected events do not count."""
+        to_visit = [id]
+        while to_visit:
+            event = self.everything[to_visit[-1]]
+            unresolved = [prev for prev in self._known(event) if prev not in self._states]
+            if unresolved:
+                to_visit += unresolved
                 continue
-            open_ones.pop()
+            to_visit.pop()
             state = self.state_before(event)
             if event.key is not None and event.held_as is not HeldAs.REJECTED:
                 state[event.key] = KeyHolder(event.depth, event.id)
@@ -77,7 +84,7 @@ class Truth:
     def state_before(self, event: RoomEvent) -> dict[StateKey, KeyHolder]:
         state: dict[StateKey, KeyHolder] = {}
         for prev in self._known(event):
-            _deepen(state, self.state_at(prev) if prev not in self._states else self._states[prev])
+            _merge_deepest(state, self.state_at(prev) if prev not in self._states else self._states[prev])
         return state
 
     def _known(self, event: RoomEvent) -> list[str]:
@@ -89,19 +96,23 @@ class Truth:
     def current(self) -> dict[StateKey, KeyHolder]:
         state: dict[StateKey, KeyHolder] = {}
         for id in self.forward:
-            _deepen(state, self.state_at(id))
+            _merge_deepest(state, self.state_at(id))
         return state
 
     def stays(self, placed: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
-        """The memberships: member, the turns of the first and the last event, and the event that ended the membership
-        (None while it lasts)."""
+        """The memberships, each as (member, turn of the first event, turn of the last event, event that ended it). The
+        last two are None while the membership lasts.
+
+        Args:
+            placed: the placed events with their turns, in ascending order of turn.
+        """
         stays: list[tuple[str, int, int | None, str | None]] = []
         since: dict[str, int] = {}
         listed = [*placed]
         for turn, forward in zip((turn for _, turn in listed), self._forward_after_each(listed), strict=True):
             current: dict[StateKey, KeyHolder] = {}
             for last in forward:
-                _deepen(current, self.state_at(last))
+                _merge_deepest(current, self.state_at(last))
             for (kind, member), entry in current.items():
                 joined = kind == MEMBER and joins(self.everything[entry.id])
                 if joined:
@@ -111,32 +122,33 @@ class Truth:
         return [*stays, *((member, turn, None, None) for member, turn in since.items())]
 
     def _forward_after_each(self, placed: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
-        """The forward extremities after each of these events was placed."""
+        """Yield the forward extremities after each of these events was placed."""
         forward: set[str] = set()
         present: set[str] = set()
-        counting: set[str] = set()
+        effective: set[str] = set()
         named_by: dict[str, list[RoomEvent]] = defaultdict(list)
         for id, _ in placed:
             present.add(id)
             event, is_regular = self.everything[id], self._held[id] is HeldAs.REGULAR
             named_by[id] = [other for other in named_by[id] if other.depth > event.depth]
-            is_followed = any(other.id in counting for other in named_by[id])
+            is_followed = any(other.id in effective for other in named_by[id])
             if is_regular and not is_followed:
                 forward.add(id)
             for prev in event.prevs:
                 named_by[prev].append(event)
-            through = [event] if is_regular or is_followed else []
-            while through:
-                at = through.pop()
-                counting.add(at.id)
-                for prev in at.prevs:
-                    if any(other.id == at.id for other in named_by[prev]):
+            frontier = [event] if is_regular or is_followed else []
+            while frontier:
+                ancestor = frontier.pop()
+                effective.add(ancestor.id)
+                for prev in ancestor.prevs:
+                    if any(other.id == ancestor.id for other in named_by[prev]):
                         forward.discard(prev)
-                        if prev in present and prev not in counting and self._held[prev] is not HeldAs.REGULAR:
-                            through.append(self.everything[prev])
+                        if prev in present and prev not in effective and self._held[prev] is not HeldAs.REGULAR:
+                            frontier.append(self.everything[prev])
             yield forward
 
 
-def _deepen(result: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
+def _merge_deepest(result: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:
+    """Merge `state` into `result`. For each key the deeper event wins."""
     for key, entry in state.items():
         result[key] = max(entry, result.get(key, entry))

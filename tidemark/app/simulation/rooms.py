@@ -1,7 +1,7 @@
-"""The workload of rooms. Its verification compares the answers of clients with the tables, and the tables with the
+"""The rooms workload. Its verification compares the answers of clients with the tables, and the tables with the
 definitions of a room.
 
-The only positions that it uses are those in the answers.
+The verification uses no positions but those in the answers.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from tidemark.app.simulation.room_services import (
     simulated_streams,
 )
 from tidemark.app.simulation.room_truth import Truth
-from tidemark.app.simulation.script import ALL, OF_SOURCES, SimulatedStream, Successor
+from tidemark.app.simulation.script import ALL, SOURCE_FAULTS, SimulatedStream, Successor
 from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
@@ -40,8 +40,11 @@ from tidemark.sources.rooms.rules import LONGEST_CHAIN, MEMBER, HeldAs, KeyHolde
 
 @dataclass(frozen=True, slots=True)
 class RoomCount(ReadCount):
-    """Counts of one kind of client. `stale`: cached values that were served after their invalidation. `different`:
-    states and rooms that differ from the definitions.
+    """Counts of one kind of client.
+
+    Attributes:
+        stale: number of cached values that were served after their invalidation.
+        different: number of states and rooms that differ from the definitions.
     """
 
     stale: int = 0
@@ -52,7 +55,7 @@ class RoomCount(ReadCount):
         return not any(self.figures[2:])
 
     def __str__(self) -> str:
-        names = ("missed", "doubled", "out of order", "stale", "different")
+        names = ("missed", "duplicated", "out of order", "stale", "different")
         faults = [f"{count} {name}" for name, count in zip(names, self.figures[2:], strict=True) if count]
         return ", ".join([f"{self.reader}: {self.read} of {self.written}", *faults])
 
@@ -67,20 +70,20 @@ class StoredRooms:
     stays: Mapping[tuple[str, str], Sequence[Stay]]
     """By member and room."""
     stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
-    """By cache and room: invalidations, each with its version, ascending."""
+    """By cache and room, the invalidations in ascending order, each with its version."""
     rooms_of: Mapping[str | None, Sequence[TimelineRow]]
-    """By member (None: all members): invalidations of their rooms. The version of a value is the number of
-    invalidations that it includes."""
+    """By member (None: all members), invalidations of the member's list of rooms. The version of a value is the number
+    of invalidations that it includes."""
 
-    def least(self, cache: str, key: str, upto: Upto) -> int:
-        """The version that a cached value must have reached."""
+    def min_version(self, cache: str, key: str, upto: Upto) -> int:
+        """The lowest correct version of a value that was read from the cache at position `upto`."""
         if cache == tables.ROOMS_OF:
             return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
         reported = reversed(self.stale_from.get((cache, key), ()))
         return next((version for row, version in reported if upto.passed(row)), 0)
 
-    def wanted(self, member: str) -> set[int]:
-        """The events that a member must receive, without the ends of its memberships."""
+    def expected(self, member: str) -> set[int]:
+        """The IDs of the events that a member must receive, without the events that end its memberships."""
         return {
             id
             for id, row in self.timeline.items()
@@ -98,24 +101,30 @@ class StoredRooms:
         return next((stay for stay in stays if stay.covers(self.turns[id])), None)
 
     def ends(self, member: str) -> set[int]:
+        """The IDs of the events that ended memberships of a member."""
         return {
             stay.left_by for (name, _), stays in self.stays.items() if name == member for stay in stays if stay.left_by
         }
 
 
 def compare_synced(answers: Iterable[Sequence[Any]], stored: StoredRooms) -> Iterable[RoomCount]:
-    """The rows of the answers of syncing clients: client, member, since, upto, answer."""
+    """Compare the answers of syncing clients with the tables.
+
+    Args:
+        answers: rows of (client, member, since, upto, answer), in the order of the answers.
+        stored: the content of the services' database.
+    """
     rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
     for client, about, *answer in answers:
         rows[client, about].append(answer)
     counts: dict[str, RoomCount] = {}
     for (client, member), synced in rows.items():
-        count = _of_member(client, member, synced, stored)
+        count = _compare_member(client, member, synced, stored)
         counts[client] = counts.get(client, RoomCount(client)) + count
     return counts.values()
 
 
-def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
+def _compare_member(client: str, member: str, answers: Sequence[Sequence[Any]], stored: StoredRooms) -> RoomCount:
     disordered = 0
     got: list[int] = []
     over: set[int] = set()
@@ -127,46 +136,48 @@ def _of_member(client: str, member: str, answers: Sequence[Sequence[Any]], store
         over.update(answer["left"])
         got += [id for ids in reported for id in ids]
     until, ends = msgspec.convert(answers[-1][1], Upto), stored.ends(member)
-    wanted = stored.wanted(member)
-    passed = {id for id in wanted if until.passed(stored.timeline[id])} | {id for id in ends if id <= until.linear}
-    missed, doubled = _compared(passed, got)
-    return RoomCount(client, len(wanted | ends), len(passed & {*got}), missed, doubled, disordered)
+    expected = stored.expected(member)
+    passed = {id for id in expected if until.passed(stored.timeline[id])} | {id for id in ends if id <= until.linear}
+    missed, duplicated = _missed_and_duplicated(passed, got)
+    return RoomCount(client, len(expected | ends), len(passed & {*got}), missed, duplicated, disordered)
 
 
 def compare_answer(client: str, about: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
     match client:
         case ClientKind.HISTORY:
-            return _paged(about, upto, answer, stored)
+            return _compare_pages(about, upto, answer, stored)
         case ClientKind.CACHES:
             served = answer["served"]
-            stale = sum(version < stored.least(cache, key, upto) for cache, key, version in served)
+            stale = sum(version < stored.min_version(cache, key, upto) for cache, key, version in served)
             return RoomCount(client, len(served), len(served), stale=stale)
         case _:
             return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
 
 
-def _paged(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
-    """All live events up to the position, and all history of that time. Some history may have arrived meanwhile."""
+def _compare_pages(room: str, upto: Upto, answer: Mapping[str, Any], stored: StoredRooms) -> RoomCount:
+    """Compare a paged history: it must have all live events up to the position, and all history that existed when the
+    client began. It may have history that arrived meanwhile."""
     got = [id for _, id in answer["events"]]
     of_room = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
-    wanted = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
+    expected = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
     extra = {id for id in got if id < 0 and id in of_room}
-    missed, doubled = _compared(wanted, [id for id in got if id in wanted or id not in extra])
-    doubled += len(got) - len({*got}) if not doubled else 0
+    missed, duplicated = _missed_and_duplicated(expected, [id for id in got if id in expected or id not in extra])
+    duplicated += len(got) - len({*got}) if not duplicated else 0
     keys = [(depth, id) for depth, id in answer["events"]]
     disordered = int(keys != sorted(keys, reverse=True))
-    return RoomCount(ClientKind.HISTORY, len(wanted), len(wanted & {*got}), missed, doubled, disordered)
+    return RoomCount(ClientKind.HISTORY, len(expected), len(expected & {*got}), missed, duplicated, disordered)
 
 
-def _compared(wanted: set[int], got: Sequence[int]) -> tuple[int, int]:
-    """The number of missed events, and of events that came twice or wrongly."""
+def _missed_and_duplicated(expected: set[int], got: Sequence[int]) -> tuple[int, int]:
+    """The number of missed events, and of events that were received twice or by mistake."""
     counted = Counter(got)
-    return len(wanted - counted.keys()), sum(count - (id in wanted) for id, count in counted.items())
+    return len(expected - counted.keys()), sum(count - (id in expected) for id, count in counted.items())
 
 
 APPLICATION = "tidemark simulate --verify"
-BEHIND = 1000
-"""The number of answers by which an answer may be committed too late."""
+REORDERED_ANSWERS = 1000
+"""Answers may be committed in another order than that of their numbers; an answer with this many later ones is
+committed."""
 
 
 class RoomsDiffer(TidemarkError):
@@ -177,14 +188,14 @@ class RoomsDiffer(TidemarkError):
         wrong += [
             f"{kind}: never answered" for kind in ClientKind if kind not in {room_count.reader for room_count in counts}
         ]
-        wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
-        super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
+        wrong += [f"{kind} of {member}: no answer from the newest database" for kind, member in sorted(awaited)]
+        super().__init__(f"answers or tables of the rooms differ from what was written: {'; '.join(wrong)}")
         self.counts = counts
 
 
 class RoomsVerification(Verification):
-    """Answers are compared with the tables of the incarnation that gave them, while it exists. Counts of earlier
-    comparisons stay.
+    """Compares answers with the tables of the database incarnation that gave them, while that incarnation exists. The
+    counts of earlier incarnations are kept.
     """
 
     columns = ("STALE", "DIFFERENT")
@@ -193,18 +204,24 @@ class RoomsVerification(Verification):
     def __init__(
         self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]], *, is_kept: bool = True
     ) -> None:
-        """`heads`: returns by stream the highest ID that Tidemark knows. `is_kept`: whether answers are stored for
-        verification."""
+        """
+        Args:
+            facts: DSN of the services' database.
+            effects: DSN of the readers' database.
+            heads: returns by stream the highest ID that Tidemark knows.
+            is_kept: whether answers are stored for the verification.
+        """
         self._is_kept = is_kept
         self._heads = heads
         self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
         self._facts = session_of(facts, APPLICATION)
         self._effects = session_of(effects, APPLICATION)
         self._lock = Lock()
-        self._judged: set[int] = set()
-        """Numbers of answers; the newest ones may be committed in another order than that of their numbers."""
-        self._found: dict[int, dict[str, RoomCount]] = defaultdict(dict)
-        """By incarnation. Only the last one still exists."""
+        self._compared: set[int] = set()
+        """Numbers of the answers that were compared."""
+        self._counts: dict[int, dict[str, RoomCount]] = defaultdict(dict)
+        """By incarnation and client, the counts of answers other than syncs. Only the last incarnation still
+        exists."""
         self._synced: dict[int, Sequence[RoomCount]] = {}
         self._answered: set[tuple[str, str]] = set()
 
@@ -221,25 +238,33 @@ class RoomsVerification(Verification):
             yield
 
     def services_go_back(self, server: str, how: Successor) -> None:
-        """`server` is the DSN of the next server of the services, which no other process uses yet. If it may lack
-        events that clients have received, it counts as another incarnation."""
+        """Begin another incarnation on the new server if it may lack events that clients have received.
+
+        Args:
+            server: DSN of the new server of the services. No other process uses it yet.
+            how: how the new server came to be.
+        """
         if how is Successor.IN_STEP:
             return
-        with _reached(server, self._names[0]) as connection:
+        with _connected(server, self._names[0]) as connection:
             connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
 
     def readers_go_back(self, server: str) -> None:
-        """The same for the readers' database. Its answers get numbers above those that it has."""
-        with _reached(server, self._names[1]) as connection:
+        """Forget the comparisons of answers that the new server of the readers' database does not have.
+
+        Args:
+            server: DSN of the new server. No other process uses it yet.
+        """
+        with _connected(server, self._names[1]) as connection:
             ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
-        self._judged = {number for number in self._judged if number <= newest}
+        self._compared = {number for number in self._compared if number <= newest}
 
     def has_begun(self) -> bool:
         """Whether each kind of client has answers. If answers are not stored, only syncing clients count."""
-        wanted = {*ClientKind} if self._is_kept else {*CLIENTS["rooms-sync"]}
+        expected = {*ClientKind} if self._is_kept else {*CLIENTS_BY_PROCESS["rooms-sync"]}
         with suppress(Unavailable), self._effects.use() as connection:
             rows = connection.execute("select distinct client from play.answers").fetchall()
-            return {*rows} >= {(kind,) for kind in wanted}
+            return {*rows} >= {(kind,) for kind in expected}
         return False
 
     def final_counts(self) -> list[RoomCount]:
@@ -254,14 +279,14 @@ class RoomsVerification(Verification):
         return RoomsDiffer(counts, self.awaited)
 
     def counts(self) -> list[RoomCount]:
-        """The counts of each client since the readers' database was created; nothing if answers are not stored."""
+        """The counts of each client since the readers' database was created; empty if answers are not stored."""
         if not self._is_kept:
             return []
         with self._lock:
             now = self._compare()
             totals: dict[str, RoomCount] = {}
             for began, synced in self._synced.items():
-                for count in [*synced, *self._found[began].values()]:
+                for count in [*synced, *self._counts[began].values()]:
                     # Open requests of another incarnation no longer exist.
                     reported = count if began == now else replace(count, written=count.read)
                     totals[count.reader] = totals.get(count.reader, RoomCount(count.reader)) + reported
@@ -269,13 +294,13 @@ class RoomsVerification(Verification):
 
     @property
     def awaited(self) -> set[tuple[str, str]]:
-        """The syncing clients, each with its member, that have no answer of the present incarnation yet."""
+        """The (client, member) pairs of syncing clients that have no answer of the newest incarnation yet."""
         return {
             (kind.value, member) for kind in (ClientKind.LINE, ClientKind.VECTOR) for member in SYNCING
         } - self._answered
 
     def _compare(self) -> int:
-        """Compare the answers of the present incarnation. Returns its number."""
+        """Compare the answers of the newest incarnation. Returns its number."""
         with self._facts.use() as connection:
             now = incarnation(connection)
         with self._effects.use() as connection:
@@ -287,25 +312,25 @@ class RoomsVerification(Verification):
             others = connection.execute(
                 "select number, client, about, upto, answer from play.answers"
                 " where kind <> 'sync' and incarnation = %s and number > %s order by number",
-                [now, max(self._judged, default=0) - BEHIND],
+                [now, max(self._compared, default=0) - REORDERED_ANSWERS],
             ).fetchall()
         with self._facts.use() as connection:  # read after the answers, so that it contains all of their events
-            stored = _tables(connection)
+            stored = _stored_rooms(connection)
             self._synced[now] = [*compare_synced(answers, stored)]
             self._answered = {(client, member) for client, member, *_ in answers}
-            differences = self._found[now]
+            differences = self._counts[now]
             truths: dict[str, Truth] = {}
             for number, client, about, upto, answer in (
-                answered for answered in others if answered[0] not in self._judged
+                answered for answered in others if answered[0] not in self._compared
             ):
                 count = compare_answer(client, about, msgspec.convert(upto, Upto), answer, stored)
                 if client == ClientKind.HISTORY:
                     if about not in truths:
                         truths[about] = Truth(*_everything(connection, about))
                     state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
-                    count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, stored)
+                    count += _compare_opened(truths[about], about, msgspec.convert(upto, Upto), state, stored)
                 differences[client] = differences.get(client, RoomCount(client)) + count
-                self._judged.add(number)
+                self._compared.add(number)
         return now
 
     def rooms(self) -> RoomCount:
@@ -322,13 +347,13 @@ class RoomsVerification(Verification):
 
 
 @contextmanager
-def _reached(server: str, name: str) -> Iterator[Connection]:
-    """The database of this name on a server."""
+def _connected(server: str, name: str) -> Iterator[Connection]:
+    """Connect to the database `name` on a server."""
     with closing(session_of(make_conninfo(server, dbname=name), APPLICATION)) as session, session.use() as connection:
         yield connection
 
 
-def _tables(connection: Connection) -> StoredRooms:
+def _stored_rooms(connection: Connection) -> StoredRooms:
     timeline, turns, recipients = {}, {}, {}
     for *row, turn, recipient in connection.execute(
         "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
@@ -353,21 +378,22 @@ def _tables(connection: Connection) -> StoredRooms:
     return StoredRooms(timeline, turns, recipients, stays, stale, rooms_of)
 
 
-def _opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRooms) -> RoomCount:
-    """The state that a first sync returns: from the live events up to its position, without history or with all
-    history."""
+def _compare_opened(truth: Truth, room: str, upto: Upto, state: State, stored: StoredRooms) -> RoomCount:
+    """Compare the state that a first sync returned. For each key it must lie between the state of the live events up to
+    the position and the state of these events with all history."""
     placed = {id: row for id, row in stored.timeline.items() if row.room == room and id not in stored.recipients}
     live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
     history = {row.event for id, row in placed.items() if id < 0}
-    least, most = (truth.part(part).current for part in (live, live | history))
-    within = state.keys() <= most.keys() and all(
-        least.get(key, entry) <= entry <= most[key] for key, entry in state.items()
+    lower, upper = (truth.part(part).current for part in (live, live | history))
+    within = state.keys() <= upper.keys() and all(
+        lower.get(key, entry) <= entry <= upper[key] for key, entry in state.items()
     )
-    return RoomCount(ClientKind.HISTORY, different=int(not within or not least.keys() <= state.keys()))
+    return RoomCount(ClientKind.HISTORY, different=int(not within or not lower.keys() <= state.keys()))
 
 
 def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
-    """Every event of a room on any server with its true kind, and the kind as which the own server has it."""
+    """All events of a room on all servers with their true kinds, and by ID the kind as which the services store
+    each."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
     stored = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
@@ -404,32 +430,31 @@ def _is_right(connection: Connection, room: str) -> bool:
 
 
 def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
-    """By member: the turns of the first and the last event, and the event that ended the membership."""
+    """The memberships in the tables, as `Truth.stays` gives them."""
     rows = connection.execute(
-        "select stays.member, began, ended, told.event from rooms.stays left join rooms.timeline as told"
+        "select stays.member, began, ended, ended_by.event from rooms.stays left join rooms.timeline as ended_by"
         " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
         [room],
     )
     return {*rows.fetchall()}
 
 
-CLIENTS = {
+CLIENTS_BY_PROCESS = {
     "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
     "rooms-others": (ClientKind.HISTORY, ClientKind.CACHES, ClientKind.OWN),
 }
-"""Clients by process."""
 
 
 class RoomsWorkload(Workload):
     """A chat server of several processes, and its clients.
 
-    One of the processes writes as the database itself, with `tidemark.append`, the others with `tidemark.Writer`; each
-    also fetches history. The answers of clients are compared with the tables, and the tables with the definitions.
+    One process writes with `tidemark.append`, as the database's writer; the others write with `tidemark.Writer`. Each
+    process also backfills history.
     """
 
-    readers = (*CLIENTS,)
+    readers = (*CLIENTS_BY_PROCESS,)
     writing_readers = ("rooms-others",)
-    faults = ALL - OF_SOURCES
+    faults = ALL - SOURCE_FAULTS
 
     @property
     def database(self) -> str:
@@ -455,7 +480,7 @@ class RoomsWorkload(Workload):
 
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
         prefix, seed = self.plan.writer_plan.prefix, f"{self.plan.seed} {name} {incarnation}"
-        kinds = [kind for kind in CLIENTS[name] if not (self.services_ended and kind is ClientKind.OWN)]
+        kinds = [kind for kind in CLIENTS_BY_PROCESS[name] if not (self.services_ended and kind is ClientKind.OWN)]
         role = RoomClientRole(kinds, room_streams(prefix), f"{prefix}client", seed, kept=self.verify)
         return ProcessRole(databases.facts, databases.effects, room_client=role)
 
@@ -465,7 +490,7 @@ class RoomsWorkload(Workload):
 
 
 def _heads(dsn: str, streams: Sequence[SimulatedStream]) -> dict[str, int]:
-    """By stream, the highest ID that Tidemark knows. `dsn`: Tidemark's Postgres."""
+    """By stream, the highest ID that Tidemark knows, or 0. `dsn` is that of Tidemark's Postgres."""
     with closing(session_of(dsn, simulation_tables.APPLICATION)) as session, session.use() as connection:
         known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
     return {stream.name: known.get(stream.name, 0) for stream in streams}

@@ -1,6 +1,6 @@
 """The plan of a simulation: its writers and streams, its faults, and when each is injected. Pure, values only.
 
-The same seed gives the same faults; how the steps of the processes interleave differs.
+The same seed gives the same schedule of faults. The order in which the processes' steps interleave still varies.
 """
 
 import math
@@ -40,17 +40,17 @@ class Fault(StrEnum):
     PIPELINE = "pipeline"
     """The pipeline of the local stack is killed; `tidemark up` starts it again."""
     REDIS = "redis"
-    """The same for Redis."""
+    """The Redis of the local stack is killed; `tidemark up` starts it again."""
     KAFKA = "kafka"
-    """The same for the broker."""
+    """The Kafka broker of the local stack is killed; `tidemark up` starts it again."""
     POSTGRES_CRASH = "postgres-crash"
-    """A Postgres, the services' or Tidemark's, is killed or stopped at once, and started again."""
+    """The services' Postgres or Tidemark's is killed, or stopped by an immediate shutdown, and started again."""
     FAILOVER = "failover"
-    """A standby replaces a Postgres, with all commits or without the newest ones."""
+    """A standby replaces a Postgres server, with all commits or without the newest ones."""
     RESTORE = "restore"
-    """The services' Postgres is restored from a backup of a few seconds before."""
+    """The services' Postgres is restored from a backup that is a few seconds old."""
     RESTORE_IN_PLACE = "restore-in-place"
-    """The tables and sequences of the services' database are restored under open connections."""
+    """The tables and sequences of the services' database are restored while clients are connected."""
     ROW_SECURITY = "row-security"
     """Row level security is enabled for a table that the relay or the readers query, and disabled again."""
     SEQUENCE_BACK = "sequence-back"
@@ -58,24 +58,24 @@ class Fault(StrEnum):
     SEQUENCE_JUMP = "sequence-jump"
     """A stream's sequence is set beyond its head."""
     SEQUENCE_CACHE = "sequence-cache"
-    """A stream's sequence gets a CACHE, and loses it again."""
+    """A stream's sequence gets CACHE 20, later CACHE 1 again."""
     OVERSIZED = "oversized"
-    """A service appends a fact above the limit of the facts topic, and the limit is raised later."""
+    """A service appends a fact that is larger than the limit of the facts topic. The limit is raised later."""
     CONTROL_NUL = "control-nul"
-    """An operator override with a NUL character in `by` or `why` comes to the control topic."""
+    """An operator override with a NUL character in `by` or `why` is sent to the control topic."""
 
 
 class Successor(StrEnum):
     """The server that replaces a Postgres server."""
 
     IMAGE = "image"
-    """A backup with the same system identifier."""
+    """A physical backup, with the same system identifier."""
     IN_STEP = "synchronous standby"
     LAGGING = "lagging standby"
 
 
 ALL = frozenset(Fault)
-OF_SOURCES = frozenset(
+SOURCE_FAULTS = frozenset(
     {
         Fault.RESTORE_IN_PLACE,
         Fault.ROW_SECURITY,
@@ -86,32 +86,33 @@ OF_SOURCES = frozenset(
         Fault.CONTROL_NUL,
     }
 )
-"""Faults of the tables, sequences and topics that facts come from: `source_faults`."""
-OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE}) | OF_SOURCES
-"""Faults that need a Postgres server of the services' own."""
-OF_SERVERS = OF_DATABASES | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
-OF_PROCESSES = ALL - OF_SERVERS
+"""Faults of tables, sequences and topics. The module `source_faults` injects them."""
+DATABASE_FAULTS = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE}) | SOURCE_FAULTS
+"""Faults that need a Postgres server that only the services use."""
+SERVER_FAULTS = DATABASE_FAULTS | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
+PROCESS_FAULTS = ALL - SERVER_FAULTS
 """Faults of the processes that the simulation starts itself."""
 
 
-def faults(named: str | None) -> Set[Fault]:
-    """The faults named in `text`: names with commas between, `all` or `none`. Raises `BadSetting`."""
-    match named:
+def parse_faults(text: str | None) -> Set[Fault]:
+    """Parse the value of `--faults`: names separated by commas, `all` or `none`. None means `PROCESS_FAULTS`. Raises
+    `BadSetting`."""
+    match text:
         case None:
-            return OF_PROCESSES
+            return PROCESS_FAULTS
         case "all":
             return ALL
         case "none":
             return frozenset()
-    words = named.split(",")
+    words = text.split(",")
     if unknown := [word for word in words if word not in set(Fault)]:
-        raise BadSetting("--faults", f"{unknown[0]!r} is none of {', '.join(Fault)}, all, none")
+        raise BadSetting("--faults", f"{unknown[0]!r} is not one of {', '.join(Fault)}, all, none")
     return frozenset(map(Fault, words))
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStream:
-    """A stream. Its facts are in the table of the same name."""
+    """A stream. The rows of its facts are in the table of the same name."""
 
     name: str
     direction: DirectionName = "forward"
@@ -119,9 +120,15 @@ class SimulatedStream:
 
 @dataclass(frozen=True, slots=True)
 class WriterPlan:
-    """`writers`: the number of writers at the beginning; each writes every stream. `rate`: transactions per second
-    of all writers. `prefix`: the beginning of each stream's and writer's name, which must be a valid name in SQL.
-    `called`: the rest of a writer's name, before its number. Raises `BadSetting`."""
+    """The streams and writers of a simulation. Raises `BadSetting` for a bad prefix.
+
+    Attributes:
+        streams: number of streams.
+        writers: number of writers at the beginning. Each writes every stream.
+        rate: transactions per second of all writers together.
+        prefix: prefix of the names of streams and writers: lower-case letters, digits and underscores.
+        base_name: a writer's name between the prefix and its number.
+    """
 
     streams: int = 5
     writers: int = 3
@@ -131,7 +138,9 @@ class WriterPlan:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
-            raise BadSetting("--prefix", f"{self.prefix!r} is not at most 40 lower-case letters, digits and _")
+            raise BadSetting(
+                "--prefix", f"{self.prefix!r} must have at most 40 characters, only lower-case letters, digits and _"
+            )
 
     def stream_list(self) -> list[SimulatedStream]:
         unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
@@ -149,7 +158,14 @@ class WriterPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """`fault` is injected at `at` seconds, for `duration` seconds; `choice` in [0, 1) chooses among the processes."""
+    """A fault of the schedule.
+
+    Attributes:
+        at: seconds since the beginning.
+        fault: the kind.
+        choice: in [0, 1); chooses the target among the possible ones.
+        duration: seconds.
+    """
 
     at: float
     fault: Fault
@@ -157,8 +173,8 @@ class PlannedFault:
     duration: float
 
 
-# Mean seconds between two faults of a kind, and how long one lasts. Kinds that are not here happen inside transactions:
-# `services`.
+# For each kind: mean seconds between two faults, and the shortest and longest duration in seconds. The other kinds
+# happen inside transactions, see `services`.
 _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CRASH: (20.0, (0.2, 4.0)),
     Fault.PAUSE: (45.0, (3.0, 8.0)),
@@ -181,25 +197,24 @@ _INTERVALS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CONTROL_NUL: (20.0, (0.0, 0.0)),
 }
 
-
-_SLOWER_AFTER, _SLOWEST = 600.0, 3.0
-"""After this many seconds the time between faults grows, up to this factor: a machine that starts processes all the
-time reads few facts."""
+_FULL_RATE_SECONDS, _MAX_SLOWDOWN = 600.0, 3.0
+"""In simulations longer than this, the time between faults grows in proportion, up to this factor. A machine that
+restarts processes all the time reads few facts."""
 
 
 def fault_schedule(seed: int, faults: Set[Fault], seconds: float) -> Iterator[PlannedFault]:
-    """The faults in order of time, without end. Each kind occurs for the first time within half of `seconds`, which may
-    be infinite."""
+    """Yield faults in order of time, without end. The first fault of each kind is due within half of `seconds`, which
+    may be infinite."""
     random = Random(f"script {seed}")
-    slower = min(max(1.0, seconds / _SLOWER_AFTER), _SLOWEST) if math.isfinite(seconds) else 1.0
+    slowdown = min(max(1.0, seconds / _FULL_RATE_SECONDS), _MAX_SLOWDOWN) if math.isfinite(seconds) else 1.0
     due: list[tuple[float, Fault]] = []
-    for fault, (every, _) in _INTERVALS.items():
-        first = random.uniform(0.1, 1.0) * min(every, seconds / 2)
+    for fault, (interval, _) in _INTERVALS.items():
+        first = random.uniform(0.1, 1.0) * min(interval, seconds / 2)
         if fault in faults:
             due.append((first, fault))
     heapify(due)
     while due:
         at, fault = due[0]
-        every, duration = _INTERVALS[fault]
+        interval, duration = _INTERVALS[fault]
         yield PlannedFault(at, fault, random.random(), random.uniform(*duration))
-        heapreplace(due, (at + slower * every * random.uniform(0.5, 1.5), fault))
+        heapreplace(due, (at + slowdown * interval * random.uniform(0.5, 1.5), fault))

@@ -1,7 +1,7 @@
-"""The faults of the servers of a simulation: those of the local stack, and a Postgres that is the services' own.
+"""The faults of the Postgres servers of a simulation: Tidemark's, and one that only the services use.
 
-The stack's servers run in `tidemark up`, which starts again what dies. The services' Postgres runs here, because what a
-restore takes back must be theirs alone: Tidemark's own would go back with it.
+`tidemark up` runs the servers of the local stack, and restarts servers that end. This module runs the services'
+Postgres: a restore must undo only the services' commits, not those in Tidemark's own database.
 """
 
 import signal
@@ -36,18 +36,18 @@ class PostgresOwner(StrEnum):
 
 
 class ServicesPostgres:
-    """A context manager: the services' Postgres, which is restarted when it dies. Raises `AlreadyRunning`."""
+    """A context manager that runs the services' Postgres, and restarts it when it ends. Raises `AlreadyRunning`."""
 
     def __init__(self, home: Home) -> None:
         self.server = PostgresServer(Home(home.root / "services"), free_port())
         self._ending = threading.Event()
-        self._watch = threading.Thread(target=self._start_again, name="services-postgres", daemon=True)
+        self._watch = threading.Thread(target=self._restart, name="services-postgres", daemon=True)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.server.home.claimed())
-            for left in (Replica(self.server), self.server):
-                left.end_leftover()
+            for server in (Replica(self.server), self.server):
+                server.end_leftover()
             self.server.start()
             stack.callback(self.server.stop)
             self._watch.start()
@@ -67,48 +67,55 @@ class ServicesPostgres:
             postgres[PostgresOwner.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
         return Servers(postgres, verification)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         while not self._ending.wait(0.2):
             self.server.spawn()
 
 
 @dataclass
 class Replacement:
-    """A server and its replacement: call `prepare`, and later `switch` or `give_up`. Each takes seconds and raises
-    the errors of `Replica`."""
+    """Replaces a Postgres server: call `prepare`, and later `switch` or `give_up`. Each call takes seconds and raises
+    the errors of `Replica`.
 
-    whose: PostgresOwner
+    Attributes:
+        owner: which server is replaced.
+        origin: the server that is replaced.
+        successor: what kind of server replaces it.
+        verification: is informed before clients see the new server.
+    """
+
+    owner: PostgresOwner
     origin: PostgresServer
-    how: Successor
+    successor: Successor
     verification: Verification
 
     def __post_init__(self) -> None:
         self._replica = Replica(self.origin)
 
     def __str__(self) -> str:
-        return f"{self.whose}, {self.how}"
+        return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
-        self._replica.copy(follows=self.how is not Successor.IMAGE)
-        if self.how is not Successor.IMAGE:
+        self._replica.copy(follows=self.successor is not Successor.IMAGE)
+        if self.successor is not Successor.IMAGE:
             self._replica.start()
-            self._replica.stream(synchronous=self.how is Successor.IN_STEP)
-        if self.how is Successor.LAGGING:
+            self._replica.stream(synchronous=self.successor is Successor.IN_STEP)
+        if self.successor is Successor.LAGGING:
             self._replica.fall_behind()
 
     def switch(self) -> None:
-        """The clients of the origin find the replica at its address."""
-        if self.how is Successor.IMAGE:
+        """Move the replica to the address of the origin, and end the origin."""
+        if self.successor is Successor.IMAGE:
             self._replica.start()
-        with self.verification.paused():  # it would wait for a paused server
-            if self.how is Successor.IN_STEP:  # the origin may have been started again since
+        with self.verification.paused():  # a comparison would block on a frozen server
+            if self.successor is Successor.IN_STEP:  # the origin may have been restarted since `prepare`
                 self._replica.stream(synchronous=True)
-            if self.how is Successor.IMAGE:
+            if self.successor is Successor.IMAGE:
                 self._replica.freeze_origin()
             else:
                 self._replica.promote()
-            if self.whose is PostgresOwner.SERVICES:
-                self.verification.services_go_back(self._replica.dsn(), self.how)
+            if self.owner is PostgresOwner.SERVICES:
+                self.verification.services_go_back(self._replica.dsn(), self.successor)
             else:
                 self.verification.readers_go_back(self._replica.dsn())
             self._replica.succeed()
@@ -118,45 +125,47 @@ class Replacement:
 
 
 class Servers:
-    """The faults of the reachable Postgres servers, one server after the other. For one thread; uses another thread."""
+    """Injects faults into the Postgres servers in turn. One thread may call it; long work runs on another thread."""
 
     def __init__(self, postgres: dict[PostgresOwner, PostgresServer], verification: Verification) -> None:
         self._postgres = postgres
-        self._judge = verification
+        self._verification = verification
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")
         self._running: Future[None] | None = None
-        self._then: Callable[[Exception | None], None] = lambda _: None
+        self._on_done: Callable[[Exception | None], None] = lambda _: None
         self._failovers = cycle(
-            [(whose, how) for how in (Successor.LAGGING, Successor.IN_STEP) for whose in self._postgres]
+            [(owner, successor) for successor in (Successor.LAGGING, Successor.IN_STEP) for owner in self._postgres]
         )
         signals = (signal.SIGKILL, signal.SIGQUIT, signal.SIGQUIT, signal.SIGKILL)
         self._crashes = cycle(zip(cycle((PostgresOwner.TIDEMARK, PostgresOwner.SERVICES)), signals, strict=False))
 
     def crash(self) -> str:
-        """Kill the next server, or stop it with an immediate shutdown."""
-        whose, number = next(self._crashes)
-        process = process_of(self._postgres[whose].home, PostgresServer.name) if whose in self._postgres else None
+        """Kill the next server, or stop it by an immediate shutdown. Returns its description, or '' if it is down."""
+        owner, number = next(self._crashes)
+        process = process_of(self._postgres[owner].home, PostgresServer.name) if owner in self._postgres else None
         if process is None:
             return ""
         process.send_signal(number)
-        return f"{whose}, {number.name}"
+        return f"{owner}, {number.name}"
 
     def failover(self) -> Replacement:
-        whose, how = next(self._failovers)
-        return Replacement(whose, self._postgres[whose], how, self._judge)
+        owner, successor = next(self._failovers)
+        return Replacement(owner, self._postgres[owner], successor, self._verification)
 
     def restore(self) -> Replacement:
-        return Replacement(PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.IMAGE, self._judge)
+        return Replacement(
+            PostgresOwner.SERVICES, self._postgres[PostgresOwner.SERVICES], Successor.IMAGE, self._verification
+        )
 
     @property
     def busy(self) -> bool:
         return self._running is not None
 
-    def work(self, work: Callable[[], None], then: Callable[[Exception | None], None]) -> None:
-        """Run a function on another thread. `tick` then calls `then` with the exception, or None. Only one function may
-        run at a time."""
+    def work(self, work: Callable[[], None], on_done: Callable[[Exception | None], None]) -> None:
+        """Run a function on another thread. When it has ended, `tick` calls `on_done` with its exception, or None. Only
+        one function may run at a time."""
         assert not self.busy
-        self._running, self._then = self._worker.submit(work), then
+        self._running, self._on_done = self._worker.submit(work), on_done
 
     def tick(self) -> None:
         if self._running is not None and self._running.done():
@@ -164,7 +173,7 @@ class Servers:
             self._running = None
             if error is not None and not isinstance(error, TidemarkError | psycopg.Error | psutil.Error | OSError):
                 raise error
-            self._then(error if isinstance(error, Exception) else None)
+            self._on_done(error if isinstance(error, Exception) else None)
 
     def close(self) -> None:
         """Wait until the function on the other thread has ended."""

@@ -1,8 +1,7 @@
-"""The services of the streams workload: those that write, by several drivers, and those that read.
+"""The services of the streams workload: services that write with several Postgres drivers, and services that read.
 
-The drivers are psycopg, SQLAlchemy on psycopg, and asyncpg.
-
-The last two are used if they are installed; they are no part of `tidemark-streams[local]`.
+The drivers are psycopg, SQLAlchemy on psycopg, and asyncpg. SQLAlchemy and asyncpg are used if they are installed;
+`tidemark-streams[local]` does not install them.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ Row = dict[str, int]
 
 
 class ConnectionLost(Exception):
-    """The transaction is lost, perhaps with its connection: begin again with another one."""
+    """The transaction is lost, perhaps with its connection. Begin again with a new connection."""
 
 
 class RolledBack(Exception):
@@ -40,10 +39,10 @@ class RolledBack(Exception):
 
 
 class ServiceConnection(Protocol):
-    """One connection of a service that appends as `writer`. Everything raises `BrokenOff`."""
+    """One connection of a service that appends as one writer. All methods raise `ConnectionLost`."""
 
     def transaction(self) -> AbstractContextManager[object]:
-        """A transaction, or a savepoint inside another one. `Undone` passes through."""
+        """A transaction; inside a transaction, a savepoint. `RolledBack` rolls it back and is raised again."""
 
     def append(self, stream: str, *rows: Row) -> int: ...
 
@@ -54,23 +53,23 @@ class ServiceConnection(Protocol):
     def complete(self, stream: str, id: int, *rows: Row) -> None: ...
 
     def insert(self, stream: str, id: int, part: int) -> None:
-        """A row of the service's own table, which has the name of the stream."""
+        """Insert a row into the service's own table, which has the name of the stream."""
 
 
 Driver = Callable[[str, str], AbstractContextManager[ServiceConnection]]
-"""Opens a new connection for a DSN and a writer. Raises `BrokenOff`."""
+"""Opens a connection for a DSN and a writer's name. Raises `ConnectionLost`."""
 
 
-def installed() -> list[Driver]:
-    others = {"sqlalchemy": by_sqlalchemy, "asyncpg": by_asyncpg}
-    return [by_psycopg, *(driver for name, driver in others.items() if find_spec(name))]
+def installed_drivers() -> list[Driver]:
+    others = {"sqlalchemy": open_sqlalchemy, "asyncpg": open_asyncpg}
+    return [open_psycopg, *(driver for name, driver in others.items() if find_spec(name))]
 
 
 _INSERT = 'insert into demo."{}" (stream_id, part, writer, written_at) values (%s, %s, %s, now())'
 
 
 class _WriterConnection:
-    """Append with `tidemark.Writer`, which accepts both kinds of connection."""
+    """Appends with `tidemark.Writer`, which accepts connections of psycopg and of SQLAlchemy."""
 
     def __init__(
         self, connection: Any, name: str, execute: Callable[[str, Any], object], begin: Callable[[], Any]
@@ -99,6 +98,7 @@ class _WriterConnection:
 
 @contextmanager
 def connection_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Raise `ConnectionLost` in place of these errors of a driver."""
     try:
         yield
     except errors as problem:
@@ -106,7 +106,7 @@ def connection_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
+def open_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     with (
         connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError),
         psycopg.connect(dsn, autocommit=True) as connection,
@@ -115,13 +115,13 @@ def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
 
 
 @contextmanager
-def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
-    from sqlalchemy import create_engine  # noqa: PLC0415  # need not be installed
-    from sqlalchemy.exc import DBAPIError, InvalidRequestError  # noqa: PLC0415  # need not be installed
-    from sqlalchemy.pool import NullPool  # noqa: PLC0415  # need not be installed
+def open_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
+    from sqlalchemy import create_engine  # noqa: PLC0415  # optional
+    from sqlalchemy.exc import DBAPIError, InvalidRequestError  # noqa: PLC0415  # optional
+    from sqlalchemy.pool import NullPool  # noqa: PLC0415  # optional
 
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
-    # What follows a lost connection inside a transaction is an InvalidRequestError.
+    # After a lost connection, the next call inside the transaction raises InvalidRequestError.
     lost = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.IntegrityError, DBAPIError, InvalidRequestError)
     with (
         connection_errors(*lost),
@@ -135,15 +135,15 @@ def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
 
 
 @contextmanager
-def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
-    import asyncpg  # noqa: PLC0415  # need not be installed
+def open_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
+    import asyncpg  # noqa: PLC0415  # optional
 
     kinds = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
     kinds += [asyncpg.IntegrityConstraintViolationError, asyncpg.TransactionRollbackError]
-    at = conninfo_to_dict(dsn)
+    params = conninfo_to_dict(dsn)
     names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
     with connection_errors(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
-        connection = runner.run(asyncpg.connect(**{to: at[name] for name, to in names.items() if name in at}))
+        connection = runner.run(asyncpg.connect(**{to: params[name] for name, to in names.items() if name in params}))
         try:
             yield _AsyncpgConnection(connection, runner, name)
         finally:
@@ -151,7 +151,7 @@ def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
 
 
 class _AsyncpgConnection:
-    """Append with the SQL functions, without `tidemark.Writer`."""
+    """Appends with the SQL functions, without `tidemark.Writer`."""
 
     def __init__(self, connection: Any, runner: asyncio.Runner, name: str) -> None:
         self._connection = connection
@@ -160,15 +160,15 @@ class _AsyncpgConnection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        under_way = self._connection.transaction()
-        self._runner.run(under_way.start())
+        transaction = self._connection.transaction()
+        self._runner.run(transaction.start())
         try:
             yield
         except BaseException:
             if not self._connection.is_closed():
-                self._runner.run(under_way.rollback())
+                self._runner.run(transaction.rollback())
             raise
-        self._runner.run(under_way.commit())
+        self._runner.run(transaction.commit())
 
     def append(self, stream: str, *rows: Row) -> int:
         return int(self._value("select tidemark.append_as($1, $2, variadic $3)", self._name, stream, _json(rows)))
@@ -197,16 +197,24 @@ def _json(rows: Sequence[Row]) -> list[str]:
 log = get_logger(__name__)
 
 CONNECTIONS = 3
-TRANSACTION_SECONDS = 0.03  # mean, between the reservation and the end
-HANG_SECONDS = (1.5, 6.0)
+TRANSACTION_SECONDS = 0.03  # mean, between the reservation of an ID and the end of the transaction
+HANG_SECONDS = (1.5, 6.0)  # shortest and longest duration of a transaction that hangs
 RECONNECT_SECONDS = 0.2
-ROLLBACKS = 0.1
-HANGS = 0.01
+ROLLBACK_PROBABILITY = 0.1
+HANG_PROBABILITY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceRole:
-    """The part of one process, which writes as `writer`. `rate`: transactions per second; `seed` makes them."""
+    """Configuration of one writing process.
+
+    Attributes:
+        writer: the name of its writer.
+        streams: the streams that it writes.
+        faults: the faults that happen inside transactions.
+        rate: transactions per second.
+        seed: seed of the random choices.
+    """
 
     writer: str
     streams: Sequence[SimulatedStream]
@@ -217,7 +225,7 @@ class ServiceRole:
 
 def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
     """Write until `stopping` is set. Raises the errors of the database."""
-    drivers = installed()
+    drivers = installed_drivers()
     threads = [
         _ServiceThread(role, number, dsn, stopping, drivers[number % len(drivers)]) for number in range(CONNECTIONS)
     ]
@@ -225,35 +233,35 @@ def serve(role: ServiceRole, dsn: str, stopping: threading.Event) -> None:
 
 
 def run_threads(threads: Sequence[Callable[[], None]], stopping: threading.Event) -> None:
-    """Run each function on its own thread until `stopping` is set, or until one function ends. Raises its exception.
-    If a function raises `ConnectionLost`, its thread calls it again with a new connection."""
+    """Run each function on its own thread until `stopping` is set, or until one function fails. Raises its exception.
+    If a function raises `ConnectionLost`, its thread calls it again."""
 
-    def outliving(thread: Callable[[], None]) -> None:
+    def run_repeatedly(thread: Callable[[], None]) -> None:
         while not stopping.is_set():
             try:
                 thread()
             except ConnectionLost as problem:
-                log.warning("A transaction broke off", problem=str(problem))
+                log.warning("A service lost its connection to Postgres; reconnecting", problem=str(problem))
                 stopping.wait(RECONNECT_SECONDS)
 
     with ThreadPoolExecutor(len(threads)) as pool:
-        work = [pool.submit(outliving, thread) for thread in threads]
-        wait(work, return_when=FIRST_EXCEPTION)
+        futures = [pool.submit(run_repeatedly, thread) for thread in threads]
+        wait(futures, return_when=FIRST_EXCEPTION)
         stopping.set()
-    for target in work:
-        target.result()
+    for future in futures:
+        future.result()
 
 
 def hold_open(faults: Set[Fault], random: Random, stopping: threading.Event) -> None:
-    """Wait as long as the transaction lasts. A hanging one ends early if the process is to end."""
-    if Fault.HANG in faults and random.random() < HANGS:
+    """Sleep for the duration of a transaction. A transaction that hangs ends early when `stopping` is set."""
+    if Fault.HANG in faults and random.random() < HANG_PROBABILITY:
         stopping.wait(random.uniform(*HANG_SECONDS))
     else:
         time.sleep(random.expovariate(1 / TRANSACTION_SECONDS))
 
 
 class _ServiceThread:
-    """One connection at work, on a thread of its own."""
+    """A writing thread with its own connection."""
 
     def __init__(self, role: ServiceRole, number: int, dsn: str, stopping: threading.Event, driver: Driver) -> None:
         self._role = role
@@ -268,22 +276,23 @@ class _ServiceThread:
                 self._transact(connection)
 
     def _transact(self, connection: ServiceConnection) -> None:
-        """One transaction, or one transaction with two savepoints, the first of which is rolled back."""
+        """Write in one transaction. It may be rolled back; or it has two savepoints, and the first is rolled back."""
         chance = self._random.random()
-        undone = Fault.ROLLBACK in self._role.faults and chance < ROLLBACKS
-        savepoints = undone and chance < ROLLBACKS / 4
+        rolls_back = Fault.ROLLBACK in self._role.faults and chance < ROLLBACK_PROBABILITY
+        savepoints = rolls_back and chance < ROLLBACK_PROBABILITY / 4
         with connection.transaction() if savepoints else nullcontext():
             with suppress(RolledBack), connection.transaction():
                 self._write(connection)
                 hold_open(self._role.faults, self._random, self._stopping)
-                if undone:
+                if rolls_back:
                     raise RolledBack
             if savepoints:
                 with connection.transaction():
                     self._write(connection)
 
     def _write(self, connection: ServiceConnection) -> None:
-        """Usually one fact of one row; some of several rows, some facts of several streams."""
+        """Append facts to one or two streams: usually one fact with one row, sometimes several facts or several
+        rows."""
         several = min(2, len(self._role.streams))
         for stream in self._random.sample(self._role.streams, self._random.choice((1, 1, 1, several))):
             count, parts = self._random.choice((1, 1, 1, 3)), [{"part": 1}]
@@ -302,7 +311,7 @@ class _ServiceThread:
 
 @dataclass(frozen=True, slots=True)
 class ReaderRole:
-    """The reader of one process. Its name is its mode."""
+    """Configuration of one reading process. Its reader is named after its mode."""
 
     mode: Mode
     streams: Sequence[str]
@@ -310,7 +319,14 @@ class ReaderRole:
 
 @dataclass(frozen=True, slots=True)
 class ReaderServers:
-    """DSNs: `facts` of the services' database, `effects` of the readers', `tidemark` of Tidemark's own."""
+    """The servers of a reader.
+
+    Attributes:
+        facts: DSN of the services' database.
+        effects: DSN of the readers' database.
+        redis: Tidemark's Redis.
+        tidemark: DSN of Tidemark's own database.
+    """
 
     facts: str
     effects: str
@@ -324,11 +340,11 @@ def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) ->
         Positions(servers.redis, servers.tidemark) as positions,
         ThreadPoolExecutor(len(role.streams)) as pool,
     ):
-        work = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
-        wait(work, return_when=FIRST_EXCEPTION)
+        futures = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
+        wait(futures, return_when=FIRST_EXCEPTION)
         stopping.set()
-    for worker in work:
-        worker.result()
+    for future in futures:
+        future.result()
 
 
 def _read(mode: Mode, stream: str, positions: Positions, servers: ReaderServers, stopping: threading.Event) -> None:

@@ -1,7 +1,5 @@
-"""`tidemark simulate`: processes that write and read on real servers while faults are injected, and a verification.
-
-The truth is what the writers have committed in their tables.
-"""
+"""`tidemark simulate`: processes write and read on real servers while faults are injected, and a verification compares
+what was read with what the writers committed in their tables."""
 
 import signal
 import time
@@ -19,7 +17,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.simulation import tables
 from tidemark.app.simulation.fault_injector import FaultInjector
 from tidemark.app.simulation.rooms import RoomsWorkload
-from tidemark.app.simulation.script import OF_DATABASES, OF_SOURCES, SimulatedStream, fault_schedule
+from tidemark.app.simulation.script import DATABASE_FAULTS, SOURCE_FAULTS, SimulatedStream, fault_schedule
 from tidemark.app.simulation.source_faults import SourceFaults
 from tidemark.app.simulation.streams import StreamsVerification, StreamsWorkload
 from tidemark.app.simulation.workload import (
@@ -40,73 +38,81 @@ if TYPE_CHECKING:  # needs the extra of the local stack
 
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
-REPORT_SECONDS = 5.0
-ENDING_SECONDS = 60.0  # seconds for faults that have begun
-CATCH_UP_SECONDS = 300.0  # without progress; a pipeline that was killed takes a minute to come back on a busy machine
+REPORT_INTERVAL_SECONDS = 5.0
+FINISH_FAULTS_SECONDS = 60.0  # at the end, for faults that have begun
+NO_PROGRESS_SECONDS = 300.0  # until the readers fail; on a busy machine a killed pipeline takes a minute to restart
 
 
 class StreamTaken(Stop):
-    """Tidemark knows the stream, and the services' database does not know which IDs were given out."""
+    """Tidemark knows the stream, but the services' database does not, so IDs would be given out again."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
-            f"Tidemark knows the stream {stream} already, and the simulator has not written it:"
-            " choose other streams with --prefix NAME"
+            f"Tidemark already knows the stream {stream}, but its facts are not in the simulation's database."
+            " Choose other stream names with --prefix NAME"
         )
         self.stream = stream
 
 
 class OverridesAccepted(TidemarkError):
-    """Operator overrides with a NUL character were sent, and some are no dead letters."""
+    """Operator overrides with a NUL character were sent, and Tidemark did not reject all of them as dead letters."""
 
     def __init__(self, sent: int, rejected: int) -> None:
-        super().__init__(f"of {sent} operator overrides with a NUL character only {rejected} are dead letters")
+        super().__init__(
+            f"{sent} operator overrides with a NUL character were sent, but only {rejected} of them are dead letters"
+        )
         self.sent = sent
         self.rejected = rejected
 
 
 def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify: bool) -> None:
-    """Run to the end, or until SIGTERM or Ctrl-C; a second signal ends the process at once.
+    """Run a simulation to its end, or until SIGTERM or Ctrl-C. A second signal ends the process at once.
 
     Raises:
         TidemarkError: `verify`, and what was read differs from what was written (`EffectsDiffer`, `RoomsDiffer`,
-            `LossUntold`).
+            `LossUnreported`).
         StreamTaken: Tidemark knows a stream, and the services' database does not.
         Stop: a topic is missing, or another simulation runs (`TopicMissing`, `AlreadyRunning`, `StartFailed`).
-        Unavailable: a server is away.
+        Unavailable: a server does not answer.
     """
     with ExitStack() as stack:
         plan = replace(plan, faults=plan.faults & WORKLOADS[workload_name].faults)
-        own = _services_server(settings, plan, stack)
+        services_postgres = _services_server(settings, plan, stack)
         workload = WORKLOADS[workload_name](plan, verify=verify)
-        databases = _prepare_databases(settings, workload, own.server.dsn() if own else settings.postgres())
+        databases = _prepare_databases(
+            settings, workload, services_postgres.server.dsn() if services_postgres else settings.postgres()
+        )
         stopping = shutdown_event(again=signal.SIG_DFL)
         verification = stack.enter_context(workload.verification(databases, settings.postgres()))
-        servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
+        servers = (
+            stack.enter_context(closing(services_postgres.with_stack(settings, verification)))
+            if services_postgres
+            else None
+        )
         source_faults = _source_faults(settings, plan, databases, verification, stack)
         injector = stack.enter_context(_running(databases, workload, servers, source_faults))
         _await_begin(injector, verification, stopping)
         _run_faults(injector, plan, stopping, verification, verify=verify)
         if verify:
-            _conclude(injector, verification)
+            _verify_all_read(injector, verification)
             if source_faults:
                 _require_rejected(settings.postgres(), source_faults.overrides)
 
 
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
-    """Create the missing databases, streams and tables; `services` is the DSN of the services' server."""
+    """Create the missing databases, streams and tables. `services` is the DSN of the services' Postgres server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
     facts = tables.make_database(services, workload.database)
     effects = tables.make_database(settings.postgres(), workload.database)
     tables.prepare_writing(facts)
-    _require_own(settings, facts, workload.streams)
+    _require_untaken(settings, facts, workload.streams)
     workload.make_tables(facts, effects)
-    if not workload.plan.faults & OF_SOURCES:
+    if not workload.plan.faults & SOURCE_FAULTS:
         return SimulationDatabases(Home(settings.home), facts, effects, facts, facts)
     return SimulationDatabases(Home(settings.home), facts, effects, *tables.make_logins(facts, workload.streams))
 
 
-def _require_own(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
+def _require_untaken(settings: Settings, facts: str, streams: Sequence[SimulatedStream]) -> None:
     """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
@@ -129,10 +135,10 @@ def _running(
 
 
 def _services_server(settings: Settings, plan: SimulationPlan, stack: ExitStack) -> "ServicesPostgres | None":
-    """A Postgres for the services alone, if faults are injected into their database."""
-    if not plan.faults & OF_DATABASES:
+    """Start a Postgres that only the services use, if faults are injected into their database."""
+    if not plan.faults & DATABASE_FAULTS:
         return None
-    from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
+    from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - needs the extra of the local stack
 
     return stack.enter_context(ServicesPostgres(Home(settings.home)))
 
@@ -144,7 +150,7 @@ def _source_faults(
     verification: Verification,
     stack: ExitStack,
 ) -> SourceFaults | None:
-    if not (plan.faults & OF_SOURCES and isinstance(verification, StreamsVerification)):
+    if not (plan.faults & SOURCE_FAULTS and isinstance(verification, StreamsVerification)):
         return None
     writer_plan = plan.writer_plan
     faults = SourceFaults(settings, databases, writer_plan.stream_list(), writer_plan.writer_name(1), verification)
@@ -159,12 +165,12 @@ def _require_rejected(tidemark: str, overrides: int) -> None:
         ).fetchall()
     if rejected < overrides:
         raise OverridesAccepted(overrides, int(rejected))
-    click.echo(f"operator overrides with a NUL character: {overrides}, dead letters of them: {rejected}")
+    click.echo(f"operator overrides with a NUL character: {overrides}, rejected as dead letters: {rejected}")
 
 
 def _await_begin(injector: FaultInjector, verification: Verification, stopping: Event) -> None:
-    """Wait until every reader works: processes need their time on a busy machine."""
-    deadline = time.monotonic() + CATCH_UP_SECONDS
+    """Wait until every reader has read something. On a busy machine the processes start slowly."""
+    deadline = time.monotonic() + NO_PROGRESS_SECONDS
     while not verification.has_begun() and time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
         injector.tick()
 
@@ -172,10 +178,10 @@ def _await_begin(injector: FaultInjector, verification: Verification, stopping: 
 def _run_faults(
     injector: FaultInjector, plan: SimulationPlan, stopping: Event, verification: Verification, *, verify: bool
 ) -> None:
-    """Inject the faults of the script, and print the counts of each reader meanwhile. Then end the services, and print
-    which faults there were. Raises the verification's error as soon as `verify` and a count is not right.
+    """Inject the faults of the schedule and print the counts of each reader. Then print which faults were injected, and
+    stop the services. With `verify`, raises the verification's error as soon as a count is wrong.
     """
-    for now in _until_over(injector, plan, stopping):
+    for now in _inject_faults(injector, plan, stopping):
         try:
             counts = verification.counts()
         except Unavailable as problem:
@@ -190,27 +196,28 @@ def _run_faults(
     injector.stop_services()
 
 
-def _until_over(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
+def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
     """Inject the faults until the end. Yields the seconds since the start whenever a report is due."""
     began, reported = time.monotonic(), 0.0
     planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
     planned = next(planned_faults, None)
     while not stopping.wait(TICK_SECONDS):
         now = time.monotonic() - began
-        if now >= plan.seconds + (ENDING_SECONDS if injector.has_pending else 0.0):
+        if now >= plan.seconds + (FINISH_FAULTS_SECONDS if injector.has_pending else 0.0):
             return
         while planned is not None and planned.at <= min(now, plan.seconds):
             injector.inject(planned)
             planned = next(planned_faults, None)
         injector.tick()
-        if now // REPORT_SECONDS > reported // REPORT_SECONDS:
+        if now // REPORT_INTERVAL_SECONDS > reported // REPORT_INTERVAL_SECONDS:
             yield now
         reported = now
 
 
-def _conclude(injector: FaultInjector, verification: Verification) -> None:
-    """Wait until the readers have read everything, and print their counts. Raises the verification's error."""
-    deadline = time.monotonic() + CATCH_UP_SECONDS
+def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:
+    """Wait until the readers have read everything, and print their counts. Raises the verification's error if they
+    stop making progress or a count is wrong."""
+    deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts: Sequence[ReadCount] = []
     while not verification.is_complete(counts) and time.monotonic() < deadline:
         injector.tick()
@@ -218,7 +225,7 @@ def _conclude(injector: FaultInjector, verification: Verification) -> None:
         with suppress(Unavailable):
             before, counts = counts, verification.counts()
             if counts != before:
-                deadline = time.monotonic() + CATCH_UP_SECONDS
+                deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts = verification.final_counts()
     click.echo(table(counts, *verification.columns))
     if not verification.is_complete(counts):

@@ -1,8 +1,8 @@
-"""Faults of what facts come from: tables and sequences of the services' database, the facts topic, the control topic.
+"""Faults of the sources of facts: tables and sequences of the services' database, the facts topic, the control topic.
 
-Most of these faults do not end by themselves. An operator ends them: a thread that follows the logs of relay and
-readers, and runs the remedies that the messages name. A fault that no message names therefore holds its stream until
-the end of the simulation, and is found there.
+Most of these faults do not end by themselves. A thread plays the operator: it reads the logs of the relay and the
+readers, and runs the remedies that log messages name. If no message names the remedy of a fault, the stream stays
+blocked until the end of the simulation, and the verification fails.
 """
 
 import heapq
@@ -37,10 +37,10 @@ log = get_logger(__name__)
 
 TICK_SECONDS = 0.2
 REMEDY_SECONDS = 1.0
-AGAIN_AFTER = 2.0  # seconds until a fault is tried again if its server does not answer, or a lock is taken
-BACK, JUMP = 30, 1000  # IDs by which a sequence is set back and forward, at most
+RETRY_SECONDS = 2.0  # until a fault is tried again if its server does not answer, or a lock is taken
+MAX_SET_BACK, MAX_JUMP = 30, 1000  # IDs by which a sequence is set back or forward
 KAFKA_SECONDS = 10.0
-TOPIC_LIMIT = 400_000  # bytes; twice as many fit into the outbox
+TOPIC_LIMIT_BYTES = 400_000  # the outbox accepts facts of twice this size
 _ERRORS = (psycopg.Error, KafkaException, TidemarkError, OSError)
 _RELAY_TABLES = ("append_outbox", "append_progress", "append_streams", "append_writers", "append_sent")
 _SAVED = ("append_outbox", "append_progress", "append_writers", "append_sent")
@@ -64,7 +64,8 @@ _OVERRIDES = {
 
 @dataclass(order=True)
 class _Job:
-    """`work` returns the target of the fault, or another job that finishes the fault."""
+    """Work that is due at a time of `time.monotonic`. `work` returns the target of the injected fault, or a second job
+    that finishes the fault."""
 
     due: float
     number: int
@@ -73,8 +74,8 @@ class _Job:
 
 
 class SourceFaults:
-    """A context manager. `begin` and `injected` are for the thread of the fault injector; a thread of its own does the
-    work."""
+    """Injects faults of sources. A context manager. The thread of the fault injector calls `begin` and `injected`;
+    another thread does the work."""
 
     def __init__(
         self,
@@ -84,7 +85,14 @@ class SourceFaults:
         writer: str,
         verification: StreamsVerification,
     ) -> None:
-        """`writer` is the writer of oversized facts and the subject of operator overrides."""
+        """
+        Args:
+            settings: of the local stack.
+            databases: DSNs, and the folder of the logs.
+            streams: the streams that get faults.
+            writer: the writer of oversized facts, which the operator overrides name.
+            verification: is informed when sequences and tables go back.
+        """
         self._settings = settings
         self._dsn = databases.facts
         self._streams = {stream.name: stream for stream in streams}
@@ -96,19 +104,19 @@ class SourceFaults:
         self._jobs: list[_Job] = []
         self._number = count()
         self._lasts_until: dict[str, float] = {}
-        """When the fault of a table, a sequence or the topic ends at the earliest."""
+        """By table, sequence, or `topic`: the earliest time at which its fault may end."""
         self._remedies: dict[str, tuple[str, str]] = {}
-        """By stream or table: the sequence or table, and the statement to run."""
-        self._places: dict[tuple[str, str], Callable[[psycopg.Connection, str, SqlPlace], bool]] = {}
-        """By stream and place of a reader in SQL: the remedy of a message that needs an operator."""
-        self._needed_bytes = 0
+        """By stream or table: the name of the sequence or table, and the SQL statement to run."""
+        self._place_remedies: dict[tuple[str, str], Callable[[psycopg.Connection, str, SqlPlace], bool]] = {}
+        """By stream and place of a reader in SQL: the remedy that a message named."""
+        self._needed_topic_bytes = 0
         self._overrides = 0
         self._remedied_at = 0.0
         self._ending = threading.Event()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self.pending = 0
-        """Faults that have not been injected yet."""
+        """Number of faults that have begun and are not injected yet."""
         self._thread = threading.Thread(target=self._run, name="source-faults", daemon=True)
 
     def __enter__(self) -> "SourceFaults":
@@ -121,7 +129,7 @@ class SourceFaults:
 
     @property
     def overrides(self) -> int:
-        """Operator overrides with a NUL character that Kafka has acknowledged."""
+        """Number of operator overrides with a NUL character that Kafka has acknowledged."""
         return self._overrides
 
     def begin(self, planned: PlannedFault) -> None:
@@ -129,7 +137,8 @@ class SourceFaults:
         self._planned.put(planned)
 
     def injected(self) -> Iterator[tuple[Fault, str]]:
-        """The faults that were injected since the last call. Raises an error that ended the thread."""
+        """Yield the faults that were injected since the last call, each with its target. Raises the error that ended
+        the thread."""
         if self._failure is not None:
             raise self._failure
         while True:
@@ -139,7 +148,7 @@ class SourceFaults:
                 return
 
     def end(self) -> None:
-        """Inject nothing more. Faults end at once, as soon as a message names the remedy."""
+        """Inject no more faults. Each fault now ends as soon as a message names its remedy."""
         self._ending.set()
 
     def _run(self) -> None:
@@ -162,7 +171,7 @@ class SourceFaults:
             self._do(heapq.heappop(self._jobs))
         if now - self._remedied_at >= REMEDY_SECONDS:
             self._remedied_at = now
-            self._remedy(now)
+            self._run_remedies(now)
 
     def _take_planned(self, now: float) -> None:
         while True:
@@ -179,8 +188,9 @@ class SourceFaults:
         try:
             target = job.work()
         except _ERRORS as problem:
-            log.warning("Trying a fault again", fault=job.fault.value, problem=" ".join(str(problem).split())[:300])
-            job.due = time.monotonic() + AGAIN_AFTER
+            text = " ".join(str(problem).split())[:300]
+            log.warning("Could not inject a fault; trying again", fault=job.fault.value, problem=text)
+            job.due = time.monotonic() + RETRY_SECONDS
             heapq.heappush(self._jobs, job)
             return
         if isinstance(target, _Job):
@@ -196,9 +206,9 @@ class SourceFaults:
             case Fault.ROW_SECURITY:
                 return self._hide_rows(planned, stream)
             case Fault.SEQUENCE_BACK:
-                return self._set_back(stream, 1 + int(rest * BACK))
+                return self._set_back(stream, 1 + int(rest * MAX_SET_BACK))
             case Fault.SEQUENCE_JUMP:
-                return self._jump(stream, 1 + int(rest * JUMP))
+                return self._jump(stream, 1 + int(rest * MAX_JUMP))
             case Fault.SEQUENCE_CACHE:
                 return self._cache(planned, stream)
             case Fault.RESTORE_IN_PLACE:
@@ -218,7 +228,7 @@ class SourceFaults:
             yield connection
 
     def _hide_rows(self, planned: PlannedFault, stream: str) -> str:
-        """Hide the rows of a table: half of the time the outbox, otherwise another table."""
+        """Enable row level security for a table: with probability 1/2 for the outbox, otherwise for another table."""
         others = (*(f"tidemark.{table}" for table in _RELAY_TABLES[1:]), f"demo.{stream}")
         chosen = planned.choice * 2
         table = "tidemark.append_outbox" if chosen < 1 else others[int((chosen - 1) * len(others))]
@@ -230,7 +240,7 @@ class SourceFaults:
         return table
 
     def _set_back(self, stream: str, by: int) -> str:
-        """Change a sequence by `setval`, or by RESTART if `by` is odd."""
+        """Set a sequence `by` IDs below its head: with RESTART if `by` is odd, otherwise with `setval`."""
         with self._verification.paused(), self._connected() as connection:
             name, head = _sequence(connection, stream)
             to = max(1, head - by)
@@ -255,7 +265,7 @@ class SourceFaults:
         return stream
 
     def _save(self, planned: PlannedFault) -> _Job:
-        """Make a backup in a schema of its own; the job restores it."""
+        """Copy the tables to the schema `simulate_backup`. Returns the job that restores them."""
         with self._connected() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read")
             connection.execute("drop schema if exists simulate_backup cascade")
@@ -267,11 +277,11 @@ class SourceFaults:
         return self._job(time.monotonic() + planned.duration, planned.fault, restore)
 
     def _restore(self, planned: PlannedFault, heads: dict[str, tuple[str, int]]) -> "str | _Job":
-        """Put the backup back in one transaction, under the connections of services, relay and readers."""
+        """Restore the backup in one transaction, while services, relay and readers are connected."""
         saved = [*self._saved_tables()]
         with self._verification.paused(), self._connected() as connection:
             backup = connection.execute("select to_regnamespace('simulate_backup') is not null").fetchone()
-            if backup != (True,):  # a backup of the whole server was put back meanwhile
+            if backup != (True,):  # the whole server was restored meanwhile, from a backup without the schema
                 return self._save(planned)
             with connection.transaction():
                 locked = sql.SQL(", ").join(table for table, _ in saved)
@@ -287,14 +297,14 @@ class SourceFaults:
         return "the services' tables and sequences"
 
     def _saved_tables(self) -> Iterator[tuple[sql.Identifier, sql.Identifier]]:
-        """Each table, and the name of its copy."""
+        """Yield each table and its copy."""
         for schema, name in [*(("tidemark", table) for table in _SAVED), *(("demo", name) for name in self._streams)]:
             yield sql.Identifier(schema, name), sql.Identifier("simulate_backup", f"{schema}_{name}")
 
     def _append_oversized(self, planned: PlannedFault, stream: str, rest: float) -> str:
-        """Lower the topic's limit, and append a fact of up to twice the limit."""
-        self._set_topic_limit(TOPIC_LIMIT)
-        size = int(TOPIC_LIMIT * (1.1 + 0.9 * rest))
+        """Lower the facts topic's size limit, and append a fact that is up to twice as large."""
+        self._set_topic_limit(TOPIC_LIMIT_BYTES)
+        size = int(TOPIC_LIMIT_BYTES * (1.1 + 0.9 * rest))
         with self._connected() as connection, connection.transaction():
             id = Writer(self._writer).append(connection, stream, {"part": 1, "pad": os.urandom(size // 2).hex()})
             connection.execute(
@@ -325,30 +335,32 @@ class SourceFaults:
         )
         producer.flush(KAFKA_SECONDS)
         if errors != [None]:
-            raise OSError(f"the record was not acknowledged: {errors}")
+            raise OSError(f"Kafka did not acknowledge the operator override: {errors}")
         self._overrides += 1
         return f"{stream}, {kind}"
 
-    def _remedy(self, now: float) -> None:
-        """Run the remedies that messages name, if the time of the fault is over."""
+    def _run_remedies(self, now: float) -> None:
+        """Run the remedies that log messages named, if the duration of the fault is over."""
         for log_file in self._logs:
             for line in log_file.new_lines():
-                self._note_remedy(line)
+                self._find_remedy(line)
         try:
             for subject, (named, statement) in [*self._remedies.items()]:
                 if now >= self._lasts_until.get(named, 0.0):
                     self._run_remedy(subject, statement)
                     del self._remedies[subject]
-            for stream, name in [*self._places]:
-                self._move_place(stream, name)
-            if self._needed_bytes and now >= self._lasts_until.get("topic", 0.0):
-                self._set_topic_limit(self._needed_bytes)
-                log.info("An operator raised the topic's limit", bytes=self._needed_bytes)
-                self._needed_bytes = 0
+            for stream, name in [*self._place_remedies]:
+                self._run_place_remedy(stream, name)
+            if self._needed_topic_bytes and now >= self._lasts_until.get("topic", 0.0):
+                self._set_topic_limit(self._needed_topic_bytes)
+                log.info(
+                    "The simulated operator raised max.message.bytes of the facts topic", bytes=self._needed_topic_bytes
+                )
+                self._needed_topic_bytes = 0
         except _ERRORS as problem:
-            log.warning("Trying a remedy again", problem=" ".join(str(problem).split())[:300])
+            log.warning("Could not run a remedy; trying again", problem=" ".join(str(problem).split())[:300])
 
-    def _note_remedy(self, line: str) -> None:
+    def _find_remedy(self, line: str) -> None:
         if match := _HIDDEN.search(line):
             table = match[2].rpartition(".")[2].strip('"')
             self._remedies[f"table {table}"] = (table, match[1])
@@ -357,29 +369,29 @@ class SourceFaults:
         elif match := _CONTINUES.search(line):
             self._remedies.pop(match[1], None)
         elif match := _WENT_BACK.search(line):
-            self._places[match[1], match[2]] = partial(sql_readers.move_back, back_to=int(match[3]))
+            self._place_remedies[match[1], match[2]] = partial(sql_readers.move_back, back_to=int(match[3]))
         elif match := _LATE_AMONG_OTHERS.search(line):
-            self._places[match[4], match[5]] = partial(
+            self._place_remedies[match[4], match[5]] = partial(
                 sql_readers.handle_late, writer=match[1], prev=int(match[2]), id=int(match[3])
             )
         elif match := _LARGE.search(line):
-            self._needed_bytes = max(self._needed_bytes, int(match[1]))
+            self._needed_topic_bytes = max(self._needed_topic_bytes, int(match[1]))
 
     def _run_remedy(self, subject: str, statement: str) -> None:
         with self._verification.paused(), self._connected() as connection:
-            if match := _SETVAL.match(statement):  # the sequence may have gone on since the message
+            if match := _SETVAL.match(statement):  # the floor may be below the ID in the message
                 back = min(abs(int(match[1])), _floor(connection, subject))
                 self._verification.sequence_goes_back(subject, back)
             connection.execute(statement.encode())
-        log.info("An operator ran a remedy", statement=statement)
+        log.info("The simulated operator ran a remedy", statement=statement)
 
-    def _move_place(self, stream: str, name: str) -> None:
-        remedy, sql_place = self._places[stream, name], sql_readers.named_place(name)
+    def _run_place_remedy(self, stream: str, name: str) -> None:
+        remedy, sql_place = self._place_remedies[stream, name], sql_readers.named_place(name)
         if sql_place is not None:
             with self._verification.paused(), self._connected() as connection:
                 if remedy(connection, stream, sql_place):
-                    log.info("An operator moved a reader", reader=name, stream=stream)
-        del self._places[stream, name]
+                    log.info("The simulated operator moved a reader in SQL", reader=name, stream=stream)
+        del self._place_remedies[stream, name]
 
     def _signed(self, stream: str, magnitude: int) -> int:
         return -magnitude if self._streams[stream].direction == "backward" else magnitude
@@ -395,16 +407,17 @@ def _sequence(connection: psycopg.Connection, stream: str) -> tuple[str, int]:
 
 
 def _floor(connection: psycopg.Connection, stream: str) -> int:
+    """The ID (a magnitude) up to which the stream's IDs are settled."""
     return tables.reached(connection)[stream][0]
 
 
 class _LogFile:
-    """The lines that are appended to a log from now on."""
+    """Reads the lines that are appended to a log file after this object was created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
-        self._rest = b""
+        self._partial_line = b""
 
     def new_lines(self) -> list[str]:
         if not self._path.exists():
@@ -413,5 +426,5 @@ class _LogFile:
             file.seek(self._offset)
             read = file.read()
         self._offset += len(read)
-        *lines, self._rest = (self._rest + read).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + read).split(b"\n")
         return [line.decode(errors="replace").replace("\\'", "'").replace('\\"', '"') for line in lines]

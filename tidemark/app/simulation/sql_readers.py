@@ -1,7 +1,8 @@
 """Readers in SQL of the streams workload: they call `tidemark_reader.take`, as programs in any language do.
 
-Facts, places and effects are in the services' database, so they go back together. One reader reads alone, the other one
-in partitions by writer. Each process is a copy of both readers, and tries one place after the other.
+Facts, checkpoints and effects are in the services' database, so a restore affects all of them together. One reader has
+one place (a row of `tidemark_reader.places`); the other reader has a place for each of its partitions by writer. Each
+process runs both readers, and tries one place after the other.
 """
 
 import threading
@@ -23,9 +24,9 @@ log = get_logger(__name__)
 
 READERS: Mapping[str, int | None] = {"sql": None, "parts": 3}
 """The number of partitions of each reader."""
-MOST = 200
+MAX_FACTS_PER_TAKE = 200
 IDLE_SECONDS = 0.5
-TROUBLE_SECONDS = 1.0
+ERROR_RETRY_SECONDS = 1.0
 
 _TAKE = """
 select low, high, late, withdrawn from tidemark_reader.take(
@@ -51,20 +52,20 @@ order by abs(stream_id), part
 Connection = psycopg.Connection[TupleRow]
 
 
-class ForAnOperator(Exception):
-    """The place waits for a remedy that the log names."""
+class OperatorNeeded(Exception):
+    """The reader cannot go on until an operator runs the remedy that the log names."""
 
 
 @dataclass(frozen=True, slots=True)
 class SqlReaderRole:
-    """One copy of all readers in SQL."""
+    """Configuration of one process of readers in SQL."""
 
     streams: Sequence[SimulatedStream]
 
 
 @dataclass(frozen=True, slots=True)
 class SqlPlace:
-    """A reader, or one partition of it."""
+    """The place of a reader, or of one partition of a reader."""
 
     reader: str
     partition: int | None = None
@@ -78,13 +79,13 @@ class SqlPlace:
         """The name in `tidemark_reader.places`."""
         return self.reader if self.partition is None else f"{self.reader}[{self.partition}/{self.partitions}]"
 
-    def holds(self, writer: str) -> bool:
-        """Whether the facts of a writer are in this partition."""
+    def has_writer(self, writer: str) -> bool:
+        """Whether this place includes the facts of a writer."""
         return self.partitions is None or partition_of(writer, self.partitions) == self.partition
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """As `tidemark_reader.partition_of`, which the verification does not trust."""
+    """The same as `tidemark_reader.partition_of`, computed independently for the verification."""
     return int(md5(key.encode(), usedforsecurity=False).hexdigest()[:8], 16) % partitions
 
 
@@ -99,12 +100,12 @@ def places_of(reader: str) -> list[SqlPlace]:
 
 
 def read_in_sql(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    """Read until `stopping` is set. Raises what the database refuses."""
+    """Read until `stopping` is set. Raises psycopg errors that neither a retry nor an operator can mend."""
     run_threads([partial(_read, role, dsn, stopping)], stopping)
 
 
 def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
-    # A table whose row level security is switched on is then an error, and not an empty answer.
+    # row_security=off: to read a table whose rows are hidden then raises an error instead of returning no rows.
     with (
         connection_errors(psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InternalError),
         psycopg.connect(dsn, autocommit=True, connect_timeout=5, options="-c row_security=off") as connection,
@@ -114,28 +115,34 @@ def _read(role: SqlReaderRole, dsn: str, stopping: threading.Event) -> None:
         sql_places = [
             (stream.name, sql_place) for stream in role.streams for reader in READERS for sql_place in places_of(reader)
         ]
-        waits_until = dict.fromkeys(sql_places, 0.0)
+        retry_at = dict.fromkeys(sql_places, 0.0)
         while not stopping.is_set():
             has_read = False
             for stream_place in sql_places:
-                if waits_until[stream_place] > time.monotonic():
+                if retry_at[stream_place] > time.monotonic():
                     continue
                 try:
                     has_read |= _take(connection, *stream_place)
-                except ForAnOperator:
-                    waits_until[stream_place] = time.monotonic() + TROUBLE_SECONDS
+                except OperatorNeeded:
+                    retry_at[stream_place] = time.monotonic() + ERROR_RETRY_SECONDS
             if not has_read:
                 for _ in connection.notifies(timeout=IDLE_SECONDS, stop_after=1):
                     pass
 
 
 def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
-    """Read the next range of a place with its effects. False: nothing is new, or another copy has the place. Raises
-    `ForAnOperator`."""
+    """Read the next range of a place, and write its effects.
+
+    Returns:
+        False if there is nothing new, or another process has locked the place.
+
+    Raises:
+        OperatorNeeded: an operator must run a remedy first.
+    """
     values = {
         "stream": stream,
         "reader": sql_place.reader,
-        "most": MOST,
+        "most": MAX_FACTS_PER_TAKE,
         "partition": sql_place.partition,
         "partitions": sql_place.partitions,
     }
@@ -149,27 +156,27 @@ def _take(connection: Connection, stream: str, sql_place: SqlPlace) -> bool:
                 connection.execute(sql.SQL(statement).format(table=sql.Identifier("demo", stream)), values)
             return True
     except (
-        psycopg.errors.ObjectNotInPrerequisiteState,  # an operator does what the hint says
-        psycopg.errors.InsufficientPrivilege,  # the rows of a table are hidden
-        psycopg.errors.UndefinedObject,  # the relay has not begun
+        psycopg.errors.ObjectNotInPrerequisiteState,  # an operator must run the statement in the hint
+        psycopg.errors.InsufficientPrivilege,  # row level security hides the rows of a table
+        psycopg.errors.UndefinedObject,  # the relay has not created its objects yet
     ) as problem:
         text = f"{problem.diag.message_primary}. {problem.diag.message_hint or ''}"
-        log.warning("A reader in SQL waits", reader=sql_place.name, stream=stream, problem=text)
-        raise ForAnOperator(text) from problem
+        log.warning("A reader in SQL needs an operator", reader=sql_place.name, stream=stream, problem=text)
+        raise OperatorNeeded(text) from problem
 
 
 def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to: int) -> bool:
-    """What an operator does if a stream went back: take back the effects beyond an ID, and move the place there. False:
-    the place is not beyond."""
+    """Do what an operator does if a stream's database was restored: undo the effects beyond an ID, and move the place
+    back to the ID. Returns False if the place is not beyond the ID."""
     with connection.transaction():
-        if abs(_locked(connection, stream, sql_place)[0]) <= abs(back_to):
+        if abs(_lock_place(connection, stream, sql_place)[0]) <= abs(back_to):
             return False
         for stream_id, writer in connection.execute(
             "select distinct stream_id, writer from demo.effects"
             " where reader = %s and stream = %s and abs(stream_id) > abs(%s)",
             [sql_place.reader, stream, back_to],
         ).fetchall():
-            if sql_place.holds(writer):
+            if sql_place.has_writer(writer):
                 connection.execute(
                     "delete from demo.effects where reader = %s and stream = %s and stream_id = %s and writer = %s",
                     [sql_place.reader, stream, stream_id, writer],
@@ -179,9 +186,10 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
 
 
 def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer: str, prev: int, id: int) -> bool:
-    """What an operator does if facts of a writer came late among those of others. False: that is done already."""
+    """Do what an operator does if a writer's facts completed late between facts of other writers: write their effects,
+    and mark the late completion as handled. Returns False if it has been handled already."""
     with connection.transaction():
-        linear, late, late_part = _locked(connection, stream, sql_place)
+        linear, late, late_part = _lock_place(connection, stream, sql_place)
         following = connection.execute(
             "select number, writer, prev, id from tidemark_reader.late_completions where stream = %s and number > %s"
             " order by number limit 1",
@@ -191,7 +199,7 @@ def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer
             return False
         number = following[0]
         low = late_part[1] if late_part and late_part[0] == number else prev
-        if sql_place.holds(writer):
+        if sql_place.has_writer(writer):
             connection.execute(
                 sql.SQL(
                     "insert into demo.effects (reader, stream, stream_id, writer, mark, late)"
@@ -205,7 +213,7 @@ def handle_late(connection: Connection, stream: str, sql_place: SqlPlace, writer
         return True
 
 
-def _locked(connection: Connection, stream: str, sql_place: SqlPlace) -> tuple[int, int, list[int] | None]:
+def _lock_place(connection: Connection, stream: str, sql_place: SqlPlace) -> tuple[int, int, list[int] | None]:
     rows = connection.execute(
         "select linear, late, late_part from tidemark_reader.places where stream = %s and reader = %s for update",
         [stream, sql_place.name],

@@ -1,8 +1,8 @@
-"""The workload of streams. Its verification compares the facts that were committed with the effects of each reader.
+"""The streams workload. Its verification compares the facts that were committed with the effects of each reader.
 
-The only positions that it uses are those that readers report. Verified rows are deleted, so that a simulation may run
-without end. Facts and effects are in two databases, and each may be restored from a backup. Then the deleted rows are
-deleted again before another process sees them (`services_go_back`, `readers_go_back`).
+The verification uses no positions but those that readers report. It deletes verified rows, so that a simulation can run
+forever. Facts and effects are in two databases, and each may be restored from a backup. After a restore, verified rows
+are deleted again before another process sees them (`services_go_back`, `readers_go_back`).
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 
 from tidemark.app.simulation import sql_readers, tables
-from tidemark.app.simulation.script import OF_DATABASES, SimulatedStream, Successor
+from tidemark.app.simulation.script import DATABASE_FAULTS, SimulatedStream, Successor
 from tidemark.app.simulation.services import ReaderRole, ServiceRole
 from tidemark.app.simulation.sql_readers import SqlPlace, SqlReaderRole
 from tidemark.app.simulation.workload import ProcessRole, ReadCount, SimulationDatabases, Verification, Workload
@@ -38,7 +38,7 @@ class FactRow(NamedTuple):
 
 
 class DeliveredRow(NamedTuple):
-    """A row that a reader got. `late`: for a late completion."""
+    """A row that a reader received. `late`: it came with a late completion."""
 
     id: int
     writer: str
@@ -47,7 +47,7 @@ class DeliveredRow(NamedTuple):
 
 
 class ReaderPosition(NamedTuple):
-    """The position that a reader reports."""
+    """The position that a reader reports, in magnitudes. `positions`: by writer, those beyond `linear`."""
 
     linear: int
     positions: Mapping[str, int]
@@ -66,43 +66,58 @@ class PlacesPosition(NamedTuple):
         return min(self.sql_places.values())
 
     def passed(self, row: FactRow) -> bool:
-        return all(row.id <= position for sql_place, position in self.sql_places.items() if sql_place.holds(row.writer))
+        return all(
+            row.id <= position for sql_place, position in self.sql_places.items() if sql_place.has_writer(row.writer)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StreamsCount(ReadCount):
-    """Counts of one reader, over all streams.
+    """Counts of one reader, over all streams. The last three count facts of a restored database.
 
-    `doubled`: facts of which the reader got more rows than exist. `disordered`: rows below an earlier row (in vector
-    mode: of the same writer). Facts of a database that was restored count separately: `late` came with their late
-    completion, `again` are the late ones that had been read before, and `lost` were read and no longer exist."""
+    Attributes:
+        duplicated: facts of which the reader received a row twice, or a row that does not exist.
+        disordered: rows that came after a row with a higher ID; in vector mode, of the same writer.
+        late: facts that came with a late completion.
+        again: facts that the reader received again because of a restore.
+        lost: facts that the reader received, and that no longer exist.
+    """
 
     late: int = 0
     again: int = 0
     lost: int = 0
 
     def __str__(self) -> str:
-        stopping = (
+        text = (
             f"{self.reader}: {self.written} facts written, {self.read} read, {self.missed} missed,"
-            f" {self.doubled} doubled, {self.disordered} out of order"
+            f" {self.duplicated} duplicated, {self.disordered} out of order"
         )
-        explained = {"late": self.late, "again": self.again, "lost": self.lost}
-        return ", ".join([stopping, *(f"{count} {kind}" for kind, count in explained.items() if count)])
+        restored = {"late": self.late, "again": self.again, "lost": self.lost}
+        return ", ".join([text, *(f"{count} {kind}" for kind, count in restored.items() if count)])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stream and one reader. `handed` has the rows in the order of delivery. `back`: the ID beyond which a
-    restored database sends its facts again; None if it was never restored. Facts beyond `back` may be late, so they
-    are not `missed` until `final`. `times`: how often the database was restored."""
+    """Compares what one reader received of one stream with the facts of the stream.
+
+    Attributes:
+        reader: its name.
+        facts: the rows that exist.
+        delivered: the rows that the reader received, in order.
+        position: the position that the reader reports.
+        resent_above: the ID (a magnitude) beyond which a restored database sends facts again; None if it was never
+            restored.
+        final: no late completions follow. Before, facts beyond `resent_above` do not count as missed.
+        restores: how often the database was restored.
+    """
 
     reader: str
     facts: Sequence[FactRow]
     delivered: Sequence[DeliveredRow]
-    stand: ReaderPosition | PlacesPosition
-    back: int | None
+    position: ReaderPosition | PlacesPosition
+    resent_above: int | None
     final: bool = False
-    times: int = 1
+    restores: int = 1
 
     def count(self) -> StreamsCount:
         return StreamsCount(
@@ -110,11 +125,11 @@ class Comparison:
             len({row.id for row in self.facts}),
             len({row.id for row in self.facts} - self._unread),
             len({row.id for row in self.facts if row.id in self._unread and self._missed(row)}),
-            len(self._doubled - self._again) + (0 if self.back is not None else len(self.strangers)),
+            len(self._doubled - self._again) + (0 if self.resent_above is not None else len(self.nonexistent)),
             self._disordered(),
             len({row.id for row in self.delivered if row.late}),
             len(self._again),
-            0 if self.back is None else len(self.strangers),
+            0 if self.resent_above is None else len(self.nonexistent),
         )
 
     def up_to(self, id: int) -> "Comparison":
@@ -123,12 +138,12 @@ class Comparison:
 
     @property
     def marks(self) -> set[Hashable]:
-        """The rows that were handed over."""
+        """The marks of the rows that the reader received."""
         return {row.mark for row in self.delivered}
 
     @cached_property
-    def strangers(self) -> set[int]:
-        """IDs that were handed over with rows that do not exist."""
+    def nonexistent(self) -> set[int]:
+        """IDs of which the reader received a row that does not exist."""
         marks = {row.mark for row in self.facts}
         return {row.id for row in self.delivered if row.mark not in marks}
 
@@ -138,42 +153,42 @@ class Comparison:
         return {row.id for row in self.facts if row.mark not in delivered}
 
     def _missed(self, row: FactRow) -> bool:
-        excused = self.back is not None and row.id > self.back and not self.final
-        return self.stand.passed(row) and not excused
+        excused = self.resent_above is not None and row.id > self.resent_above and not self.final
+        return self.position.passed(row) and not excused
 
     @cached_property
     def _doubled(self) -> set[int]:
-        return _more_often(1, self.delivered)
+        return _received_more_than(1, self.delivered)
 
     @cached_property
     def _again(self) -> set[int]:
-        """The doubled facts that restores explain: handed over once in order, and at most once late for each
+        """The duplicated facts that restores explain: received once in order, and at most once late for each
         restore."""
-        if self.back is None:
+        if self.resent_above is None:
             return set()
-        wrong = _more_often(1, (row for row in self.delivered if not row.late))
-        wrong |= _more_often(self.times, (row for row in self.delivered if row.late))
-        return {id for id in self._doubled - wrong if id > self.back}
+        wrong = _received_more_than(1, (row for row in self.delivered if not row.late))
+        wrong |= _received_more_than(self.restores, (row for row in self.delivered if row.late))
+        return {id for id in self._doubled - wrong if id > self.resent_above}
 
     def _disordered(self) -> int:
         reached: dict[str, int] = {}
         below = 0
         for row in self.delivered:
             if not row.late:
-                line = self._line(row.writer)
-                below += row.id < reached.get(line, 0)
-                reached[line] = max(row.id, reached.get(line, 0))
+                scope = self._order_scope(row.writer)
+                below += row.id < reached.get(scope, 0)
+                reached[scope] = max(row.id, reached.get(scope, 0))
         return below
 
-    def _line(self, writer: str) -> str:
-        """What has one order: the facts of a writer, of a partition, or all."""
+    def _order_scope(self, writer: str) -> str:
+        """The name of the set of facts that come in one order: a writer, a partition, or '' for all facts."""
         if self.reader == "vector":
             return writer
         sql_places = sql_readers.places_of(self.reader) if self.reader in sql_readers.READERS else []
-        return next((sql_place.name for sql_place in sql_places if sql_place.holds(writer)), "")
+        return next((sql_place.name for sql_place in sql_places if sql_place.has_writer(writer)), "")
 
 
-def _more_often(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
+def _received_more_than(times: int, rows: Iterable[DeliveredRow]) -> set[int]:
     counted = Counter((row.id, row.mark) for row in rows)
     return {id for (id, _), count in counted.items() if count > times}
 
@@ -185,28 +200,34 @@ APPLICATION = "tidemark simulate --verify"
 
 
 class EffectsDiffer(TidemarkError):
-    """Some reader missed, doubled or disordered facts."""
+    """A reader missed facts, or received facts twice or out of order."""
 
     def __init__(self, counts: Sequence[ReadCount]) -> None:
         wrong = "; ".join(str(count) for count in counts if not count.is_right)
-        super().__init__(f"what was read is not what was written: {wrong}")
+        super().__init__(f"what the readers read differs from what was written: {wrong}")
         self.counts = counts
 
 
 class LossUnreported(TidemarkError):
-    """A database was restored, facts that readers had read no longer exist, and nothing reports the loss."""
+    """Facts that readers had read were lost when a database was restored, and Tidemark did not report the loss."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(
-            f"facts of {stream} were read and then lost with their database, and their IDs were given out again:"
-            " there is neither a late completion nor a new timeline"
+            f"facts of stream {stream} were read, then lost when the database was restored, and their IDs were given"
+            " out again, but Tidemark reported neither a late completion nor a new timeline"
         )
         self.stream = stream
 
 
 class StreamsVerification(Verification):
-    """`facts` and `effects` are the DSNs of the services' database and of the readers'. `timelines` asks Tidemark for
-    the number of each stream's timeline."""
+    """Compares facts with effects.
+
+    Args:
+        facts: DSN of the services' database.
+        effects: DSN of the readers' database.
+        streams: the streams to compare.
+        timelines: asks Tidemark for the number of each stream's timeline.
+    """
 
     columns = ("LATE", "AGAIN", "LOST")
 
@@ -224,19 +245,20 @@ class StreamsVerification(Verification):
         self._streams = streams
         self._lock = Lock()
         self._compared: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
-        """Marks of verified rows, which are deleted or will be."""
+        """By stream, the marks of verified rows. These rows are deleted, or will be."""
         self._deleted: dict[str, list[Hashable]] = {}
-        """The verified rows that the services' database may still have."""
-        self._forgotten: dict[tuple[str, str], StreamsCount] = {}
-        self._back: dict[str, int] = {}
-        """By stream, the ID beyond which a restored database sends its facts again."""
-        self._times: Counter[str] = Counter()
+        """By stream, the marks of verified rows that the services' database may still have."""
+        self._verified: dict[tuple[str, str], StreamsCount] = {}
+        """By reader and stream, the counts of the verified rows."""
+        self._resent_above: dict[str, int] = {}
+        """By stream, the ID beyond which a restored database sends facts again."""
+        self._restores: Counter[str] = Counter()
         self._heads: dict[str, int] = {}
-        """By stream, the ID beyond which a restored database gives out IDs again."""
+        """By stream, the ID beyond which the sequence of a restored database gives out IDs again."""
         self.lost: set[str] = set()
-        """Streams whose database may give IDs out again that readers have read."""
+        """Streams of which readers have read IDs that a restored database gives out again."""
         self.late: set[str] = set()
-        """Streams of which readers were handed late completions after their database went back."""
+        """Streams of which readers received late completions after a restore."""
 
     def __exit__(self, *error: object) -> None:
         self._facts.close()
@@ -249,19 +271,24 @@ class StreamsVerification(Verification):
             yield
 
     def services_go_back(self, server: str, how: Successor) -> None:
-        """`server` is the DSN of the next server of the services, which no other process uses yet."""
-        dsn = tables.own_database(server)
+        """Delete verified rows on a new server of the services.
+
+        Args:
+            server: DSN of the new server. No other process uses it yet.
+            how: how the new server came to be.
+        """
+        dsn = tables.simulation_database(server)
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
             self.restored_in_place(connection, tables.reached(connection))
             for marks in self._compared.values():
                 _delete(connection, _EFFECTS, [*marks])
 
     def restored_in_place(self, connection: psycopg.Connection, reached: Mapping[str, tuple[int, int]]) -> None:
-        """The tables of `connection` are already restored; no other process sees them yet.
+        """Delete verified rows from restored tables that no other process sees yet.
 
         Args:
-            connection: of the services' database.
-            reached: by stream, its floor and the head of its sequence.
+            connection: to the services' database; its tables are already restored.
+            reached: by stream, its floor and the head of its sequence, as magnitudes.
         """
         for stream, marks in self._compared.items():
             _delete(connection, _facts_of(stream), [*marks])
@@ -270,14 +297,20 @@ class StreamsVerification(Verification):
             self._heads[stream] = min(head, self._heads.get(stream, head))
 
     def sequence_goes_back(self, stream: str, id: int) -> None:
-        """The facts beyond `id` (a magnitude) may be sent again from now on, and IDs beyond it may be given out
-        again."""
-        self._times[stream] += 1
-        self._back[stream] = min(id, self._back.get(stream, id))
+        """Note that facts beyond `id` (a magnitude) may be sent again, and IDs beyond it may be given out again."""
+        self._restores[stream] += 1
+        self._resent_above[stream] = min(id, self._resent_above.get(stream, id))
 
     def readers_go_back(self, server: str) -> None:
-        """The same for the readers', with their places."""
-        with closing(session_of(tables.own_database(server), APPLICATION)) as session, session.use() as connection:
+        """Delete effects of verified rows on a new server of the readers' database, which also has their checkpoints.
+
+        Args:
+            server: DSN of the new server. No other process uses it yet.
+        """
+        with (
+            closing(session_of(tables.simulation_database(server), APPLICATION)) as session,
+            session.use() as connection,
+        ):
             for marks in self._compared.values():
                 _delete(connection, _EFFECTS, [*marks])
 
@@ -291,23 +324,24 @@ class StreamsVerification(Verification):
         return EffectsDiffer(counts)
 
     def require_reported(self) -> None:
-        """Raise `LossUntold` for the first stream whose database gave out IDs again that readers had read, without a
-        report of it."""
+        """Raise `LossUnreported` for the first stream of which readers read facts that were lost without a report."""
         now = self._timelines()
         for stream in sorted(self.lost - self.late):
             if now.get(stream, 1) == self._first_timelines.get(stream, 1):
                 raise LossUnreported(stream)
 
     def counts(self, *, final: bool = False) -> list[StreamsCount]:
-        """The counts of each reader over all streams since the database was created; nothing before the first reader
-        has begun. With `final`, no fact counts as late. Rows that all readers have read and the linear reader has
-        passed are forgotten; if a reader gets one of them again, it counts as doubled."""
+        """The counts of each reader over all streams since the database was created; zeros before the first reader has
+        begun. With `final`, facts that may still come late count as missed.
+
+        Deletes rows that all readers have read and the linear reader has passed. If a reader receives such a row again,
+        the row counts as duplicated."""
         with self._lock:
             with self._effects.use() as connection, connection.transaction():
                 connection.execute("set transaction isolation level repeatable read")
-                if not _begun(connection):
+                if not _has_begun(connection):
                     return [StreamsCount(reader, 0, 0) for reader in READERS]
-                self._load(connection)
+                self._load_verified(connection)
                 reached_by: dict[tuple[str, str], ReaderPosition | PlacesPosition] = {}
                 delivered: dict[tuple[str, str], list[DeliveredRow]] = {}
                 for key in self._keys(LIBRARY_READERS):
@@ -324,41 +358,41 @@ class StreamsVerification(Verification):
                     for key in self._keys(sql_readers.READERS):
                         reached_by[key] = _places_position(connection, *key)
                         delivered[key] = _delivered(connection, *key)
-                # Read after the effects: all facts that a reader has passed were committed before.
+                # Facts are read after the effects, so that they include all facts that a reader has passed.
                 facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
             counts = {reader: StreamsCount(reader, 0, 0) for reader in READERS}
             for stream, rows in facts.items():
                 comparisons = [
                     Comparison(
                         *(reader, rows, delivered[reader, stream], reached_by[reader, stream]),
-                        *(self._back.get(stream), final, self._times[stream]),
+                        *(self._resent_above.get(stream), final, self._restores[stream]),
                     )
                     for reader in READERS
                 ]
-                self._note_lost(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
+                self._update_lost(stream, [item for item in comparisons if item.reader in LIBRARY_READERS])
                 results = [comparison.count() for comparison in comparisons]
                 for comparison, count in zip(comparisons, results, strict=True):
-                    counts[comparison.reader] += count + self._forgotten[comparison.reader, stream]
+                    counts[comparison.reader] += count + self._verified[comparison.reader, stream]
                 if all(count.is_right for count in results):
-                    self._forget(stream, comparisons)
+                    self._delete_verified(stream, comparisons)
         return [*counts.values()]
 
     def _keys(self, readers: Iterable[str]) -> list[tuple[str, str]]:
         return [(reader, stream.name) for reader in readers for stream in self._streams]
 
-    def _note_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+    def _update_lost(self, stream: str, comparisons: Sequence[Comparison]) -> None:
         head = self._heads.get(stream)
         if head is not None:
-            if any(id > head for comparison in comparisons for id in comparison.strangers):
+            if any(id > head for comparison in comparisons for id in comparison.nonexistent):
                 self.lost.add(stream)
             if any(row.late for comparison in comparisons for row in comparison.delivered):
                 self.late.add(stream)
 
-    def _forget(self, stream: str, comparisons: Sequence[Comparison]) -> None:
-        reached = min(comparison.stand.linear for comparison in comparisons if comparison.reader != "vector")
+    def _delete_verified(self, stream: str, comparisons: Sequence[Comparison]) -> None:
+        reached = min(comparison.position.linear for comparison in comparisons if comparison.reader != "vector")
         done = [comparison.up_to(reached) for comparison in comparisons]
         counts = {
-            comparison.reader: self._forgotten[comparison.reader, stream] + comparison.count() for comparison in done
+            comparison.reader: self._verified[comparison.reader, stream] + comparison.count() for comparison in done
         }
         if not done[0].facts or not all(count.is_complete for count in counts.values()):
             return
@@ -372,17 +406,17 @@ class StreamsVerification(Verification):
                     " on conflict (reader, stream) do update set facts = excluded.facts",
                     [reader, stream, count.written],
                 )
-        self._forgotten.update({(reader, stream): count for reader, count in counts.items()})
+        self._verified.update({(reader, stream): count for reader, count in counts.items()})
         self._compared[stream].update(marks)
         self._deleted[stream] = marks
 
-    def _load(self, connection: Connection) -> None:
-        """Load the comparisons of earlier simulations, which a restored database does not have."""
-        if not self._forgotten:
+    def _load_verified(self, connection: Connection) -> None:
+        """Load the counts of earlier simulations, once; a restored database may lack the newest of them."""
+        if not self._verified:
             rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
             stored = {(reader, stream): facts for reader, stream, facts in rows}
             for key in self._keys(READERS):
-                self._forgotten[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
+                self._verified[key] = StreamsCount(key[0], stored.get(key, 0), stored.get(key, 0))
 
 
 _EFFECTS = sql.Identifier("demo", "effects")
@@ -396,8 +430,8 @@ def _delete(connection: Connection, table: sql.Identifier, marks: Sequence[Hasha
     connection.execute(sql.SQL("delete from {} where mark = any(%s)").format(table), [marks])
 
 
-def _begun(connection: Connection) -> bool:
-    """Whether any reader has made its table of places."""
+def _has_begun(connection: Connection) -> bool:
+    """Whether any reader has created the table of its checkpoints."""
     row = connection.execute("select to_regclass('tidemark_reader.places') is not null").fetchone()
     return row is not None and bool(row[0])
 
@@ -460,11 +494,11 @@ class StreamsWorkload(Workload):
         return ProcessRole(databases.readers, databases.effects, reader=role)
 
     def verification(self, databases: SimulationDatabases, tidemark: str) -> StreamsVerification:
-        timelines = partial(_timelines, tidemark) if self.plan.faults & OF_DATABASES else dict
+        timelines = partial(_timelines, tidemark) if self.plan.faults & DATABASE_FAULTS else dict
         return StreamsVerification(databases.facts, databases.effects, self.streams, timelines)
 
 
 def _timelines(dsn: str) -> dict[str, int]:
-    """The number of each stream's timeline, as Tidemark's Postgres has it."""
+    """The number of each stream's timeline, read from Tidemark's Postgres."""
     with Postgres(PostgresConfig(lambda: dsn)) as postgres:
         return {stream: decode(data).timeline for stream, data in postgres.states().items()}

@@ -27,15 +27,15 @@ create table if not exists demo.effects (
     late        bigint
 );
 create index if not exists effects_by_stream on demo.effects (stream, reader, number);
-comment on table demo.effects is 'What came of each row that a reader was handed, in the order in which it was';
-comment on column demo.effects.late is 'The number of the late completion that it was handed over for';
+comment on table demo.effects is 'The effect of each row that a reader received, in the order of receipt';
+comment on column demo.effects.late is 'The number of the late completion with which the row came; null without one';
 create table if not exists demo.compared (
     reader      text    not null,
     stream      text    not null,
     facts       bigint  not null,
     primary key (reader, stream)
 );
-comment on table demo.compared is 'Facts that were found to be read exactly once, and deleted';
+comment on table demo.compared is 'Number of facts that were verified as read exactly once, and then deleted';
 """
 
 _FACTS = """
@@ -48,23 +48,24 @@ create table if not exists {table} (
     primary key (stream_id, part)
 );
 create index if not exists {by_writer} on {table} (writer, stream_id);
-comment on column {table}.mark is 'Tells a row from one that had its ID before the database was put back';
+comment on column {table}.mark is 'Distinguishes this row from a row that had the same ID before the database was
+restored';
 """
 
 
-def own_database(dsn: str, plan: str = "demo") -> str:
-    """The DSN of a simulation's database. Its name is derived from that of `dsn`."""
-    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{plan}")
+def simulation_database(dsn: str, suffix: str = "demo") -> str:
+    """The DSN of the simulation's database on the server of `dsn`. `suffix` is the suffix of its name."""
+    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{suffix}")
 
 
-def make_database(dsn: str, plan: str = "demo") -> str:
-    """Create the database if it is missing, and return its DSN. Raises `Unavailable` and `Refused`."""
-    own = own_database(dsn, plan)
-    name = str(conninfo_to_dict(own)["dbname"])
-    with _using(dsn) as connection:
+def make_database(dsn: str, suffix: str = "demo") -> str:
+    """Create the simulation's database if it is missing, and return its DSN. Raises `Unavailable` and `Refused`."""
+    simulation_dsn = simulation_database(dsn, suffix)
+    name = str(conninfo_to_dict(simulation_dsn)["dbname"])
+    with _connected(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-    return own
+    return simulation_dsn
 
 
 def prepare_writing(dsn: str) -> None:
@@ -74,14 +75,14 @@ def prepare_writing(dsn: str) -> None:
 
 def missing(dsn: str, streams: Iterable[SimulatedStream]) -> list[SimulatedStream]:
     """The streams that do not exist yet."""
-    with _using(dsn) as connection:
+    with _connected(dsn) as connection:
         known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
     return [stream for stream in streams if stream.name not in known]
 
 
 def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
-    """Make the streams, and the services' tables."""
-    with _using(dsn) as connection, connection.transaction():
+    """Create the streams and the services' tables if they are missing."""
+    with _connected(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
         for stream in streams:
             connection.execute(
@@ -93,27 +94,27 @@ def make_facts(dsn: str, streams: Iterable[SimulatedStream]) -> None:
 
 
 def make_effects(dsn: str) -> None:
-    """Make the readers' tables."""
+    """Create the readers' tables if they are missing."""
     make_tables(dsn, _EFFECTS)
 
 
 def make_tables(dsn: str, script: str) -> None:
-    with _using(dsn) as connection, connection.transaction():
+    with _connected(dsn) as connection, connection.transaction():
         connection.execute(script.encode())
 
 
 def make_streams(dsn: str, streams: Iterable[SimulatedStream]) -> None:
     """Register streams whose tables already exist."""
-    with _using(dsn) as connection, connection.transaction():
+    with _connected(dsn) as connection, connection.transaction():
         for stream in streams:
             connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
 def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]:
-    """Make logins for the relay and for the readers, with the rights that they need and no more; their DSNs. Row level
-    security does not apply to a superuser."""
+    """Create logins for the relay and for the readers, with only the rights that they need; return their DSNs. The
+    faults need such logins, because row level security does not apply to a superuser."""
     password = str(conninfo_to_dict(dsn).get("password") or "")
-    with _using(dsn) as connection:
+    with _connected(dsn) as connection:
         for login in LOGINS:
             with suppress(psycopg.errors.DuplicateObject, psycopg.errors.UniqueViolation):
                 connection.execute(
@@ -132,7 +133,7 @@ def make_logins(dsn: str, streams: Iterable[SimulatedStream]) -> tuple[str, str]
 
 
 def reached(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
-    """Up to where each stream's IDs are decided, and up to where they were given out, as magnitudes."""
+    """By stream, the floor (all IDs up to it are settled) and the last ID that was given out, as magnitudes."""
     rows = connection.execute(
         "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
         " from tidemark.append_progress join tidemark.append_streams s using (number)"
@@ -141,6 +142,6 @@ def reached(connection: psycopg.Connection) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _using(dsn: str) -> Iterator[Connection]:
+def _connected(dsn: str) -> Iterator[Connection]:
     with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
         yield connection

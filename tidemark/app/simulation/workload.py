@@ -1,7 +1,4 @@
-"""A workload of the simulation: its processes, and the verification of what they read and wrote.
-
-`processes` of a simulation are started, killed and stopped here.
-"""
+"""The base classes of a workload and its verification, and the processes of a simulation."""
 
 import signal
 import subprocess
@@ -25,8 +22,13 @@ from tidemark.common.errors import TidemarkError
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """The configuration that a process reads from its standard input, because its arguments are visible to other
-    users. Without a role, the process is the relay of the services' database."""
+    """The configuration that a process reads from its standard input, because other users can see its arguments. At
+    most one field besides the DSNs is set; if none is, the process is the relay of the services' database.
+
+    Attributes:
+        facts: DSN of the services' database.
+        effects: DSN of the readers' database.
+    """
 
     facts: str
     effects: str
@@ -38,11 +40,11 @@ class ProcessRole:
 
 
 class ChildProcess:
-    """Started at once. Its output goes to the end of `log`. It ends by itself when its parent dies."""
+    """A running process. Its output is appended to the file `log`. It ends by itself when its parent dies."""
 
     def __init__(self, role: ProcessRole, log: Path) -> None:
         with log.open("ab") as output:
-            # A user's own servers may need what is in the environment (PGSSLROOTCERT): this process inherits it.
+            # The child inherits the environment: it may configure connections to the user's servers (PGSSLROOTCERT).
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tidemark.app.simulation"],
                 stdin=subprocess.PIPE,
@@ -60,7 +62,7 @@ class ChildProcess:
         return self._process.poll()
 
     def kill(self) -> None:
-        """Kill the process, as the kernel does when memory runs out."""
+        """Send SIGKILL and wait for the end, like the kernel when memory runs out."""
         self._process.kill()
         self._process.wait()
 
@@ -74,7 +76,7 @@ class ChildProcess:
         self._process.terminate()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end."""
+        """Wait for the end of the process; False if it still runs after `seconds`."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -84,9 +86,14 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationDatabases:
-    """`facts` and `effects` are the DSNs of the services' and the readers' databases; `home` has logs and servers.
+    """The databases of a simulation, as DSNs.
 
-    `relay` and `readers` are DSNs of the services' database, too: with the logins of the relay and of the readers.
+    Attributes:
+        home: the folder of logs and servers.
+        facts: the services' database.
+        effects: the readers' database.
+        relay: the services' database, with the login of the relay.
+        readers: the services' database, with the login of the readers in SQL.
     """
 
     home: Home
@@ -98,8 +105,15 @@ class SimulationDatabases:
 
 @dataclass
 class SimulatedProcess:
-    """A service, a reader, or the relay, whose output goes to a log in `home`. `process` is None while it is down.
-    `role` gives the role of the process that is started as the `incarnation`-th one."""
+    """A service, a reader, or the relay. It may be started several times.
+
+    Attributes:
+        name: the name of the process and of its log file.
+        home: the folder of the log file.
+        role: returns the role for the `incarnation`-th start.
+        process: None while it is down.
+        incarnation: the number of starts.
+    """
 
     name: str
     home: Home
@@ -120,7 +134,7 @@ class SimulatedProcess:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What is simulated, and for how long; `math.inf` seconds: until somebody stops it."""
+    """What is simulated, and for how many seconds. `math.inf` means until a signal."""
 
     writer_plan: WriterPlan
     faults: Set[Fault]
@@ -130,19 +144,27 @@ class SimulationPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReadCount:
-    """Counts of one reader: facts `written` and not `read` are still to come; `missed` facts were passed without being
-    read."""
+    """Counts of one reader.
+
+    Attributes:
+        reader: its name.
+        written: facts that were written.
+        read: facts that were written and read.
+        missed: facts that the reader's position has passed, and that the reader did not receive.
+        duplicated: facts that were received twice, or that do not exist.
+        disordered: facts that were received out of order.
+    """
 
     reader: str
     written: int = 0
     read: int = 0
     missed: int = 0
-    doubled: int = 0
+    duplicated: int = 0
     disordered: int = 0
 
     @property
     def is_right(self) -> bool:
-        return not (self.missed or self.doubled or self.disordered)
+        return not (self.missed or self.duplicated or self.disordered)
 
     @property
     def is_complete(self) -> bool:
@@ -156,9 +178,9 @@ class ReadCount:
         return type(self)(self.reader, *map(sum, zip(self.figures, other.figures, strict=True)))
 
 
-def table(counts: Sequence[ReadCount], *further: str) -> str:
-    """A text table with a line for each reader; `further` are additional columns."""
-    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", *further)
+def table(counts: Sequence[ReadCount], *extra_columns: str) -> str:
+    """A text table with one line for each reader. `extra_columns` are the names of the figures of a workload."""
+    columns = ("WRITTEN", "READ", "MISSED", "DUPLICATED", "OUT OF ORDER", *extra_columns)
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
     lines += [" ".join([f"{row.reader:8}", *(f"{figure:12}" for figure in row.figures)]) for row in counts]
     return "\n".join(lines)
@@ -171,9 +193,9 @@ class Verification(ABC):
     """
 
     columns: ClassVar[Sequence[str]]
-    """Names of the figures that its counts have beside those of `ReadCount`."""
+    """Column names of the figures that its counts have in addition to those of `ReadCount`."""
     seconds_between: ClassVar[float] = 0.1
-    """Seconds between two comparisons in the end."""
+    """Seconds between two comparisons at the end of a simulation."""
 
     def __enter__(self) -> Self:
         return self
@@ -187,11 +209,12 @@ class Verification(ABC):
 
     @abstractmethod
     def counts(self) -> Sequence[ReadCount]:
-        """The counts of each reader since the databases were created; nothing before the first reader has begun."""
+        """The counts of each reader since the databases were created; empty or zeros before the first reader has
+        begun."""
 
     @abstractmethod
     def final_counts(self) -> Sequence[ReadCount]:
-        """The final counts, when no more facts follow."""
+        """The counts at the end, when no more facts are written."""
 
     @abstractmethod
     def is_complete(self, counts: Sequence[ReadCount]) -> bool:
@@ -201,7 +224,7 @@ class Verification(ABC):
     def difference(self, counts: Sequence[ReadCount]) -> TidemarkError:
         """The error for counts that are wrong or incomplete."""
 
-    def require_reported(self) -> None:  # noqa: B027 - nothing to do, unless a workload looks for it
+    def require_reported(self) -> None:  # noqa: B027 - a workload may override it
         """Raise if facts were lost, and readers were not informed."""
 
     @abstractmethod
@@ -210,27 +233,36 @@ class Verification(ABC):
 
     @abstractmethod
     def services_go_back(self, server: str, how: Successor, /) -> None:
-        """`server` is the DSN of the next server of the services, which no other process uses yet."""
+        """Prepare for a new server of the services, before other processes use it.
+
+        Args:
+            server: DSN of the new server.
+            how: how the new server came to be.
+        """
 
     @abstractmethod
     def readers_go_back(self, server: str, /) -> None:
-        """The same for the readers', with their checkpoints."""
+        """Prepare for a new server of the readers' database and their checkpoints, before other processes use it.
+
+        Args:
+            server: DSN of the new server.
+        """
 
 
 class Workload(ABC):
     """The services that write and the readers that read in a simulation."""
 
     writing_readers: ClassVar[Sequence[str]] = ()
-    """The names of readers that also write. They are started again when the services have ended."""
+    """The names of readers that also write. They are restarted when the services have ended."""
 
     def __init__(self, plan: SimulationPlan, *, verify: bool) -> None:
         self.plan = plan
         self.verify = verify
         self.services_ended = False
-        """Readers that are started from then on write nothing: what is written would never be complete."""
+        """Readers that start after the services have ended must not write: the verification would never complete."""
 
     faults: ClassVar[Set[Fault]] = ALL
-    """The faults that the workload supports; others are left out."""
+    """The faults that the workload supports; others are not injected."""
 
     @property
     @abstractmethod
@@ -249,11 +281,12 @@ class Workload(ABC):
 
     @abstractmethod
     def make_tables(self, facts: str, effects: str) -> None:
-        """Make the streams and tables that are missing in the services' database and in that of the readers."""
+        """Create the missing streams and tables. `facts` and `effects` are the DSNs of the services' and the readers'
+        databases."""
 
     @abstractmethod
     def service(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:
-        """The role of a service that writes under this name, at its `incarnation`-th start."""
+        """The role of the service whose writer is `name`, at its `incarnation`-th start."""
 
     @abstractmethod
     def reader(self, databases: SimulationDatabases, name: str, incarnation: int) -> ProcessRole:

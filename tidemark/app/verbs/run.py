@@ -115,11 +115,11 @@ def simulate(
     """
     settings = loaded()
     from tidemark.app.simulation import simulate
-    from tidemark.app.simulation.script import WriterPlan, faults
+    from tidemark.app.simulation.script import WriterPlan, parse_faults
     from tidemark.app.simulation.workload import SimulationPlan
 
     seed = time.time_ns() % 2**32 if seed is None else seed
     click.echo(f"running with --seed {seed}")
     writer_plan = WriterPlan(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
-    plan = SimulationPlan(writer_plan, faults(named), seed, seconds)
+    plan = SimulationPlan(writer_plan, parse_faults(named), seed, seconds)
     simulate.run(settings, plan, workload, verify=verify)
