@@ -18,7 +18,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.sidecar.app import OPERATIONS
 from tidemark.app.sidecar.openapi import BEARER, document
-from tidemark.app.sidecar.problems import Problem, phrase
+from tidemark.app.sidecar.problems import Problem, reason_phrase
 from tidemark.sources.relay.relay import RelayMetrics
 from tidemark.sources.synapse.bridge import BridgeMetrics
 
@@ -232,7 +232,7 @@ def _operation(path: str, operation: Mapping[str, Any]) -> Iterator[str]:
 def _problems() -> Iterator[tuple[str, str, str]]:
     yield from ((f"`{problem.type}`", str(int(problem.status)), problem.title) for problem in Problem.__subclasses__())
     for status in map(HTTPStatus, (404, 405, 413, 431)):
-        yield f"`{phrase(status).lower().replace(' ', '-')}`", str(int(status)), phrase(status)
+        yield f"`{reason_phrase(status).lower().replace(' ', '-')}`", str(int(status)), reason_phrase(status)
     yield "`internal`", "500", "An error of the sidecar: its log has the cause"
 
 

@@ -90,7 +90,7 @@ def test_flood_of_lines_has_its_turns() -> None:
 
 
 def taken() -> float:
-    return next(sample.value for family in metrics.LINES_IN.collect() for sample in family.samples)
+    return next(sample.value for family in metrics.LINES_RECEIVED.collect() for sample in family.samples)
 
 
 def test_client_that_asks_for_positions_without_end_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.serving.serve import StoppedServer
 from tidemark.app.serving.tls_listener import ListenerConfig
-from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.app import SiteConfig, site
+from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
+from tidemark.app.sidecar.app import AppConfig, create_app
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.chain import Chain, DeferredRange, Span
 from tidemark.streaming.core.effects import StreamEffects
@@ -48,17 +48,17 @@ class SidecarClient(httpx.Client):
 
 @contextmanager
 def sidecar(
-    servers: ReadSideConfig, terms: SiteConfig | None = None, port: int = 0, admitted: AdmissionConfig | None = None
+    servers: ReadSideConfig, terms: AppConfig | None = None, port: int = 0, admitted: AdmissionConfig | None = None
 ) -> Iterator[SidecarClient]:
     """In a thread of this process; on a port of its own, or where another one was."""
     stopping = asyncio.Event()
     config = uvicorn.Config(
-        site(servers, terms or SiteConfig(), stopping),
+        create_app(servers, terms or AppConfig(), stopping),
         log_config=None,
         access_log=False,
         ws="none",
         proxy_headers=False,
-        http=admission(admitted or AdmissionConfig()),
+        http=connection_class(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
     server = StoppedServer(config, stopping, ListenerConfig())

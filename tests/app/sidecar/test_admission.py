@@ -16,15 +16,15 @@ from tests.app.lines.given import NO_POSITION
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
 from tidemark.app.sidecar.admission import AdmissionConfig, AdmissionQueue
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.service import Limits, StartQueue
 
-BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=60)
+BOUNDS = AdmissionConfig(slots=20, max_head_bytes=16_384, max_head_fields=50, head_timeout_seconds=60)
 
 
 @pytest.fixture
 def guarded() -> Iterator[SidecarClient]:
-    with sidecar(NO_POSITION, SiteConfig(), admitted=BOUNDS) as client:
+    with sidecar(NO_POSITION, AppConfig(), admitted=BOUNDS) as client:
         yield client
 
 
@@ -90,8 +90,8 @@ def test_request_that_is_no_http_is_a_problem(guarded: SidecarClient) -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET /livez HT", b"GET /livez HTTP/1.1\r\nhost: x\r\n"])
 def test_half_a_request_is_not_waited_for(sent: bytes) -> None:
     """A head that does not come in time costs its connection."""
-    bounds = replace(BOUNDS, seconds=0.5)
-    with sidecar(NO_POSITION, SiteConfig(), admitted=bounds) as client, connected(client, sent) as it:
+    bounds = replace(BOUNDS, head_timeout_seconds=0.5)
+    with sidecar(NO_POSITION, AppConfig(), admitted=bounds) as client, connected(client, sent) as it:
         assert answer(it) == b""
 
 
@@ -132,8 +132,8 @@ def test_request_has_one_host(guarded: SidecarClient, fields: bytes) -> None:
 
 def test_half_open_connections_keep_nobody_out() -> None:
     """However many connections say nothing, those that ask are answered: the oldest of the silent ones give way."""
-    bounds = AdmissionConfig(places=20, seconds=60)
-    with sidecar(NO_POSITION, SiteConfig(), admitted=bounds) as client, ExitStack() as crowd:
+    bounds = AdmissionConfig(slots=20, head_timeout_seconds=60)
+    with sidecar(NO_POSITION, AppConfig(), admitted=bounds) as client, ExitStack() as crowd:
         silent = [crowd.enter_context(connected(client, b"GET /li", source="127.0.0.2")) for _ in range(60)]
         for _ in range(5):
             with connected(client, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") as it:
@@ -144,7 +144,7 @@ def test_half_open_connections_keep_nobody_out() -> None:
 
 def test_probes_are_answered_when_every_place_is_taken(servers: Any) -> None:
     """Others are told to come again; the orchestrator does not take a busy process for a dead one."""
-    with sidecar(servers, SiteConfig(), admitted=AdmissionConfig(places=3)) as client, ExitStack() as crowd:
+    with sidecar(servers, AppConfig(), admitted=AdmissionConfig(slots=3)) as client, ExitStack() as crowd:
         for _ in range(3):
             crowd.enter_context(client.stream("GET", "/v1/watch"))
         eventually(lambda: client.get("/v1/pipeline").status_code == 429)
@@ -168,7 +168,7 @@ def test_requests_that_come_at_once_begin_by_turns() -> None:
     begun: list[int] = []
 
     async def request(turns: AdmissionQueue, number: int) -> None:
-        await turns.next(asyncio.get_running_loop(), "127.0.0.1")
+        await turns.wait_for_start(asyncio.get_running_loop(), "127.0.0.1")
         begun.append(number)
 
     async def serve() -> list[int]:
@@ -194,7 +194,7 @@ def test_turns_go_round_by_address() -> None:
     begun: list[str] = []
 
     async def request(turns: AdmissionQueue, address: str) -> None:
-        await turns.next(asyncio.get_running_loop(), address)
+        await turns.wait_for_start(asyncio.get_running_loop(), address)
         begun.append(address)
 
     async def serve() -> None:
@@ -213,7 +213,7 @@ def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
     begun: list[str] = []
 
     async def stream(beginnings: StartQueue, address: str, over: asyncio.Event) -> None:
-        end = await beginnings.turn(address)
+        end = await beginnings.wait_for_start(address)
         begun.append(address)
         await over.wait()
         end()
@@ -224,14 +224,14 @@ def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
         await asyncio.sleep(0)
         one = asyncio.create_task(stream(beginnings, "10.0.0.2", over))
         await asyncio.sleep(0.01)
-        assert len(begun) == StartQueue.AT_ONCE
-        crowd[StartQueue.AT_ONCE].cancel()
+        assert len(begun) == StartQueue.MAX_STARTING
+        crowd[StartQueue.MAX_STARTING].cancel()
         over.set()
         await asyncio.gather(*crowd, one, return_exceptions=True)
         await asyncio.gather(*(stream(beginnings, "10.0.0.3", over) for _ in range(20)))
 
     asyncio.run(serve())
-    assert begun.index("10.0.0.2") <= StartQueue.AT_ONCE + 1
+    assert begun.index("10.0.0.2") <= StartQueue.MAX_STARTING + 1
     assert len(begun) == 99 + 1 + 20
 
 
@@ -243,7 +243,7 @@ def test_proxy_that_is_trusted_names_the_client() -> None:
         return crowd.enter_context(client.stream("GET", "/v1/watch", headers={"X-Forwarded-For": named})).status_code
 
     for trusted, others in ((["127.0.0.1"], 200), (["10.0.0.9"], 429)):
-        site, bounds = SiteConfig(limits=Limits(open_requests=4)), replace(BOUNDS, trusted_proxies=trusted)
+        site, bounds = AppConfig(limits=Limits(open_requests=4)), replace(BOUNDS, trusted_proxies=trusted)
         with sidecar(NO_POSITION, site, admitted=bounds) as client, ExitStack() as crowd:
             assert [watch(client, crowd, "192.0.2.1") for _ in range(4)] == [200] * 4
             assert watch(client, crowd, "192.0.2.1") == 429

@@ -24,7 +24,7 @@ from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
 from tidemark.app.read_side.subscription import PATIENCE, Listener, StreamAdded
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.event_stream import EventStream, encode_places
 from tidemark.app.sidecar.service import Limits, ReconnectThrottle
 from tidemark.app.stack.processes import RedisServer
@@ -509,13 +509,18 @@ def test_who_comes_and_goes_waits(
 ) -> None:
     """Where too many ended young, the next ones wait, and cost nothing meanwhile: neither Postgres nor those who are
     there, nor probes. What lived for longer counts for nothing."""
-    for name, value in {"FREE": 2, "FORGIVEN": 0.0, "EACH": 60.0, "LONGEST": 60.0}.items():
+    for name, value in {
+        "FREE_RECONNECTS": 2,
+        "FORGIVEN_PER_SECOND": 0.0,
+        "DELAY_SECONDS": 60.0,
+        "MAX_DELAY_SECONDS": 60.0,
+    }.items():
         monkeypatch.setattr(ReconnectThrottle, name, value)
     grow(pipeline, 0, 1)
     with sidecar(servers) as client, heard(client) as events:
         assert events.next()[0] == "snapshot"
         with monkeypatch.context() as patient:
-            patient.setattr(ReconnectThrottle, "YOUNG", 0.0)
+            patient.setattr(ReconnectThrottle, "SHORT_LIVED_SECONDS", 0.0)
             for _ in range(5):
                 with heard(client):
                     pass
@@ -537,22 +542,24 @@ def test_churn_is_forgiven() -> None:
     """By address, and soon: whoever waits does so for a second at most, and no longer than the crowd goes on."""
     clock = [0.0]
     churn = ReconnectThrottle(lambda: clock[0])
-    for _ in range(ReconnectThrottle.FREE):
+    for _ in range(ReconnectThrottle.FREE_RECONNECTS):
         churn.stream_ended("a", clock[0])
-    assert churn.pause("a") == 0
+    assert churn.delay("a") == 0
     for _ in range(1000):
         churn.stream_ended("a", clock[0])
-    assert (churn.pause("a"), churn.pause("b")) == (ReconnectThrottle.LONGEST, 0)
-    clock[0] += ReconnectThrottle.LONGEST / ReconnectThrottle.EACH / ReconnectThrottle.FORGIVEN
-    assert churn.pause("a") == 0
-    churn.stream_ended("a", clock[0] - ReconnectThrottle.YOUNG)
-    assert churn.pause("a") == 0
+    assert (churn.delay("a"), churn.delay("b")) == (ReconnectThrottle.MAX_DELAY_SECONDS, 0)
+    clock[0] += (
+        ReconnectThrottle.MAX_DELAY_SECONDS / ReconnectThrottle.DELAY_SECONDS / ReconnectThrottle.FORGIVEN_PER_SECOND
+    )
+    assert churn.delay("a") == 0
+    churn.stream_ended("a", clock[0] - ReconnectThrottle.SHORT_LIVED_SECONDS)
+    assert churn.delay("a") == 0
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """The limit counts clients that are there, not those that were."""
     grow(pipeline, 0, 1)
-    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1))) as client:
+    with sidecar(servers, AppConfig(limits=Limits(open_requests=1))) as client:
         for _ in range(3):
             with heard(client) as events:
                 events.next()

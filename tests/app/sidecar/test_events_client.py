@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tidemark.app.read_side.subscription import EventBatch, Listener, Started
-from tidemark.app.sidecar.events import JOINS, EventsClient
+from tidemark.app.sidecar.events import MAX_CACHED_PLACES, EventsClient
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 
@@ -40,8 +40,8 @@ def test_those_who_stand_at_one_place_leave_nothing_behind() -> None:
             assert text.count("event: advance") == text.count("event: linear") == 1
 
     asyncio.run(crowd())
-    assert not begun.joins
-    assert not move.joins
+    assert not begun.by_place
+    assert not move.by_place
 
 
 def test_what_is_remembered_of_places_is_bounded() -> None:
@@ -49,8 +49,8 @@ def test_what_is_remembered_of_places_is_bounded() -> None:
     begun = Started(place(5))
 
     async def crowd() -> None:
-        for _ in range(JOINS + 2):
+        for _ in range(MAX_CACHED_PLACES + 2):
             assert '"prev":4,"id":5' in await told(place(4), begun)
 
     asyncio.run(crowd())
-    assert len(begun.joins) == 2
+    assert len(begun.by_place) == 2

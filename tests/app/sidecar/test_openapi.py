@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
+from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.openapi import BEARER, PATH, document
 from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
@@ -37,7 +37,7 @@ def guarded(pipeline: Pipeline, servers: ReadSideConfig, tmp_path: Path) -> Iter
     """With tokens, short waits, and a stream whose name requests are steered to."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
-    with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens", limits=Limits(wait_seconds=0.05))) as client:
+    with sidecar(servers, AppConfig(tokens_file=tmp_path / "tokens", limits=Limits(wait_seconds=0.05))) as client:
         client.headers["Authorization"] = "Bearer sesame"
         yield client
 

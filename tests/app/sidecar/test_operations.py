@@ -11,7 +11,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, behind_a_dead_writer
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import RedisServer
@@ -107,7 +107,7 @@ def test_long_answers_are_compressed_for_who_takes_it(pipeline: Pipeline, client
 
 def test_sidecar_is_asked_by_its_names_alone(servers: ReadSideConfig) -> None:
     """A page of another site, whose name leads to this machine, reads nothing; probes may ask by any name."""
-    with sidecar(servers, SiteConfig(hosts=("127.0.0.1", "localhost", "::1"))) as client:
+    with sidecar(servers, AppConfig(hosts=("127.0.0.1", "localhost", "::1"))) as client:
         for host in ("127.0.0.1:1", "LOCALHOST", "[::1]:80"):
             assert client.json("/v1/streams", headers={"Host": host})["streams"] == []
         for host in ("evil.example", "evil.example:80", "", "localhost.evil.example"):
@@ -158,7 +158,7 @@ def test_lines_that_it_answers_are_metrics_up_to_a_bound(pipeline: Pipeline, ser
     def lines() -> set[str]:
         return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_sink_")}
 
-    with sidecar(servers, SiteConfig(limits=Limits(streams=1))) as client:
+    with sidecar(servers, AppConfig(limits=Limits(streams=1))) as client:
         assert lines() == {"tidemark_sink_streams_omitted 0.0"}
         client.json("/v1/streams/b")
         named = 'tidemark_sink_linear_position{copy="sidecar",stream="b"} -3.0'
@@ -235,7 +235,7 @@ def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_serv
 def test_only_who_has_a_token_may_read(servers: ReadSideConfig, tmp_path: Path) -> None:
     """With a file of tokens, everything about streams needs one; probes and the scrape do not."""
     (tmp_path / "tokens").write_text("sesame\n")
-    with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens")) as client:
+    with sidecar(servers, AppConfig(tokens_file=tmp_path / "tokens")) as client:
         refused = client.get("/v1/streams")
         assert (refused.status_code, refused.json()["type"]) == (401, "urn:tidemark:problem:unauthorized")
         assert refused.headers["www-authenticate"].startswith("Bearer")
@@ -246,7 +246,7 @@ def test_only_who_has_a_token_may_read(servers: ReadSideConfig, tmp_path: Path) 
 
 def test_scripts_of_other_sites_read_only_where_listed(servers: ReadSideConfig) -> None:
     """Without a list no site gets leave; with one, only those on it."""
-    with sidecar(servers, SiteConfig(origins=["https://ops.example"])) as client:
+    with sidecar(servers, AppConfig(origins=["https://ops.example"])) as client:
         for origin, leave in (("https://ops.example", "https://ops.example"), ("https://evil.example", None)):
             answer = client.get("/v1/streams", headers={"Origin": origin})
             assert answer.headers.get("access-control-allow-origin") == leave

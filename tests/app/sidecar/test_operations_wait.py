@@ -12,7 +12,7 @@ from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.processes import RedisServer
 
@@ -125,7 +125,7 @@ def test_fifty_who_wait_for_a_thousand_writers_share_each_reading(
 def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Past the limit a wait is refused at once; a place is free again when one ended."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
-    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1, wait_seconds=0.8))) as client:
+    with sidecar(servers, AppConfig(limits=Limits(open_requests=1, wait_seconds=0.8))) as client:
         found: list[Any] = []
 
         def ask() -> None:

@@ -23,7 +23,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, join, position, rdata
 from tests.streaming.builders import opened as reports
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.stack.processes import free_port
 from tidemark.streaming.core.effects import LateCompletion
 from tidemark.streaming.wire.records import Timeline
@@ -222,7 +222,7 @@ def test_page_asks_for_a_token(pipeline: Pipeline, servers: ReadSideConfig, brow
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
     with (
-        sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens")) as client,
+        sidecar(servers, AppConfig(tokens_file=tmp_path / "tokens")) as client,
         opened(browser, client.base_url) as page,
     ):
         says(page, "#headline", "A token is needed")
@@ -332,7 +332,7 @@ def test_pages_do_not_come_back_all_at_once(browser: Browser) -> None:
 def test_a_note_of_whoever_runs_it_stands_above_the_streams(servers: ReadSideConfig, browser: Browser) -> None:
     """Its first line always; a further one may be about a stream. It is text, whatever it looks like."""
     note = "staging of <b>Ada</b>\norders: what was bought\n\nAsk her first."
-    with sidecar(servers, SiteConfig(note=note)) as client, opened(browser, client.base_url) as page:
+    with sidecar(servers, AppConfig(banner=note)) as client, opened(browser, client.base_url) as page:
         says(page, "#note summary", "staging of <b>Ada</b>")
         says(page, "#note p >> nth=0", "orders: what was bought")
         says(page, "#note strong", "orders:")

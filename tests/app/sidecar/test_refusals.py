@@ -18,9 +18,9 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.app.sidecar.test_admission import answer, connected, send_on
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.admission import AdmissionConfig
-from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
+from tidemark.app.sidecar.app import OPERATIONS, AppConfig
 from tidemark.app.sidecar.openapi import PATH
-from tidemark.app.sidecar.problems import Problem, phrase
+from tidemark.app.sidecar.problems import Problem, reason_phrase
 from tidemark.app.sidecar.service import MetricsText
 
 PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
@@ -30,8 +30,8 @@ PAGE = ["/", "/page/page.js"]
 @pytest.fixture
 def alone() -> Iterator[SidecarClient]:
     """Of a sidecar that reaches no server, and takes little."""
-    site = SiteConfig(origins=["https://ours.example"], hosts=["127.0.0.1"])
-    with sidecar(NO_POSITION, site, admitted=AdmissionConfig(bytes=16_384)) as client:
+    site = AppConfig(origins=["https://ours.example"], hosts=["127.0.0.1"])
+    with sidecar(NO_POSITION, site, admitted=AdmissionConfig(max_head_bytes=16_384)) as client:
         yield client
 
 
@@ -168,7 +168,7 @@ def test_every_type_of_problem_is_documented() -> None:
     }
     http = (404, 405, 413, 431)
     ours = {each.type: int(each.status) for each in Problem.__subclasses__()}
-    theirs = {phrase(HTTPStatus(status)).lower().replace(" ", "-"): status for status in http}
+    theirs = {reason_phrase(HTTPStatus(status)).lower().replace(" ", "-"): status for status in http}
     assert told == {**ours, **theirs, "internal": 500}
 
 
@@ -198,7 +198,7 @@ def test_scrapes_without_end_take_a_part_of_the_time(monkeypatch: pytest.MonkeyP
         assert client.get("/livez").status_code == 200
         asked = sum(one.result() for one in clients)
         passed = time.monotonic() - began
-    assert len(written) <= passed / (0.05 * (1 + MetricsText.REST)) + 2
+    assert len(written) <= passed / (0.05 * (1 + MetricsText.PAUSE_FACTOR)) + 2
     assert asked >= len(written)
 
 
@@ -207,7 +207,7 @@ def test_metrics_want_a_token_and_the_right_host(tmp_path: Path) -> None:
     anybody by any name."""
     tokens = tmp_path / "tokens"
     tokens.write_text("ours\n")
-    site = SiteConfig(tokens, hosts=["127.0.0.1"])
+    site = AppConfig(tokens, hosts=["127.0.0.1"])
     with sidecar(NO_POSITION, site) as client:
         given = {"Authorization": "Bearer ours"}
         assert is_problem(client.get("/metrics"), 401, "unauthorized")

@@ -13,7 +13,7 @@ from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.sidecar.app import SiteConfig
+from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import RedisServer
@@ -146,7 +146,7 @@ def test_pipeline_alone(pipeline: Pipeline, client: SidecarClient) -> None:
 
 def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Watchers count towards the limit while they are there."""
-    with sidecar(servers, SiteConfig(limits=Limits(open_requests=1))) as client:
+    with sidecar(servers, AppConfig(limits=Limits(open_requests=1))) as client:
         with watching(client) as watch:
             watch.look()
             assert client.get("/v1/watch").status_code == 429

@@ -101,7 +101,7 @@ class ChannelLeader:
         log.info("Leading the channel", channel=self._config.channel)
         renewing = asyncio.create_task(self._renew())
         self._hub.subscribe(self._announce)
-        metrics.SPEAKER.set(1)
+        metrics.CHANNEL_LEADER.set(1)
         try:
             announced = AnnouncedPositions(await self._announced())
             await self._hub.wait_until_started()
@@ -120,7 +120,7 @@ class ChannelLeader:
                 await self._wait(renewing)
             renewing.result()
         finally:
-            metrics.SPEAKER.set(0)
+            metrics.CHANNEL_LEADER.set(0)
             self._hub.unsubscribe(self._announce)
             await cancel_until_done(renewing)
             await self._release()
@@ -186,7 +186,7 @@ class ChannelLeader:
             [word for pair in positions.items() for word in pair],
             [],
         )
-        metrics.LINES_OUT.inc(len(commands_to_send))
+        metrics.LINES_SENT.inc(len(commands_to_send))
 
     async def _run_script(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
         packed = msgspec.msgpack.encode((lines, positions, left_writers))

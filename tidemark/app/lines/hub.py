@@ -99,7 +99,7 @@ class Hub:
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
         for announcement in announced:
-            metrics.ANNOUNCED.labels(announcement.how).inc()
+            metrics.ANNOUNCEMENTS.labels(announcement.how).inc()
         if announced:
             for subscriber in [*self._subscribers]:
                 subscriber(announced)
@@ -220,6 +220,6 @@ class Hub:
     def _take_in(self, records: Iterable[tuple[int, Record]]) -> None:
         read = {writer for partition, record in records if (writer := self._rows.read(partition, record))}
         self._announce(self._announcer.retry(read, time.monotonic()))
-        metrics.ROWS_BYTES.set(self._rows.size)
+        metrics.ROW_BUFFER_BYTES.set(self._rows.size)
         metrics.ROWS_DROPPED.inc(self._rows.dropped)
         self._rows.dropped = 0

@@ -221,7 +221,7 @@ class LineConnection(asyncio.Protocol):
         except BadCommand as problem:
             self._do(self._session.refuse(problem))
             self.has_lines = not self._transport.is_closing()
-        metrics.LINES_IN.inc(lines)
+        metrics.LINES_RECEIVED.inc(lines)
         return lines + others
 
     @property
@@ -247,7 +247,7 @@ class LineConnection(asyncio.Protocol):
             return
         self._transport.write(text)
         self._session.sent(time.monotonic())
-        metrics.LINES_OUT.inc(lines)
+        metrics.LINES_SENT.inc(lines)
 
     def evict(self) -> None:
         """Disconnect: a client of another address gets the slot."""
@@ -264,7 +264,7 @@ class LineConnection(asyncio.Protocol):
         self._server.log.write(
             "warning", "Disconnected a client of the line protocol that did not read", client=self._label
         )
-        metrics.CLOSED.labels("slow").inc()
+        metrics.CONNECTIONS_CLOSED.labels("slow").inc()
         self.cut()
 
     def cut(self) -> None:
@@ -290,7 +290,7 @@ class LineConnection(asyncio.Protocol):
         return others
 
     def _disconnect(self, why: Why) -> None:
-        metrics.CLOSED.labels(why).inc()
+        metrics.CONNECTIONS_CLOSED.labels(why).inc()
         self._transport.close()
         asyncio.get_running_loop().call_later(self._config.keep_alive.timeout, self._transport.abort)
 
@@ -370,13 +370,13 @@ class LineServer:
         if evicted is not None:
             evicted.evict()
         self._connections.add(connection)
-        metrics.CLIENTS.set(len(self._connections))
+        metrics.LINE_CLIENTS.set(len(self._connections))
         return True
 
     def remove(self, connection: LineConnection) -> None:
         self._connections.discard(connection)
         self._slots.leave(connection)
-        metrics.CLIENTS.set(len(self._connections))
+        metrics.LINE_CLIENTS.set(len(self._connections))
         self._unanswered.discard(connection)
         if connection in self._replicating:
             self._replicating.remove(connection)

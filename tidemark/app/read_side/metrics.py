@@ -96,27 +96,27 @@ REQUESTS = Counter(
     ["operation", "status"],
     registry=REGISTRY,
 )
-SECONDS = Histogram(
+REQUEST_SECONDS = Histogram(
     "tidemark_sidecar_request_seconds",
     "Seconds from a request to the first byte of its answer, by operation, without waits and events.",
     ["operation"],
     buckets=[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5],
     registry=REGISTRY,
 )
-UP = Gauge(
+SERVER_UP = Gauge(
     "tidemark_sidecar_server_up",
     "1 while the server answered the last time it was asked. Redis at 0: answers come from Postgres.",
     ["server"],
     registry=REGISTRY,
 )
-LINE = Gauge(
+LINEAR_POSITION = Gauge(
     "tidemark_sink_linear_position",
     "The linear position of a stream as this process answers it (`copy` is `sidecar`), if it was read in the last 10 s."
     " Below tidemark_linear_position of minutes ago: what the sidecar reads is old.",
     ["stream", "copy"],
     registry=REGISTRY,
 )
-LINES_LEFT_OUT = Gauge(
+STREAMS_OMITTED = Gauge(
     "tidemark_sink_streams_omitted",
     "Streams that were read in the last 10 s and have no series, because of TIDEMARK_METRICS_MAX_STREAMS.",
     registry=REGISTRY,
@@ -132,20 +132,20 @@ CHAIN_FAULTS = Counter(
 )
 for _fault in FAULT_KINDS:
     CHAIN_FAULTS.labels(_fault)  # Prometheus does not see the first increase of a new counter
-OPEN = Gauge(
+REQUESTS_IN_FLIGHT = Gauge(
     "tidemark_sidecar_requests_in_flight",
     "Requests that are open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
     ["operation"],
     registry=REGISTRY,
 )
-GAVE_WAY = Counter(
+EVICTED_REQUESTS = Counter(
     "tidemark_sidecar_evicted_connections",
     "Open requests that were ended because the limit was reached and a client of another address asked. Rising: one"
     " address has most of the open requests, such as a proxy that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not name; or"
     " run more sidecars.",
     registry=REGISTRY,
 )
-PAUSED = Counter(
+EVENTS_PAUSED = Counter(
     "tidemark_sidecar_events_paused",
     "Clients of events that were delayed by up to a second, because more than a hundred event streams of their address"
     " had ended within a second. Rising: a client reconnects again and again, or all clients share one address.",
@@ -153,12 +153,12 @@ PAUSED = Counter(
 )
 
 
-CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
-LINES_IN = Counter("tidemark_lines_received", "Lines that clients sent.", registry=REGISTRY)
-LINES_OUT = Counter(
+LINE_CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
+LINES_RECEIVED = Counter("tidemark_lines_received", "Lines that clients sent.", registry=REGISTRY)
+LINES_SENT = Counter(
     "tidemark_lines_sent", "Lines that were sent to clients, to all of them together.", registry=REGISTRY
 )
-CLOSED = Counter(
+CONNECTIONS_CLOSED = Counter(
     "tidemark_lines_closed",
     "Connections that the server closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent an"
     " invalid command, `crowded` ones were beyond the limit, or lost their slot to another address. `slow` rising:"
@@ -166,14 +166,14 @@ CLOSED = Counter(
     ["why"],
     registry=REGISTRY,
 )
-ANNOUNCED = Counter(
+ANNOUNCEMENTS = Counter(
     "tidemark_lines_announcements",
     "Moves of writers that were announced: with `rows`, as `empty`, or so that clients `fetch`. `fetch` rising: rows do"
     " not come from Kafka in time, or the bound on rows is too low.",
     ["how"],
     registry=REGISTRY,
 )
-ROWS_BYTES = Gauge(
+ROW_BUFFER_BYTES = Gauge(
     "tidemark_lines_rows_bytes", "Bytes of rows that wait until a position passes their IDs, about.", registry=REGISTRY
 )
 ROWS_DROPPED = Counter(
@@ -182,4 +182,6 @@ ROWS_DROPPED = Counter(
     registry=REGISTRY,
 )
 READERS = ReaderMetrics(REGISTRY)
-SPEAKER = Gauge("tidemark_lines_channel_leader", "1 while this sidecar leads the Redis channel.", registry=REGISTRY)
+CHANNEL_LEADER = Gauge(
+    "tidemark_lines_channel_leader", "1 while this sidecar leads the Redis channel.", registry=REGISTRY
+)

@@ -152,7 +152,7 @@ class Snapshots:
         self._names_at = -NAMES_AGE
 
     @property
-    def remembers(self) -> bool:
+    def has_any(self) -> bool:
         """Whether any stream can be answered from memory."""
         return bool(self._answered.streams)
 

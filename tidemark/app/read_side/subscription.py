@@ -22,10 +22,10 @@ class Started:
     """The follower is at `place`, and every later item continues from there."""
 
     place: Place
-    joins: "Joins" = field(default_factory=dict, init=False, repr=False)
+    by_place: "PlaceCache" = field(default_factory=dict, init=False, repr=False)
 
 
-Joins = dict[int, tuple[Place, Any]]
+PlaceCache = dict[int, tuple[Place, Any]]
 """A cache of results for listeners at other places, by the identity of the place, which is kept alive."""
 
 
@@ -43,7 +43,7 @@ class EventBatch:
     after: Place
     events: Sequence[Event]
     at: float = field(default_factory=time.monotonic)
-    joins: Joins = field(default_factory=dict, init=False, repr=False)
+    by_place: PlaceCache = field(default_factory=dict, init=False, repr=False)
     _encoded: dict[Callable[["EventBatch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

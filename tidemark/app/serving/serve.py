@@ -26,8 +26,8 @@ from tidemark.app.read_side import ReadSide, ReadSideConfig, open_read_side
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig
 from tidemark.app.settings import Settings
-from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.app import SiteConfig, site
+from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
+from tidemark.app.sidecar.app import AppConfig, create_app
 from tidemark.app.sidecar.service import Limits
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
@@ -226,7 +226,7 @@ def run(settings: Settings) -> None:
     )
     limits = Limits(client_limits.open_requests, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
-    config = SiteConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
+    config = AppConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
     acceptor = _acceptor(settings, client_limits.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_access(servers))
@@ -244,13 +244,13 @@ def run(settings: Settings) -> None:
             return lines(settings, read_side, lines_listening, stopping, acceptor, client_limits.lines)
 
         uvicorn_config = uvicorn.Config(
-            site(servers, config, stopping, companion),
+            create_app(servers, config, stopping, companion),
             log_config=None,
             access_log=False,
             ws="none",
             server_header=False,
-            proxy_headers=False,  # `admission` handles them before a request waits
-            http=admission(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
+            proxy_headers=False,  # `connection_class` handles them before a request waits
+            http=connection_class(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)

@@ -97,8 +97,8 @@ def _version(file: Path) -> _Version:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-SHARE = 64  # one of this many slots is freed at once
-FAIR = 4  # one of this many slots is the fair share of an address
+EVICTION_DIVISOR = 64  # one of this many slots is freed at once
+FAIR_SHARE_DIVISOR = 4  # one of this many slots is the fair share of an address
 
 
 @lru_cache(4096)
@@ -134,7 +134,10 @@ def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
         return []
     [(network, _)] = Counter(network_of(other.address) for other in waiting).most_common(1)
     of_network = (other for other in waiting if network_of(other.address) == network)
-    return [other.connection for other in nsmallest(max(1, places // SHARE), of_network, key=lambda other: other.since)]
+    return [
+        other.connection
+        for other in nsmallest(max(1, places // EVICTION_DIVISOR), of_network, key=lambda other: other.since)
+    ]
 
 
 class NoFreeSlot(Exception):
@@ -196,7 +199,7 @@ class SlotPool(Generic[T]):
 
     def _victim(self, own: dict[T, None], first: Callable[[T], bool]) -> T:
         largest = max(self._holders.values(), key=len, default=own)
-        share = self.limit // FAIR
+        share = self.limit // FAIR_SHARE_DIVISOR
         if len(own) < len(largest) // 2 or len(own) < share < len(largest):
             return next(filter(first, largest), next(reversed(largest)))
         # Evict another address only if this one has less than its share.

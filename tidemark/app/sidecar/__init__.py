@@ -1,4 +1,4 @@
 """The sidecar: published positions over HTTP, for programs in any language (docs/design.md 7).
 
-Stateless: any number may run. One process with one event loop; threads query Postgres.
+The sidecar is stateless, so any number of sidecars may run. Each has one event loop, and threads that query Postgres.
 """

@@ -1,8 +1,8 @@
-"""Answers of the sidecar: the types of its JSON, from which `/openapi.json` is made, and their values from snapshots.
-Pure.
+"""The JSON answers of the sidecar: their types, from which `/openapi.json` is generated, and functions that build them
+from snapshots. Pure.
 
-IDs are signed 64-bit integers. A client that reads JSON numbers as floating point loses IDs beyond 2^53. Field
-descriptions in `Meta` are the public documentation. The public name of a type has no `Answer` at its end.
+IDs are signed 64-bit integers. A client that reads JSON numbers as floating point loses IDs beyond 2^53. Docstrings
+and field descriptions are the public documentation. The public name of a type is without the suffix `Answer`.
 """
 
 from collections.abc import Iterable
@@ -22,19 +22,19 @@ from tidemark.streaming.core.effects import Blocker
 Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
 State = Annotated[
     Literal["known", "recovering"],
-    Meta(description="`recovering`: the stream exists, its positions are not known yet. They are never answered as 0."),
+    Meta(description="`recovering`: the stream exists, but its positions are not known yet. They are never sent as 0."),
 ]
 Source = Annotated[
     Literal["redis", "postgres", "memory"],
     Meta(
-        description="Where this was read; `memory`: an earlier answer of this process, because neither server answers."
+        description="Where this was read. `memory`: an earlier answer of this process, because neither server answers."
     ),
 ]
 
 
 class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`writer` has not completed the IDs in `(low, top]`. Without a range: it never joined, and so holds the linear
-    position back."""
+    """`writer` has not completed the IDs in `(low, top]`. Without a range: the writer never joined, and blocks the
+    linear position."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
@@ -45,7 +45,7 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The positions of a stream. `epochs`, `retired`, `pending`, `blockers`, `linear_lag`, `last_seen` and
-    `open_transactions` come from Postgres alone: null while it was never reached."""
+    `open_transactions` come from Postgres alone: null until Postgres answers for the first time."""
 
     stream: Name
     state: State
@@ -53,13 +53,14 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     vector: Annotated[
         dict[str, StreamId], Meta(description="Writer to position: every ID of the writer up to there is complete.")
     ]
-    token: Annotated[str | None, Meta(description="Both in one text: m7~web.9.")]
+    token: Annotated[str | None, Meta(description="The linear position and the vector as one text: m7~web.9.")]
     epochs: dict[str, int] | None
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs above a gap.")]
     blockers: Annotated[list[BlockerAnswer] | None, Meta(description="What blocks a position now, longest first.")]
     linear_lag: Annotated[
-        LinearLagAnswer | None, Meta(description="Null too if the linear position is at the allocated ID.")
+        LinearLagAnswer | None,
+        Meta(description="What blocks the linear position; null also if it has reached the allocated ID."),
     ]
     last_seen: Annotated[
         dict[str, datetime] | None,
@@ -82,14 +83,14 @@ class StreamsAnswer(msgspec.Struct, frozen=True):
 
 
 class HealthAnswer(msgspec.Struct, frozen=True):
-    """`problems` are for people. Ready with problems: one server is down and the other one answers."""
+    """`problems` are texts for people. Ready with problems: one server is down, and the other one answers."""
 
     ready: bool
     problems: list[str]
 
 
 class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error, as of RFC 9457."""
+    """An error (RFC 9457)."""
 
     type: Annotated[str, Meta(description="What went wrong, for programs.")]
     title: str
@@ -99,7 +100,7 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
-    """`now` is of the clock of the snapshot."""
+    """The answer for a snapshot. `now`: monotonic clock, in seconds."""
     known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
     return StreamAnswer(
         stream=snapshot.stream,
@@ -121,7 +122,7 @@ def stream_answer(snapshot: Snapshot, now: float) -> StreamAnswer:
 
 
 def nearest_blockers(details: Details) -> Iterable[Blocker]:
-    """The gaps that hold a position back now: the nearest of each writer, and writers that never joined."""
+    """The gaps that block a position now: the nearest one of each writer, and writers that never joined."""
     nearest: dict[tuple[str, int, bool], Blocker] = {}
     for gap in details.gaps:
         key = gap.writer, gap.epoch, gap.unknown
@@ -141,13 +142,13 @@ def blocker_answer(gap: Blocker) -> BlockerAnswer:
 
 
 def etag(body: StreamAnswer | StreamsAnswer) -> str:
-    """An ETag, equal for answers that differ only in their ages. Weak, because their bytes differ."""
+    """A weak ETag: equal for answers that differ only in their ages."""
     streams = body.streams if isinstance(body, StreamsAnswer) else [body]
-    same = [_ageless(stream) for stream in streams]
-    return f'W/"{blake2b(msgspec.json.encode(same), digest_size=12).hexdigest()}"'
+    content = msgspec.json.encode([_without_ages(stream) for stream in streams])
+    return f'W/"{blake2b(content, digest_size=12).hexdigest()}"'
 
 
-def _ageless(stream: StreamAnswer) -> StreamAnswer:
+def _without_ages(stream: StreamAnswer) -> StreamAnswer:
     return msgspec.structs.replace(stream, age_seconds=None, details_age_seconds=None)
 
 
@@ -159,8 +160,8 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
-    """The position of `writer` moved over `(prev, id]`. The counts are of `(claimed, id]`: the same range, unless
-    the reader began inside it."""
+    """The position of `writer` moved over `(prev, id]`. The counts are for `(claimed, id]`, which is the same range
+    unless the reader began inside it."""
 
     stream: Name
     writer: Name
@@ -176,12 +177,12 @@ class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     skipped: Annotated[int, Meta(ge=0, description="IDs that an operator skipped.")]
     linear: Annotated[StreamId, Meta(description="The linear position after the batch.")]
     batch: Count
-    time: Annotated[datetime, Meta(description="Of the batch.")]
+    time: Annotated[datetime, Meta(description="The time of the batch.")]
 
 
 class RereadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reread"):
-    """`(prev, id]` of `writer` is complete, and its evidence is gone: read the table. Without a writer: of every writer
-    but those in `besides`."""
+    """`(prev, id]` of `writer` is complete, but its evidence is no longer available: read the table. If `writer` is
+    null, this is true for every writer except those in `besides`."""
 
     stream: Name
     writer: Name | None
@@ -191,7 +192,7 @@ class RereadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late"):
-    """Completions in `(prev, id]` that came after the range was settled without them: repair what was read."""
+    """Facts in `(prev, id]` that completed after the range had been settled without them: read the range again."""
 
     stream: Name
     number: Count
@@ -203,8 +204,9 @@ class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     why: Annotated[
         str,
         Meta(
-            description="`skipped` by an operator; the source `regressed`; `final`: the linear position had passed the"
-            " ID, or another writer had completed it; `announced` as empty by its own writer."
+            description="`skipped`: an operator had settled the ID. `regressed`: the source went back. `final`: the"
+            " linear position had passed the ID, or another writer had completed it. `announced`: its own writer had"
+            " declared it empty."
         ),
     ]
     batch: Count
@@ -212,7 +214,7 @@ class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
-    """Late completions numbered `(after, number]` are not listed any more."""
+    """The late completions with numbers in `(after, number]` are no longer available."""
 
     stream: Name
     after: Count
@@ -220,7 +222,7 @@ class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
-    """The linear position moved, with all moves of writers before this one or without any."""
+    """The linear position moved. The moves of writers that led to it, if any, were sent before."""
 
     stream: Name
     linear: StreamId
@@ -230,7 +232,8 @@ Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
 
 
 class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is where the next page begins; `complete`: nothing more was published when this was read."""
+    """A page of moves. `next` is where the next page begins. `complete`: nothing more was published when this page was
+    read."""
 
     stream: Name
     moves: list[Move]
@@ -239,31 +242,33 @@ class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeferredRangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of `writer` found no room, since too much of it is pending: they wait in Kafka and come again as it
-    shrinks."""
+    """Records of `writer` are deferred, because too many of its ranges are pending. They stay in Kafka, and are read
+    again when there is room."""
 
     writer: Name
     epoch: Count
 
 
 class RequeueAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Deferred records of `writer` that are read again from Kafka. Those that are `gone` from Kafka are lost, and their
-    IDs stay open until the writer's next JOIN."""
+    """Deferred records of `writer` that are being read again from Kafka. Records that are `gone` from Kafka are lost,
+    and their IDs stay open until the writer's next JOIN."""
 
     writer: Name
     since: datetime
-    gone: Annotated[int, Meta(ge=0, description="How many records are gone from Kafka, at most.")]
-    problem: Annotated[str | None, Meta(description="Why they are not read yet, or why they are gone; for people.")]
+    gone: Annotated[int, Meta(ge=0, description="An upper bound of the records that are gone from Kafka.")]
+    problem: Annotated[
+        str | None, Meta(description="Why the records are not read yet, or why they are gone; for people.")
+    ]
 
 
 class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Every open range and writer that never joined, longest first. `total` counts those that were cut off too."""
+    """Open ranges and writers that never joined, the oldest first. `total` also counts the ones beyond `limit`."""
 
     stream: Name
     gaps: list[BlockerAnswer]
     linear_lag: Annotated[
         LinearLagAnswer | None,
-        Meta(description="What blocks the linear position below the allocated ID; null: nothing."),
+        Meta(description="What blocks the linear position below the allocated ID; null if nothing does."),
     ]
     open_transactions: Annotated[
         dict[str, list[str]],
@@ -276,6 +281,7 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gaps_answer(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
+    """The first `limit` gaps. `age`: seconds since `details` were read."""
     return GapsAnswer(
         stream=stream,
         gaps=[blocker_answer(gap) for gap in details.gaps[:limit]],
@@ -326,4 +332,4 @@ def move_answer(stream: str, event: Event) -> Move:
         case LateLost():
             return LateLostAnswer(stream=stream, after=event.after, number=event.number)
         case LinearMove():
-            raise AssertionError("only writers' moves are followed")
+            raise AssertionError("followers yield no LinearMove; see LinearMoveAnswer")

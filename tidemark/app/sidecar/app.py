@@ -1,7 +1,7 @@
-"""The web application: the operations behind bearer tokens and limits, with problems as answers.
+"""The web application: routes, middleware, bearer tokens and error handlers.
 
-Bearer tokens are in a file, one a line, which is read again when it changes. There may be several tokens, so that they
-can be rotated: add the new one, move the clients, remove the old one.
+The file of bearer tokens may contain several tokens, so that they can be rotated: add the new token, change the
+clients, then remove the old token.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics, open_read_
 from tidemark.app.serving.tls_listener import FileWatcher
 from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
-from tidemark.app.sidecar.openapi import Operation, OperationCall, parsed
+from tidemark.app.sidecar.openapi import Operation, OperationCall, parse_query
 from tidemark.app.sidecar.problems import (
     NEVER_CACHED,
     NO_SNIFFING,
@@ -38,11 +38,11 @@ from tidemark.app.sidecar.problems import (
     Unauthorized,
     UnknownStream,
     WrongHost,
-    answered,
-    framework,
-    unexpected,
+    handle_defect,
+    handle_http_error,
+    handle_problem,
 )
-from tidemark.app.sidecar.service import Limits, Service, serving
+from tidemark.app.sidecar.service import Limits, Service, open_service
 from tidemark.common.errors import BadSetting
 from tidemark.common.log import get_logger
 from tidemark.streaming.wire.records import is_name
@@ -51,8 +51,11 @@ _PROBES = (b"/livez", b"/readyz")
 
 
 class AllowedHosts:
-    """Refuses requests whose `Host` is none of `names`: a page of another site must not reach a sidecar on its reader's
-    machine. `/livez` and `/readyz` are asked by address, and tell nothing."""
+    """Refuses requests whose header `Host` has none of `names`.
+
+    This prevents DNS rebinding: a web page of another site must not reach a sidecar on the user's machine. Probes are
+    exempt, because orchestrators send them to an IP address, and their answers contain no data.
+    """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
@@ -62,7 +65,9 @@ class AllowedHosts:
         if scope["type"] == "http" and scope["raw_path"] not in _PROBES:
             host = host_name(dict(scope["headers"]).get(b"host", b"").decode("ascii", "replace"))
             if host not in self._names:
-                problem = WrongHost(f"this sidecar is not {host[:255]!r}; TIDEMARK_SIDECAR_ALLOWED_HOSTS has its names")
+                problem = WrongHost(
+                    f"{host[:255]!r} is not a name of this sidecar; add the name to TIDEMARK_SIDECAR_ALLOWED_HOSTS"
+                )
                 await problem.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -70,29 +75,28 @@ class AllowedHosts:
 
 log = get_logger(__name__)
 
-PARAMETERS = 256  # of one request
+MAX_QUERY_PARAMETERS = 256
 
 
 class Tokens:
-    """Bearer tokens in a file, one a line, which is loaded again when it changes.
+    """Bearer tokens from a file with one token per line. The file is loaded again when it changes.
 
-    Blank lines and lines that begin with # are left out. With a file without tokens, no client is served.
+    Blank lines and lines that begin with # are ignored. If the file has no tokens, every request is refused.
 
-    Raises `BadSetting` if the file cannot be read at the start. Later, the last tokens stay in use.
+    The constructor raises `BadSetting` if the file cannot be read. Later, the last tokens stay in use.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         self._tokens = FileWatcher("the bearer tokens", [path], lambda: _read_tokens(path), now)
 
     def allow(self, authorization: str | None) -> bool:
-        """Whether the value of the header `Authorization` is one of the tokens."""
+        """Whether the value of the header `Authorization` contains one of the tokens."""
         tokens = self._tokens.content()
-        scheme, _, given = (authorization or "").partition(" ")
+        scheme, _, sent = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        matches = [
-            hmac.compare_digest(given.strip().encode(), token) for token in tokens
-        ]  # compare all tokens, so that timing reveals nothing
+        # Compare with every token, so that the duration reveals nothing.
+        matches = [hmac.compare_digest(sent.strip().encode(), token) for token in tokens]
         return any(matches)
 
 
@@ -104,48 +108,58 @@ def _read_tokens(path: Path) -> list[bytes]:
     return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
-# Not for event streams: it would not compress them, and would hold 256 KB for each.
-COMPRESSED = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
+# Not for event streams: the middleware would not compress them, and would use 256 KB for each.
+COMPRESSION = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
 OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
 
 @dataclass(frozen=True, slots=True)
-class SiteConfig:
-    """The clients that the site serves.
+class AppConfig:
+    """The configuration of the web application.
 
     Attributes:
-        tokens_file: None: every client.
-        origins: web sites whose scripts may read.
-        hosts: names by which the sidecar may be asked; empty: any name.
-        note: banner text on the live page.
+        tokens_file: the file of bearer tokens; None: requests need no token.
+        origins: web sites whose scripts may read the answers (CORS).
+        hosts: the allowed names in the header `Host`; empty: any name.
+        limits: the limits of the sidecar.
+        banner: banner text on the live page.
     """
 
     tokens_file: Path | None = None
     origins: Sequence[str] = ()
     hosts: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
-    note: str = ""
+    banner: str = ""
 
 
 CompanionService = Callable[[ReadSide], AbstractAsyncContextManager[None]]
-"""The other users of the read side, which run while the site runs."""
+"""Another service that uses the read side, and runs while the web application runs."""
 
 
-def site(
+def create_app(
     servers: ReadSideConfig,
-    config: SiteConfig,
+    config: AppConfig,
     stopping: asyncio.Event,
     companion: CompanionService = lambda _: nullcontext(),
 ) -> Starlette:
-    """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, open requests
-    end."""
+    """Create the web application. It connects to no server before it starts.
+
+    Args:
+        servers: the addresses of Redis and Postgres.
+        config: the configuration.
+        stopping: set it to end long-running requests.
+        companion: runs while the application runs.
+
+    Raises:
+        BadSetting: the file of tokens cannot be read.
+    """
     tokens = None if config.tokens_file is None else Tokens(config.tokens_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
             open_read_side(servers) as read_side,
-            serving(read_side, config.limits, stopping) as service,
+            open_service(read_side, config.limits, stopping) as service,
             companion(read_side),
         ):
             app.state.service = service
@@ -165,9 +179,8 @@ def site(
                 expose_headers=["ETag"],
             )
         )
-    described = openapi.operation(OPERATIONS, {} if tokens is None else openapi.BEARER)
-    offered = [*OPERATIONS, described]
-    web = Starlette(
+    description = openapi.openapi_operation(OPERATIONS, {} if tokens is None else openapi.BEARER)
+    app = Starlette(
         routes=[
             *(
                 Route(
@@ -175,23 +188,23 @@ def site(
                     _endpoint(operation, tokens),
                     methods=["GET"],
                     name=operation.name,
-                    middleware=[] if operation.media == EVENT_STREAM else [COMPRESSED],
+                    middleware=[] if operation.media == EVENT_STREAM else [COMPRESSION],
                 )
-                for operation in offered
+                for operation in [*OPERATIONS, description]
             ),
-            *page.routes([COMPRESSED], config.note),
+            *page.routes([COMPRESSION], config.banner),
         ],
         middleware=middleware,
-        exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},
+        exception_handlers={Problem: handle_problem, HTTPException: handle_http_error, Exception: handle_defect},
         lifespan=lifespan,
     )
-    web.router.redirect_slashes = False  # a redirect would go to the `Host` that the client sent
-    return web
+    app.router.redirect_slashes = False  # a redirect would go to the `Host` that the client sent
+    return app
 
 
 class NoStoreMiddleware:
-    """No cache stores an answer that does not say otherwise: a position is soon old. And no browser guesses another
-    media type than the one that is sent."""
+    """Adds `Cache-Control: no-store` to answers without the header, because positions soon change, and
+    `X-Content-Type-Options: nosniff`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,7 +221,7 @@ class NoStoreMiddleware:
 
 
 class RawPathMiddleware:
-    """Routes by the path as it was sent: the name of a stream may contain slashes, written %2F."""
+    """Routes by the undecoded path, because the name of a stream may contain slashes, sent as %2F."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -228,27 +241,29 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
             if request.method == "HEAD" and operation.media == EVENT_STREAM:  # an event stream does not end by itself
                 response = Response(media_type=EVENT_STREAM)
             else:
-                response = await operation.act(call)
+                response = await operation.handle(call)
             status = response.status_code
         except Problem as problem:
             status = problem.status
             raise
         finally:
             metrics.REQUESTS.labels(operation.name, str(int(status))).inc()
-            metrics.SECONDS.labels(operation.name).observe(time.perf_counter() - began)
+            metrics.REQUEST_SECONDS.labels(operation.name).observe(time.perf_counter() - began)
         return response
 
     def _call(request: Request) -> OperationCall:
-        if tokens and operation.guarded and not tokens.allow(request.headers.get("authorization")):
-            raise Unauthorized("send Authorization: Bearer with one of the tokens in the file of this sidecar")
+        if tokens and operation.needs_token and not tokens.allow(request.headers.get("authorization")):
+            raise Unauthorized(
+                "the request has no valid token; send `Authorization: Bearer` with a token of this sidecar"
+            )
         stream = unquote(request.path_params.get("stream", ""))
         if "stream" in request.path_params and not is_name(stream):
             raise UnknownStream(stream)
-        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # checked before the expensive parsing
+        if request.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # checked before the expensive parsing
             raise BadRequest(
-                f"a request has at most {PARAMETERS} parameters; name fewer streams, or none to follow all"
+                f"the request has more than {MAX_QUERY_PARAMETERS} parameters; name fewer streams, or none for all"
             )
-        query = parsed(operation.query, request.query_params.multi_items())
+        query = parse_query(operation.query, request.query_params.multi_items())
         service: Service = request.app.state.service
         return OperationCall(service, request, stream, query)
 

@@ -1,4 +1,4 @@
-"""Server-sent events: events and their IDs as text, each encoded once for all clients at the same place, and the
+"""Server-sent events: the texts of events and event IDs, encoded once for all clients at the same place, and the HTTP
 response."""
 
 import asyncio
@@ -32,16 +32,20 @@ EVENT_STREAM = "text/event-stream"
 
 
 def encode_event(body: msgspec.Struct, name: str | None = None) -> bytes:
-    """One event. `name` is its kind; by default the tag of the struct."""
+    """The text of one event. `name`: the event type; None: the tag of the struct."""
     return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
 
 class EventStream(Response):
-    """A response of events that does not end by itself.
+    """A response with server-sent events, which lasts until the client disconnects.
 
-    Closes `resources` when the client has left, and stops serving a client for which `cut_off` is done: sending to a
-    client that does not read would wait for ever. If the process stops, the response ends as a complete one, so that no
-    proxy takes it for a failure.
+    The response also ends when `cut_off` is done, because a send to a client that does not read would wait for ever.
+    When the process stops, the response ends as a complete one, so that a proxy reports no failure.
+
+    Args:
+        texts: the encoded events.
+        cut_off: done when the client must be disconnected.
+        resources: closed at the end of the response.
     """
 
     media_type = EVENT_STREAM
@@ -60,7 +64,7 @@ class EventStream(Response):
             serving = asyncio.create_task(self._serve(send))
             disconnected = asyncio.create_task(_disconnected(receive))
             try:
-                # Two tasks and shared futures: there are thousands of such responses.
+                # Only two tasks per response, because there are thousands of responses; the futures are shared.
                 await asyncio.wait((serving, disconnected, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 serving.cancel()
@@ -90,7 +94,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-MAX_CURSOR_BYTES = 1 << 20  # bytes that a cursor may decompress to: a hostile one must not fill the memory
+MAX_CURSOR_BYTES = 1 << 20  # decompressed size of a cursor, which clients send
 
 
 class _EncodedPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -111,15 +115,19 @@ def encode_places(places: Mapping[str, Place]) -> str:
 
 
 def decode_places(text: str) -> dict[str, Place]:
-    """Raises `BadRequest`."""
+    """Parse the text of `encode_places`. Raises `BadRequest`."""
     try:
         if not text.startswith("p"):
-            raise ValueError("it does not begin with p")
+            raise ValueError("a cursor begins with p")
         packed = urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
         stored = _DECODER.decode(_decompressed(packed))
     except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
-        raise BadRequest(f"{text[:80]!r} was not given out by this interface") from None
+        raise _invalid_cursor(text) from None
     return {stream: Place(place.linear, place.positions, place.late) for stream, place in stored.items()}
+
+
+def _invalid_cursor(text: str) -> BadRequest:
+    return BadRequest(f"{text[:80]!r} is not a cursor or event ID of this interface; begin again without it")
 
 
 def encode_mark(mark: DurableMark) -> str:
@@ -127,11 +135,11 @@ def encode_mark(mark: DurableMark) -> str:
 
 
 def decode_event_id(text: str) -> dict[str, Place] | DurableMark:
-    """Parse the ID of an event: a place in each stream, or a mark. Raises `BadRequest`."""
+    """Parse the ID of an event: the place in each stream, or a mark. Raises `BadRequest`."""
     if text.startswith("t"):
         mark = _MARK.fullmatch(text)
         if mark is None or any(int(number) >= 1 << 63 for number in mark.groups()):
-            raise BadRequest(f"{text[:80]!r} was not given out by this interface")
+            raise _invalid_cursor(text)
         return DurableMark(int(mark[1]), int(mark[2]))
     return decode_places(text)
 
@@ -141,13 +149,13 @@ def decode_since(stream: str, text: str) -> Place | Token:
     if text.startswith("p"):
         place = decode_places(text).get(stream)
         if place is None:
-            raise BadRequest(f"that cursor is not of stream {stream}")
+            raise BadRequest(f"the cursor is not for stream {stream}; use the `next` of a page of this stream")
         return place
     return decode_token(text)
 
 
 def decode_token(text: str) -> Token:
-    """Raises `BadRequest`."""
+    """Parse a token. Raises `BadRequest`."""
     try:
         return Token.parse(text)
     except BadToken as problem:
@@ -158,16 +166,16 @@ def _decompressed(packed: bytes) -> Any:
     stream = zlib.decompressobj()
     data = stream.decompress(packed, MAX_CURSOR_BYTES)
     if stream.unconsumed_tail or not stream.eof:
-        raise ValueError("too long, or cut off")
+        raise ValueError("the cursor is too long, or incomplete")
     return data
 
 
-SNAPSHOTS_AT_ONCE = 100  # streams whose snapshots are read at once: other tasks run in between
-SHARED_FOR = 5.0  # seconds
+SNAPSHOTS_PER_READ = 100  # other tasks run between two reads
+CACHE_SECONDS = 5.0
 
 
 class SnapshotTexts:
-    """Encoded snapshots, made once for all clients that come at the same time. For one event loop."""
+    """Encoded snapshots, shared by all clients that connect at about the same time. For one event loop."""
 
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
@@ -176,8 +184,12 @@ class SnapshotTexts:
         self._cleared = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Snapshots of streams that were read at or after `since` (s, monotonic): the place and the event of each
-        stream."""
+        """Each stream with its place and the text of its `snapshot` event.
+
+        Args:
+            streams: the names of the streams.
+            since: snapshots that were read earlier are not used (seconds, monotonic).
+        """
         texts: Mapping[str, tuple[float, Place, bytes]] = self._texts
         if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
             texts = {**{name: texts[name] for name in streams if name in texts}, **await self._reads.get(missing)}
@@ -185,11 +197,11 @@ class SnapshotTexts:
 
     async def _read(self, streams: Collection[str]) -> Mapping[str, tuple[float, Place, bytes]]:
         now = time.monotonic()
-        if now - self._cleared > SHARED_FOR:
+        if now - self._cleared > CACHE_SECONDS:
             self._texts, self._cleared = {}, now
         names, texts = list(streams), {}
-        for start in range(0, len(names), SNAPSHOTS_AT_ONCE):
-            for snapshot in await self._snapshots.get(names[start : start + SNAPSHOTS_AT_ONCE]):
+        for start in range(0, len(names), SNAPSHOTS_PER_READ):
+            for snapshot in await self._snapshots.get(names[start : start + SNAPSHOTS_PER_READ]):
                 known = snapshot.known
                 place = Place() if known is None else Place(known.linear, known.vector, known.late)
                 text = encode_event(stream_answer(snapshot, time.monotonic()), "snapshot")
@@ -199,8 +211,8 @@ class SnapshotTexts:
 
 
 def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -> tuple[list[bytes], Place]:
-    """The part of `item` that is new for a client at `place`, which is not the place of the follower; and the client's
-    place after it."""
+    """The events of `item` that are new for a client at `place`, and the place of the client after them. For clients
+    that are not at the place of the follower."""
     merge = EventMerge(place)
     new_events: list[Event]
     match item:
@@ -217,17 +229,17 @@ def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -
     return blocks, after if merge.place == after else merge.place
 
 
-def encode_batch(piece: EventBatch) -> tuple[bytes, bytes]:
-    """The batch as server-sent events. The last event is separate: it is the one that may carry an ID."""
-    blocks = [encode_event(move_answer(piece.stream, event)) for event in piece.events]
-    if piece.linear is not None:
-        blocks.append(_linear_event(piece.stream, piece.linear))
+def encode_batch(batch: EventBatch) -> tuple[bytes, bytes]:
+    """The texts of all events of a batch but the last, and of the last event. The last event may get an ID."""
+    blocks = [encode_event(move_answer(batch.stream, event)) for event in batch.events]
+    if batch.linear is not None:
+        blocks.append(_linear_event(batch.stream, batch.linear))
     return b"".join(blocks[:-1]), blocks[-1]
 
 
-def encode_batch_id(piece: EventBatch) -> bytes:
-    """The place after this batch of a client that follows nothing but its stream."""
-    return encode_places({piece.stream: piece.after}).encode()
+def encode_batch_id(batch: EventBatch) -> bytes:
+    """The event ID after this batch, for a client that follows only this stream."""
+    return encode_places({batch.stream: batch.after}).encode()
 
 
 def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:
@@ -248,10 +260,11 @@ def _linear_event(stream: str, linear: int) -> bytes:
 
 
 async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) -> tuple[list[bytes], Place]:
-    """The moves of one of many streams, and the place after them for a client that begins at `start`.
+    """The missed moves of one stream, and the place after them for a client that begins at `start`. Removes the moves
+    from `missed`.
 
-    One text per page, and other tasks run in between: there may be very many moves, and each text is kept until its
-    client has read it.
+    There is one text per page, because each text stays in memory until its client has read it. Other tasks run between
+    two pages, because there may be very many moves.
     """
     merge, events, texts = EventMerge(start), missed.events[stream], []
     for first in range(0, len(events), PAGE):
@@ -265,7 +278,7 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) ->
 
 
 def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
-    """What is new in the page for a client at `place`, and its place after the page."""
+    """The events of the page that are new for a client at `place`, and the place of the client after them."""
     merge = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
     if page.complete:

@@ -1,11 +1,12 @@
 """The operations that answer with server-sent events: `/v1/events` for programs, `/v1/watch` for people.
 
-`/v1/events`: a snapshot of each stream, then everything that moves it, in order per writer, without a gap. `/v1/watch`:
-what changed in all streams since the last text of the client; a slow client gets fewer and newer texts.
+`/v1/events` sends a snapshot of each stream, then every move of the stream, in order per writer, without a gap.
+`/v1/watch` sends the streams that changed since the last text to the client; a slow client gets fewer and newer texts.
 
-The ID of an event is the place of the client, so that any sidecar can continue from there (`Last-Event-ID`). If few
-streams are followed, it holds the place in each of them. If many are, it names a mark: a moment up to which the client
-was sent everything that Postgres published. A mark is as long for a million streams as for ten.
+The ID of an event is the place of the client, so that any sidecar can continue from there (`Last-Event-ID`). If the
+client follows few streams, the ID contains the place in each stream. If it follows many, the ID is a mark: a time up to
+which the client was sent everything that Postgres published. The length of a mark does not depend on the number of
+streams.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from tidemark.app.read_side.replay import MissedPage, SingleFlight, identity
 from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
 from tidemark.app.sidecar.event_stream import (
     EVENT_STREAM,
-    SNAPSHOTS_AT_ONCE,
+    SNAPSHOTS_PER_READ,
     EventStream,
     SnapshotTexts,
     decode_event_id,
@@ -46,19 +47,19 @@ from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader import Place
 from tidemark.streaming.wire.records import is_name
 
-KEEP_ALIVE = 15.0  # seconds without an event, after which a comment keeps the connection alive
-RETRY = 1000, 3000  # ms after which a client reconnects: not all of them at once
-FEW = 8  # streams, up to which an ID holds the place in each
-LONGEST_ID = 16_000  # characters that servers accept in a header
-PIECE = 16 << 10  # bytes that are sent in one piece, and some more: they stay in memory until the client has read them
-JOINS = 1000  # places for which an item caches what is new: the last item of a quiet stream stays for long
+KEEP_ALIVE_SECONDS = 15.0  # without an event for so long, a comment is sent
+RETRY_MILLISECONDS = 1000, 3000  # the range of reconnect delays; random, so that clients do not reconnect together
+MAX_STREAMS_IN_EVENT_ID = 8  # with more streams, the event ID is a mark
+MAX_EVENT_ID_LENGTH = 16_000  # characters that HTTP servers accept in a header
+CHUNK_BYTES = 16 << 10  # about the size of one write, which stays in memory until the client has read it
+MAX_CACHED_PLACES = 1000  # per item: the last item of an idle stream stays in memory for long
 
 
 class EventsClient:
-    """One client of `/v1/events`: its `places` by stream, and the texts that it is sent.
+    """One client of `/v1/events`: its place in each stream, and the texts for it.
 
-    Once it has caught up with a follower, its place is the `Place` object of the follower. Then it takes batches as
-    they are encoded for all clients, and comparing places by identity is mostly enough.
+    When the client has caught up with a follower, its place is the `Place` object of the follower. Then the client gets
+    the batches that were encoded for all clients, and its place is usually found by identity.
     """
 
     def __init__(
@@ -67,29 +68,28 @@ class EventsClient:
         snapshots: SnapshotTexts,
         listener: Listener,
         resume_from: Mapping[str, Place] | DurableMark,
-        joined: dict[str, Place],
+        resumed_places: dict[str, Place],
         on_started: Callable[[], None],
     ) -> None:
-        """The listener has subscribed already.
-
+        """
         Args:
-            read_side: where positions and events come from.
+            read_side: the source of positions and events.
             snapshots: encoded snapshots.
-            listener: the queue of the client.
-            resume_from: what the last ID of the client says.
-            joined: the places that the items of the listener continue from.
-            on_started: called when the client has been sent the position of every stream.
+            listener: the queue of the client, which has subscribed already.
+            resume_from: the decoded `Last-Event-ID` of the client.
+            resumed_places: by stream, the place from which the items of the listener continue.
+            on_started: called when the client has been sent the positions of every stream.
         """
         self._read_side = read_side
         self._texts = snapshots
         self._listener = listener
         self._resume_from = resume_from
-        self._came = time.monotonic()
-        self._places = joined
+        self._connected_at = time.monotonic()
+        self._places = resumed_places
         self._on_started = on_started
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
-        yield b"retry: %d\n\n" % random.randint(*RETRY)
+        yield b"retry: %d\n\n" % random.randint(*RETRY_MILLISECONDS)
         if not isinstance(self._resume_from, DurableMark):
             for stream in streams:
                 if stream in self._resume_from and stream not in self._places:
@@ -99,24 +99,24 @@ class EventsClient:
             async for text in self._missed_since(self._resume_from, streams):
                 yield text
         others = [stream for stream in streams if stream not in self._places]
-        for start in range(0, len(others), SNAPSHOTS_AT_ONCE):
-            yield b"".join(await self._snapshots(others[start : start + SNAPSHOTS_AT_ONCE], self._came))
-        self._count()
-        text = await self._next()
+        for start in range(0, len(others), SNAPSHOTS_PER_READ):
+            yield b"".join(await self._snapshots(others[start : start + SNAPSHOTS_PER_READ], self._connected_at))
+        self._request_watermarks_if_many()
+        text = await self._next_text()
         if not text and self._places and not self._listener.wants_watermarks:
             text = b": at\n" + self._id(None) + b"\n"
         if text:
             yield text
         self._on_started()
         while not self._listener.cut_off.done():
-            if await self._listener.waited(KEEP_ALIVE):
-                if text := await self._next():
+            if await self._listener.waited(KEEP_ALIVE_SECONDS):
+                if text := await self._next_text():
                     yield text
             else:
                 yield b": still here\n\n"
 
     async def _missed(self, stream: str, place: Place) -> AsyncIterator[bytes]:
-        """What moved the stream while the client was away."""
+        """The moves of the stream while the client was disconnected."""
         self._places[stream] = place
         page: MissedPage | None = None
         resumptions = self._read_side.resumptions
@@ -145,7 +145,7 @@ class EventsClient:
         self._places[stream] = place
 
     async def _missed_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
-        """What moved all streams since the mark. Nothing, and no places, if the mark is not known any more."""
+        """The moves of all streams since the mark. No texts and no places if they are no longer available."""
         while True:
             try:
                 # Read positions before moves: the moves then lead to them or beyond.
@@ -165,7 +165,7 @@ class EventsClient:
             if stream not in missed.encoded or missed.encoded[stream].abandoned:
                 place = Place(positions.linear, positions.vector, positions.late)
                 missed.encoded[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
-            # The same place for all clients: what was known before this was read is among the events.
+            # Encoded once for all clients. Positions that a client read before the moves are among the moves.
             texts, self._places[stream] = await missed.encoded[stream].get()
             for text in texts:
                 yield text
@@ -177,30 +177,31 @@ class EventsClient:
             blocks.append(text)
         return blocks
 
-    def _count(self) -> None:
-        if len(self._places) > FEW:
+    def _request_watermarks_if_many(self) -> None:
+        if len(self._places) > MAX_STREAMS_IN_EVENT_ID:
             self._listener.wants_watermarks = True
 
-    async def _next(self) -> bytes:
-        """The items that the listener was given meanwhile, followed by an ID if one is known. May be empty."""
+    async def _next_text(self) -> bytes:
+        """The text of queued items up to `CHUNK_BYTES`, with an event ID if one is known. May be empty."""
         blocks: list[bytes] = []
         last: Item | None = None
         size = 0
-        while size < PIECE and (taken := self._listener.take(1)):
-            ((stream, last),) = taken
-            new = await self._taken(stream, last)
+        while size < CHUNK_BYTES and (items := self._listener.take(1)):
+            ((stream, last),) = items
+            new = await self._encode(stream, last)
             size += sum(map(len, new))
             blocks += new
         if blocks and not self._listener.wants_watermarks:
             blocks[-1] = self._id(last) + blocks[-1]
         return b"".join(blocks)
 
-    async def _taken(self, stream: str, item: Item) -> Sequence[bytes]:
+    async def _encode(self, stream: str, item: Item) -> Sequence[bytes]:
+        """Encode an item for this client, and move the client's place."""
         if isinstance(item, Watermark):
             return [b": at\nid: %s\n\n" % encode_mark(item.mark).encode()]
         if isinstance(item, StreamAdded):
             blocks = await self._snapshots([stream], time.monotonic())
-            self._count()
+            self._request_watermarks_if_many()
             return blocks
         place = self._places[stream]
         if isinstance(item, EventBatch) and (place is item.before or place == item.before):
@@ -209,74 +210,78 @@ class EventsClient:
         if isinstance(item, Started) and place == item.place:
             self._places[stream] = item.place
             return ()
-        if id(place) not in item.joins:
-            if len(item.joins) >= JOINS:
-                item.joins.clear()
-            item.joins[id(place)] = place, encode_events_after(stream, place, item)
-        joined: tuple[list[bytes], Place] = item.joins[id(place)][1]
-        self._places[stream] = joined[1]
-        return joined[0]
+        if id(place) not in item.by_place:
+            if len(item.by_place) >= MAX_CACHED_PLACES:
+                item.by_place.clear()
+            item.by_place[id(place)] = place, encode_events_after(stream, place, item)
+        encoded: tuple[list[bytes], Place] = item.by_place[id(place)][1]
+        self._places[stream] = encoded[1]
+        return encoded[0]
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
             text = last.once(encode_batch_id)
         else:
             text = encode_places(self._places).encode()
-        if len(text) > LONGEST_ID:
+        if len(text) > MAX_EVENT_ID_LENGTH:
             self._listener.wants_watermarks = True
             return b""
         return b"id: %s\n" % text
 
 
-NAMES = 200  # streams that one request may name
-STALLED = 30.0  # seconds that one text for a watcher may take to be sent
+MAX_STREAMS_PER_REQUEST = 200
+WRITE_TIMEOUT_SECONDS = 30.0  # for one text to a watcher
 
 
 class EventsQuery(msgspec.Struct, frozen=True):
     stream: Annotated[
-        list[str], Meta(description="Streams to follow; up to 200 times for several. Without it: all.")
+        list[str],
+        Meta(description="A stream to follow. Repeat the parameter for several streams, up to 200. Default: all."),
     ] = []
 
 
 async def follow_events(call: OperationCall) -> Response:
     query: EventsQuery = call.query
-    if len(query.stream) > NAMES:
-        raise BadRequest(f"{len(query.stream)} streams are named, and {NAMES} may be: leave them out to follow all")
+    if len(query.stream) > MAX_STREAMS_PER_REQUEST:
+        raise BadRequest(
+            f"the request names {len(query.stream)} streams; at most {MAX_STREAMS_PER_REQUEST} are allowed. To follow"
+            " all streams, name none"
+        )
     for name in query.stream:
         if not is_name(name):
             raise UnknownStream(name)
     service, read_side = call.service, call.service.read_side
-    last = call.request.headers.get("last-event-id")
-    resume_from = decode_event_id(last) if last else {}
+    last_id = call.request.headers.get("last-event-id")
+    resume_from = decode_event_id(last_id) if last_id else {}
     address = call.address
-    if pause := service.reconnect_throttle.pause(address):
-        metrics.PAUSED.inc()
-        await asyncio.sleep(pause)
+    if delay := service.reconnect_throttle.delay(address):
+        metrics.EVENTS_PAUSED.inc()
+        await asyncio.sleep(delay)
         if await call.request.is_disconnected():
             return Response(media_type=EVENT_STREAM)
     with ExitStack() as stack:
         listener = Listener()
-        stack.enter_context(service.limiter.one("events", address, partial(settle, listener.cut_off)))
-        on_started = await service.start_queue.turn(address)
+        stack.enter_context(service.limiter.slot("events", address, partial(settle, listener.cut_off)))
+        on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
         names = set(query.stream) or await read_side.snapshots.names()
         if query.stream and (others := sorted(name for name in names if not read_side.snapshots.has(name))):
             for snapshot in await read_side.snapshots.get(others):
                 existing(snapshot)
-        listener.wants_watermarks = len(names) > FEW
+        listener.wants_watermarks = len(names) > MAX_STREAMS_IN_EVENT_ID
         if not query.stream:
             read_side.followers.follow_new_streams(listener)
-        joined = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))
+        resumed_places = stack.enter_context(read_side.followers.subscribe(listener, names, resume_from))
         stack.callback(service.reconnect_throttle.stream_ended, address, time.monotonic())
         resources = stack.pop_all()
-    client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, joined, on_started)
+    client = EventsClient(read_side, service.snapshot_texts, listener, resume_from, resumed_places, on_started)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
 
 
 async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
         cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stack.enter_context(call.service.limiter.one("watch", call.address, partial(settle, cut_off)))
+        stack.enter_context(call.service.limiter.slot("watch", call.address, partial(settle, cut_off)))
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
     return EventStream(_changes(call.service.watch, watcher, cut_off), cut_off, resources)
@@ -284,10 +289,10 @@ async def watch_streams(call: OperationCall) -> Response:
 
 async def _changes(watch: Watch, watcher: Watcher, cut_off: asyncio.Future[None]) -> AsyncIterator[bytes]:
     while True:
-        text = await watch.news(watcher)
-        stalled = asyncio.get_running_loop().call_later(STALLED, settle, cut_off)
+        text = await watch.next_text(watcher)
+        write_timeout = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_SECONDS, settle, cut_off)
         yield text
-        stalled.cancel()
+        write_timeout.cancel()
 
 
 OPERATIONS = [
@@ -305,8 +310,8 @@ OPERATIONS = [
     Operation(
         "/v1/watch",
         "watch",
-        "Server-sent events for people: `stream` for each stream and then for each that changed, at most once a second,"
-        " and `pipeline`.",
+        "Server-sent events for people: `pipeline`, and `stream` for each stream, then for each stream that changed, at"
+        " most once a second.",
         watch_streams,
         WatchedStreamAnswer | PipelineAnswer,
         media=EVENT_STREAM,

@@ -1,4 +1,4 @@
-"""The operations of the HTTP interface, as values, and `/openapi.json`, which is made from them."""
+"""Descriptions of the operations of the HTTP interface, and `/openapi.json`, which is generated from them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ JSON = "application/json"
 
 
 class NoQuery(msgspec.Struct, frozen=True):
-    """An operation that takes only the parameters of its path."""
+    """The query of an operation without query parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCall:
-    """A request, checked. `stream` is that of the path (empty if the path has none), `query` the operation's struct."""
+    """A checked request. `stream`: the stream in the path, or empty. `query`: its parameters, as `Operation.query`."""
 
     service: Service
     request: Request
@@ -33,49 +33,60 @@ class OperationCall:
 
     @property
     def address(self) -> str:
-        """The address of the client; behind a trusted proxy, the one that the proxy names."""
+        """The address of the client. Behind a trusted proxy, the address that the proxy reports."""
         return self.request.client.host if self.request.client else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation: its path, what it takes, what it answers.
+    """One operation of the HTTP interface.
 
     Attributes:
-        answers: the type of a 200 answer, and `media` its media type.
-        headers: the names of headers that a request may have.
-        others: the types of answers with another status that are no problems.
+        path: the path, with `{stream}` for the name of a stream.
+        name: the `operationId`.
+        summary: the public description.
+        handle: answers a request.
+        answer: the type of a 200 answer.
+        query: the type of the query parameters.
+        media: the media type of a 200 answer.
+        problems: the errors that `handle` raises.
+        headers: the optional request headers.
+        other_answers: by status, the types of other answers that are not errors.
     """
 
     path: str
     name: str
     summary: str
-    act: Callable[[OperationCall], Awaitable[Response]]
-    answers: Any
+    handle: Callable[[OperationCall], Awaitable[Response]]
+    answer: Any
     query: type[msgspec.Struct] = NoQuery
     media: str = JSON
     problems: Sequence[type[Problem]] = ()
     headers: Sequence[str] = ()
-    others: Mapping[int, Any] = field(default_factory=dict)
+    other_answers: Mapping[int, Any] = field(default_factory=dict)
 
     @property
-    def guarded(self) -> bool:
-        """Whether it needs a bearer token, if tokens are set."""
+    def needs_token(self) -> bool:
+        """Whether a request needs a bearer token, if the sidecar has tokens."""
         return self.path.startswith("/v1/") or self.path == "/metrics"
 
     @property
-    def tagged(self) -> bool:
-        """Whether its answers carry an ETag."""
+    def has_etag(self) -> bool:
         return "If-None-Match" in self.headers
 
 
-def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msgspec.Struct:
-    """Raises `BadRequest`. A parameter that is given several times makes a list. Unknown parameters are ignored."""
-    texts_of: dict[str, list[str]] = {}
-    for name, text in given:
-        texts_of.setdefault(name, []).append(text)
-    lists = _lists(query)
-    values = {name: texts if name in lists else texts[-1] for name, texts in texts_of.items()}
+def parse_query(query: type[msgspec.Struct], parameters: Sequence[tuple[str, str]]) -> msgspec.Struct:
+    """Convert query parameters to an instance of `query`. A repeated parameter becomes a list. Unknown parameters are
+    ignored.
+
+    Raises:
+        BadRequest: a value is missing or has the wrong type.
+    """
+    texts_by_name: dict[str, list[str]] = {}
+    for name, text in parameters:
+        texts_by_name.setdefault(name, []).append(text)
+    lists = _list_parameters(query)
+    values = {name: texts if name in lists else texts[-1] for name, texts in texts_by_name.items()}
     try:
         return msgspec.convert(values, query, strict=False)
     except msgspec.ValidationError as error:
@@ -83,38 +94,42 @@ def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msg
 
 
 @cache
-def _lists(query: type[msgspec.Struct]) -> frozenset[str]:
-    """Names of the parameters that may be given several times."""
+def _list_parameters(query: type[msgspec.Struct]) -> frozenset[str]:
+    """The names of parameters that may be repeated."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(query) if "list" in str(field.type))
 
 
-def json(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, dict(headers or {}), JSON)
 
 
-def tagged(request: Request, body: msgspec.Struct, tag: str) -> Response:
-    """304 without a body if the client has this answer already."""
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    known_tags = [text.strip() for text in request.headers.get("if-none-match", "").split(",")]
-    if tag in known_tags or "*" in known_tags:
+def etag_response(request: Request, body: msgspec.Struct, etag: str) -> Response:
+    """The answer with its ETag, or 304 without a body if the client has this answer already."""
+    headers = {"ETag": etag, "Cache-Control": "no-cache"}
+    known_etags = [text.strip() for text in request.headers.get("if-none-match", "").split(",")]
+    if etag in known_etags or "*" in known_etags:
         return Response(status_code=304, headers=headers)
-    return json(body, headers=headers)
+    return json_response(body, headers=headers)
 
 
 SCHEMAS = "#/components/schemas/"
-SUFFIX = "Answer"  # of our types, which the document leaves out
-NAME = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
+SUFFIX = "Answer"  # removed from the names of our types
+NAME_PATTERN = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
 HEADERS = {
-    "If-None-Match": "An ETag that the client has: 304 if nothing has changed.",
-    "Last-Event-ID": "The `id` of the last event: continue after it.",
+    "If-None-Match": "The ETag of the client's copy. The answer is 304 if nothing has changed.",
+    "Last-Event-ID": "The `id` of the last event that the client received: continue after it.",
 }
 PATH = "/openapi.json"
 BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
-    """The operation that answers the document about `others` and itself. `security`: `BEARER`, or empty if every
-    request is answered."""
+def openapi_operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
+    """The operation that answers with the OpenAPI document, which describes `others` and itself.
+
+    Args:
+        others: the other operations.
+        security: `BEARER`, or empty if requests need no token.
+    """
 
     async def describe(_: OperationCall) -> Response:
         return Response(text, media_type=JSON)
@@ -125,8 +140,11 @@ def operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Opera
 
 
 def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document. `security` as for `openapi_operation`."""
     types = [
-        type_ for operation in operations for type_ in (operation.answers, operation.query, *operation.others.values())
+        type_
+        for operation in operations
+        for type_ in (operation.answer, operation.query, *operation.other_answers.values())
     ]
     schemas, components = msgspec.json.schema_components(
         [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
@@ -156,7 +174,7 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
 
 
 def _published(schema: Any) -> Any:
-    """A schema with the public names: those of our types without `SUFFIX`."""
+    """A schema with the public names of our types, which are without `SUFFIX`."""
     match schema:
         case dict():
             return {
@@ -175,44 +193,55 @@ def _described(
 ) -> dict[str, Any]:
     answered = {
         "description": operation.summary,
-        "content": {operation.media: {"schema": known[repr(operation.answers)]}},
+        "content": {operation.media: {"schema": known[repr(operation.answer)]}},
     }
     responses: dict[str, Any] = {"200": answered}
-    if operation.tagged:
-        tag = {"ETag": {"description": "Equal while nothing changed.", "required": True, "schema": {"type": "string"}}}
-        answered["headers"] = tag
-        responses["304"] = {"description": "Nothing changed.", "headers": tag}
-    for status, type_ in operation.others.items():
+    if operation.has_etag:
+        etag = {
+            "ETag": {
+                "description": "Stays the same until something changes.",
+                "required": True,
+                "schema": {"type": "string"},
+            }
+        }
+        answered["headers"] = etag
+        responses["304"] = {"description": "Nothing changed.", "headers": etag}
+    for status, type_ in operation.other_answers.items():
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {JSON: {"schema": known[repr(type_)]}},
         }
     for problem in [problem for problem in operation.problems if security or problem is not Unauthorized]:
-        responses[str(int(problem.status))] = _refusal(problem, known)
+        responses[str(int(problem.status))] = _problem_response(problem, known)
     described = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "parameters": [*_in_path(operation), *_in_query(operation, components), *_in_headers(operation)],
+        "parameters": [
+            *_path_parameters(operation),
+            *_query_parameters(operation, components),
+            *_header_parameters(operation),
+        ],
         "responses": responses,
     }
-    return described | ({"security": [{name: []} for name in security]} if operation.guarded and security else {})
+    return described | ({"security": [{name: []} for name in security]} if operation.needs_token and security else {})
 
 
-def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
+def _problem_response(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "description": f"{problem.title}: `{urn(problem.type)}`.",
         "content": {MEDIA_TYPE: {"schema": known[repr(answers.ProblemAnswer)]}},
     }
 
 
-def _in_path(operation: Operation) -> list[dict[str, Any]]:
+def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
     if "{stream}" not in operation.path:
         return []
-    schema = {"type": "string", "pattern": NAME}
-    return [{"name": "stream", "in": "path", "required": True, "description": "Its name.", "schema": schema}]
+    schema = {"type": "string", "pattern": NAME_PATTERN}
+    description = "The name of the stream."
+    return [{"name": "stream", "in": "path", "required": True, "description": description, "schema": schema}]
 
 
-def _in_query(operation: Operation, components: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _query_parameters(operation: Operation, components: Mapping[str, Any]) -> list[dict[str, Any]]:
     schema = components[operation.query.__name__]
     required = schema.get("required", [])
     return [
@@ -227,7 +256,7 @@ def _in_query(operation: Operation, components: Mapping[str, Any]) -> list[dict[
     ]
 
 
-def _in_headers(operation: Operation) -> list[dict[str, Any]]:
+def _header_parameters(operation: Operation) -> list[dict[str, Any]]:
     return [
         {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
         for name in operation.headers

@@ -1,4 +1,5 @@
-"""The operations that answer once: positions of streams, their moves, blockers and history, and the state of processes.
+"""The operations that answer with one response: positions of streams, their moves, gaps and history, and the state of
+processes.
 
 `wait` is a long poll: it answers when a stream has reached a token.
 """
@@ -31,7 +32,7 @@ from tidemark.app.sidecar.answers import (
     stream_answer,
 )
 from tidemark.app.sidecar.event_stream import decode_since, decode_token, encode_places
-from tidemark.app.sidecar.openapi import Operation, OperationCall, json, tagged
+from tidemark.app.sidecar.openapi import Operation, OperationCall, etag_response, json_response
 from tidemark.app.sidecar.problems import (
     BadRequest,
     Busy,
@@ -61,13 +62,13 @@ from tidemark.sinks.reader import (
     wait_for_token,
 )
 
-PLAIN = "text/plain"
+PLAIN_TEXT = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
-SERVERS = 2  # Redis and Postgres: one of them is enough to answer, and what was read before is still true
+SERVER_COUNT = 2  # Redis and Postgres; one of them is enough to answer
 
 
 class StreamsQuery(msgspec.Struct, frozen=True):
-    after: Annotated[str, Meta(description="The `next` of the page before.")] = ""
+    after: Annotated[str, Meta(description="The `next` of the previous page.")] = ""
     limit: Limit = 1000
 
 
@@ -81,37 +82,45 @@ async def all_streams(call: OperationCall) -> Response:
     page, rest = names[first : first + query.limit], names[first + query.limit :]
     streams = [stream_answer(snapshot, now) for snapshot in await snapshots.get(page)]
     body = StreamsAnswer(streams, page[-1] if rest else None)
-    return tagged(call.request, body, etag(body))
+    return etag_response(call.request, body, etag(body))
 
 
 async def one_stream(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     body = stream_answer(existing(snapshot), time.monotonic())
-    return tagged(call.request, body, etag(body))
+    return etag_response(call.request, body, etag(body))
 
 
 def existing(snapshot: Snapshot) -> Snapshot:
-    """Raises `UnknownStream`, and `RecoveringProblem` if no server can tell whether the stream exists."""
+    """The snapshot itself.
+
+    Raises:
+        UnknownStream: the stream does not exist.
+        RecoveringProblem: no server answers, so it is not known whether the stream exists.
+    """
     if snapshot.exists is False:
         raise UnknownStream(snapshot.stream)
     if snapshot.exists is None:
-        raise RecoveringProblem(f"stream {snapshot.stream!r} is not known, and Postgres does not answer")
+        raise RecoveringProblem(
+            f"whether stream {snapshot.stream!r} exists is not known: neither Redis nor Postgres answers; try again"
+        )
     return snapshot
 
 
 async def pipeline(call: OperationCall) -> Response:
-    return json(await call.service.watch.pipeline())
+    return json_response(await call.service.watch.pipeline())
 
 
 async def livez(_: OperationCall) -> Response:
-    return Response("alive\n", media_type=PLAIN)
+    return Response("alive\n", media_type=PLAIN_TEXT)
 
 
 async def readyz(call: OperationCall) -> Response:
     read_side = call.service.read_side
     problems = await read_side.problems()
-    ready = len(problems) < SERVERS or read_side.snapshots.remembers
-    return json(HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
+    # Positions that were read before stay true, so they can be answered from memory.
+    ready = len(problems) < SERVER_COUNT or read_side.snapshots.has_any
+    return json_response(HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
 
 
 async def scrape(call: OperationCall) -> Response:
@@ -126,7 +135,7 @@ class AdvancesQuery(msgspec.Struct, frozen=True):
     since: Annotated[
         str,
         Meta(
-            description="A token, or the `next` of the page before.",
+            description="A token, or the `next` of the previous page.",
             extra_json_schema={"pattern": f"^({TOKEN_PATTERN}|p[A-Za-z0-9_-]+)$"},
         ),
     ] = "m0"
@@ -137,9 +146,9 @@ async def gaps(call: OperationCall) -> Response:
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     details, read_at = existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
-        raise RecoveringProblem("gaps are read from Postgres, which does not answer")
+        raise RecoveringProblem("gaps are read from Postgres, which does not answer; try again")
     query: GapsQuery = call.query
-    return json(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
+    return json_response(gaps_answer(call.stream, details, query.limit, time.monotonic() - read_at))
 
 
 async def advances(call: OperationCall) -> Response:
@@ -147,7 +156,7 @@ async def advances(call: OperationCall) -> Response:
     since = decode_since(call.stream, query.since)
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
-            since.compare(Token.of(known.linear, known.vector))  # a stream never changes direction
+            since.compare(Token.of(known.linear, known.vector))  # raises BadToken if the directions differ
         page = await HistoryPager(call.service.read_side.requests, call.stream, since, query.limit).page()
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
@@ -157,11 +166,12 @@ async def advances(call: OperationCall) -> Response:
         raise BadRequest(str(problem)) from None
     if page is None:
         raise UnknownStream(call.stream)
-    return await asyncio.to_thread(_answered, call.stream, page)  # ten thousand moves would block the event loop
+    # On a thread, because encoding ten thousand moves would block the event loop.
+    return await asyncio.to_thread(_advances_response, call.stream, page)
 
 
-def _answered(stream: str, page: HistoryPage) -> Response:
-    return json(
+def _advances_response(stream: str, page: HistoryPage) -> Response:
+    return json_response(
         AdvancesAnswer(
             stream=stream,
             moves=[move_answer(stream, event) for event in page.events],
@@ -175,12 +185,12 @@ class WaitQuery(msgspec.Struct, frozen=True):
     token: Annotated[
         str,
         Meta(
-            description="The token up to which the stream must be complete: m7, or m7~web.9.",
+            description="The token that the stream must reach, such as m7 or m7~web.9.",
             extra_json_schema={"pattern": f"^{TOKEN_PATTERN}$"},
         ),
     ]
     timeout: Annotated[
-        float, Meta(ge=0, description="Seconds to wait at most; limited by the server, to 60 by default.")
+        float, Meta(ge=0, description="The longest wait in seconds. The sidecar limits it, by default to 60.")
     ] = 30.0
 
 
@@ -190,29 +200,29 @@ async def wait(call: OperationCall) -> Response:
     began = time.monotonic()
     timeout = min(query.timeout, call.service.limits.wait_seconds)
     program = wait_for_token(call.stream, token, WaitConfig(timeout, GRACE))
-    with call.service.limiter.one("wait", call.address) as place:
+    with call.service.limiter.slot("wait", call.address) as request:
         try:
-            await _carry_out_wait(call, Driver[PositionSnapshot](program), place)
+            await _run_wait(call, Driver[PositionSnapshot](program), request)
         except NotReached as problem:
             seconds, answer = time.monotonic() - began, await _position(call)
             detail = f"{call.stream} did not reach {token} in {seconds:.1f} s: {problem.progress}{_blockers(answer)}"
             raise NotYet(detail, answer) from None
         except BadToken as problem:
             raise BadRequest(str(problem)) from None
-        return json(await _position(call))
+        return json_response(await _position(call))
 
 
-async def _carry_out_wait(call: OperationCall, driver: Driver[PositionSnapshot], place: OpenRequest) -> None:
-    """Return when the stream has reached the token. A notification wakes the wait, which reads once a second anyway."""
+async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest) -> None:
+    """Return when the stream has reached the token. Positions are read after each notification and once a second."""
     read_side = call.service.read_side
     notified = read_side.notifications.next(call.stream)
-    while isinstance(request := driver.step(), Request):
-        match request:
+    while isinstance(step := driver.step(), Request):
+        match step:
             case ReadKeys():
                 notified = read_side.notifications.next(call.stream)
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
-                    await _position(call)  # refuses the request if no server knows the stream
+                    await _position(call)  # raises if no server knows the stream
                     driver.answered(StreamKeys(None, {}))
                 else:
                     driver.answered(StreamKeys(known.linear, known.vector, known.late, known.allocated))
@@ -221,8 +231,11 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[PositionSnapshot],
             case AwaitEntry(seconds=seconds):
                 if call.service.stopping.is_set():
                     raise Stops
-                if place.is_evicted:
-                    raise Busy("the limit of open requests is reached, and a client of another address has the slot")
+                if open_request.is_evicted:
+                    raise Busy(
+                        "this sidecar has reached its limit of open requests, and gave the slot of this request to a"
+                        " client of another address; ask another sidecar, or try again"
+                    )
                 await wait_for_notification(notified, seconds)
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
@@ -230,7 +243,7 @@ async def _carry_out_wait(call: OperationCall, driver: Driver[PositionSnapshot],
 
 
 def _blockers(answer: StreamAnswer) -> str:
-    """Which writers block the linear position, for people."""
+    """The writers that block the linear position, as text for people."""
     if answer.linear_lag is None or not answer.linear_lag.blockers:
         return ""
     return "; it waits for " + ", ".join(
@@ -267,7 +280,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/gaps",
         "gaps",
-        "The open ranges above the positions of a stream's writers, and what holds its linear position back.",
+        "The open ranges above the positions of a stream's writers, and what blocks its linear position.",
         gaps,
         GapsAnswer,
         query=GapsQuery,
@@ -276,7 +289,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/advances",
         "advances",
-        "What moved a stream, in pages; the moves of each writer join without a gap.",
+        "The moves of a stream, in pages. The moves of each writer have no gap between them.",
         advances,
         AdvancesAnswer,
         query=AdvancesQuery,
@@ -285,7 +298,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/wait",
         "wait",
-        "Answers when the stream is complete up to a token.",
+        "Answers when the stream has reached a token.",
         wait,
         StreamAnswer,
         query=WaitQuery,
@@ -294,21 +307,21 @@ OPERATIONS = [
     Operation(
         "/v1/pipeline",
         "pipeline",
-        "The process that computes positions, when it last did, and what it rejected.",
+        "The state of the pipeline: its owner, its last batch and its rejected records.",
         pipeline,
         PipelineAnswer,
         problems=(Unauthorized,),
     ),
-    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN),
+    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN_TEXT),
     Operation(
         "/readyz",
         "readyz",
-        "Whether it can answer: 503 if neither server answers and nothing was read from them before.",
+        "Whether this process can answer. 503: neither Redis nor Postgres answers, and nothing was read before.",
         readyz,
         HealthAnswer,
-        others={503: HealthAnswer},
+        other_answers={503: HealthAnswer},
     ),
-    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN, problems=(Unauthorized,)),
+    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN_TEXT, problems=(Unauthorized,)),
 ]
 
 
@@ -316,7 +329,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class PastGapAnswer(msgspec.Struct, frozen=True):
-    """The IDs in `(low, top]` were open from `opened` to `closed`; null: they are open now."""
+    """The IDs in `(low, top]` were open from `opened` to `closed`. Without `closed`, they are open now."""
 
     low: StreamId
     top: StreamId
@@ -327,37 +340,41 @@ class PastGapAnswer(msgspec.Struct, frozen=True):
 
 class PastWriterAnswer(msgspec.Struct, frozen=True):
     writer: Name
-    moved: Annotated[list[int], Meta(description="The IDs by which its position moved, in each step.")]
-    gaps: Annotated[list[PastGapAnswer], Meta(description="The longest ones, oldest first.")]
+    moved: Annotated[list[int], Meta(description="By how many IDs the position of the writer moved, in each step.")]
+    gaps: Annotated[list[PastGapAnswer], Meta(description="The longest gaps, oldest first.")]
 
 
 class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The past hour in steps, oldest first."""
+    """The past hour of a stream in steps of `step_seconds`, oldest first."""
 
     stream: Name
     since: datetime
     step_seconds: float
     lag_seconds: Annotated[
         list[float],
-        Meta(description="The largest lag in each step: how long the oldest ID that had to be waited for was known."),
+        Meta(description="The largest lag in each step: the age of the oldest ID that blocked the linear position."),
     ]
     writers: list[PastWriterAnswer]
 
 
 class ReaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader of the stream: `tidemark readers show` says the same."""
+    """A reader of the stream, as `tidemark readers show` prints it."""
 
     reader: str
     mode: str
     state: ReaderState
-    token: Annotated[str | None, Meta(description="What it has read; null: it has not begun.")]
+    token: Annotated[
+        str | None, Meta(description="The token up to which the reader has read; null if it has read nothing.")
+    ]
     linear: StreamId | None
     lag_ids: Count | None
-    lag_seconds: Annotated[float | None, Meta(description="Since when the stream is beyond its place.")]
+    lag_seconds: Annotated[
+        float | None, Meta(description="For how many seconds the stream has been beyond the place of the reader.")
+    ]
     last_commit: datetime | None
-    copies: Annotated[int | None, Meta(description="Processes that run it; null: they cannot be counted.")]
+    copies: Annotated[int | None, Meta(description="Processes that run the reader; null if they cannot be counted.")]
     parked: Count
-    late: Annotated[int | None, Meta(description="Late completions that it does not have yet.")]
+    late: Annotated[int | None, Meta(description="Late completions that the reader has not read yet.")]
 
 
 class ReadersAnswer(msgspec.Struct, frozen=True):
@@ -387,9 +404,11 @@ def reader_answer(status: ReaderStatus) -> ReaderAnswer:
 
 
 async def history(call: OperationCall) -> Response:
-    await _require(call)
+    await _require_stream(call)
     try:
-        return json(history_answer(call.stream, await call.service.read_side.stream_history.chart(call.stream)))
+        return json_response(
+            history_answer(call.stream, await call.service.read_side.stream_history.chart(call.stream))
+        )
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:
@@ -397,19 +416,20 @@ async def history(call: OperationCall) -> Response:
 
 
 async def readers(call: OperationCall) -> Response:
-    await _require(call)
+    await _require_stream(call)
     try:
         statuses = await call.service.read_side.stream_history.readers()
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
-    return json(
+    return json_response(
         ReadersAnswer(call.stream, [reader_answer(status) for status in statuses if status.stream == call.stream])
     )
 
 
-async def _require(call: OperationCall) -> None:
+async def _require_stream(call: OperationCall) -> None:
+    """Raises as `existing`."""
     (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     existing(snapshot)
 
@@ -426,7 +446,7 @@ OPERATIONS += [
     Operation(
         "/v1/streams/{stream}/readers",
         "readers",
-        "The readers of a stream whose places are in the database of TIDEMARK_READERS_DSN.",
+        "The readers of a stream that store their places in the database of TIDEMARK_READERS_DSN.",
         readers,
         ReadersAnswer,
         problems=(Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),

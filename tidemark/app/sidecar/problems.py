@@ -1,15 +1,15 @@
-"""What a request is refused with, as application/problem+json (RFC 9457).
+"""Error responses, as application/problem+json (RFC 9457).
 
-Problem                     400 to 504; `type` is a stable name, sent as a URN; `detail` is for people
-├── BadRequest              400 a parameter cannot be read
-├── WrongHost               421 the `Host` is none of the names of this sidecar
-├── Unauthorized            401 no token, or one that is not listed
+Problem                     `type` is a stable name, sent as a URN; `detail` is for people
+├── BadRequest              400 a parameter is invalid
+├── WrongHost               421 the header `Host` has none of the names of this sidecar
+├── Unauthorized            401 no valid bearer token
 ├── UnknownStream           404 no server knows the stream
 ├── NotYet                  412 a wait timed out
 ├── Busy                    429 a limit of this process is reached
 ├── RecoveringProblem       503 no server can answer now
 ├── Stops                   503 this process is stopping
-└── SlowAnswer              504 Postgres answers, and was too slow with this query
+└── SlowAnswer              504 Postgres took too long for this query
 """
 
 from collections.abc import Mapping
@@ -30,12 +30,12 @@ _RENAMED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # by RFC 
 
 
 def urn(type_: str) -> str:
-    """The name of a problem, the same for every sidecar. RFC 9457 wants an absolute URI."""
+    """The URI of a problem type. RFC 9457 recommends absolute URIs."""
     return f"urn:tidemark:problem:{type_}"
 
 
 class Problem(Exception):
-    """Raised by an operation. `answered` turns it into the response."""
+    """An error that an operation raises. `handle_problem` turns it into the response."""
 
     status: ClassVar[HTTPStatus]
     type: ClassVar[str]
@@ -57,7 +57,7 @@ class Problem(Exception):
 class BadRequest(Problem):
     status = HTTPStatus.BAD_REQUEST
     type = "bad-request"
-    title = "A parameter cannot be read"
+    title = "A parameter is invalid"
 
 
 class WrongHost(Problem):
@@ -69,7 +69,7 @@ class WrongHost(Problem):
 class Unauthorized(Problem):
     status = HTTPStatus.UNAUTHORIZED
     type = "unauthorized"
-    title = "A bearer token is needed"
+    title = "A bearer token is required"
     headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": 'Bearer realm="tidemark"'}
 
 
@@ -79,11 +79,11 @@ class UnknownStream(Problem):
     title = "There is no such stream"
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"no record of stream {stream[:255]!r} was ever read; /v1/streams lists all streams")
+        super().__init__(f"stream {stream[:255]!r} does not exist: no record of it was read; see /v1/streams")
 
 
 class NotYet(Problem):
-    status = HTTPStatus.PRECONDITION_FAILED  # not 408, after which browsers and proxies send a request again
+    status = HTTPStatus.PRECONDITION_FAILED  # not 408, after which browsers and proxies repeat a request
     type = "not-yet"
     title = "The stream has not reached the token"
 
@@ -98,7 +98,7 @@ class Busy(Problem):
 class RecoveringProblem(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "recovering"
-    title = "Neither server can answer now"
+    title = "No server can answer now"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
@@ -109,7 +109,7 @@ class Stops(Problem):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
     def __init__(self) -> None:
-        super().__init__("ask another sidecar, or the one that replaces it")
+        super().__init__("this sidecar is stopping; ask another sidecar, or try again")
 
 
 class SlowAnswer(Problem):
@@ -119,35 +119,35 @@ class SlowAnswer(Problem):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "5"}
 
 
-async def answered(_: Request, problem: Exception) -> Response:
-    """The handler of `Problem`, for Starlette."""
+async def handle_problem(_: Request, problem: Exception) -> Response:
+    """Starlette's handler of `Problem`."""
     assert isinstance(problem, Problem)
     return problem.response()
 
 
-async def framework(_: Request, problem: Exception) -> Response:
-    """The handler of what Starlette itself refuses: no such path, no such method."""
+async def handle_http_error(_: Request, problem: Exception) -> Response:
+    """Starlette's handler of its own errors, such as an unknown path or method."""
     assert isinstance(problem, HTTPException)
-    return response(HTTPStatus(problem.status_code), problem.headers)
+    return status_response(HTTPStatus(problem.status_code), problem.headers)
 
 
-def phrase(status: HTTPStatus) -> str:
-    """The same in every version of Python."""
+def reason_phrase(status: HTTPStatus) -> str:
+    """The reason phrase of a status, the same in every version of Python."""
     return _RENAMED.get(status, status.phrase)
 
 
-def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
-    """The response to what HTTP itself refuses."""
-    title = phrase(status)
+def status_response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for an HTTP error that is not a `Problem`."""
+    title = reason_phrase(status)
     type_ = title.lower().replace(" ", "-")
     body = answers.ProblemAnswer(type=urn(type_), title=title, status=status, detail=status.description or title)
     return _response(body, dict(headers or {}))
 
 
-async def unexpected(_: Request, __: Exception) -> Response:
-    """The handler of defects of our own. Starlette raises them again for the log."""
+async def handle_defect(_: Request, __: Exception) -> Response:
+    """Starlette's handler of unexpected exceptions, which Starlette raises again afterwards."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
-    detail = "see the log of the sidecar"
+    detail = "the sidecar failed unexpectedly; see its log"
     return _response(answers.ProblemAnswer(type=urn("internal"), title=status.phrase, status=status, detail=detail), {})
 
 

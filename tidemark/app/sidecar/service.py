@@ -1,4 +1,4 @@
-"""What a request may use: the read side, encoded snapshots and changes, and the limits of requests that stay open."""
+"""The objects that requests share: the read side, encoded texts, and the limits of long-running requests."""
 
 import asyncio
 import time
@@ -24,9 +24,9 @@ class Limits:
     """Limits of the sidecar.
 
     Attributes:
-        open_requests: requests that may stay open at the same time.
-        wait_seconds: seconds that one wait may last.
-        streams: streams with metrics of their own.
+        open_requests: the largest number of concurrent waits, event streams and watchers.
+        wait_seconds: the longest wait.
+        streams: the largest number of streams with metrics of their own.
     """
 
     open_requests: int = 2500
@@ -35,89 +35,100 @@ class Limits:
 
 
 class OpenRequest:
-    """A request that stays open. `is_evicted`: its slot went to a client of another address, so it must end."""
+    """A long-running request. `is_evicted`: a client of another address got its slot, so the request must end."""
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, on_evicted: Callable[[], None]) -> None:
         self.is_evicted = False
-        self._end = end
+        self._on_evicted = on_evicted
 
     def evict(self) -> None:
         self.is_evicted = True
-        self._end()
+        self._on_evicted()
 
 
 def _nothing() -> None: ...
 
 
 class Limiter:
-    """The slots of requests that stay open: waits, event streams and watchers together, shared by address."""
+    """The slots of long-running requests: waits, event streams and watchers. Shared fairly by client address."""
 
     def __init__(self, limit: int) -> None:
         self._slots: SlotPool[OpenRequest] = SlotPool(limit)
 
     @contextmanager
-    def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
-        """Hold a slot while the block runs. `end` is called if the request is evicted for another address.
+    def slot(self, operation: str, address: str, on_evicted: Callable[[], None] = _nothing) -> Iterator[OpenRequest]:
+        """Hold a slot while the block runs.
 
-        Raises `Busy` if every slot is taken and no request is evicted for this address.
+        Args:
+            operation: the name of the operation, for the metrics.
+            address: the address of the client.
+            on_evicted: called if the slot goes to a client of another address.
+
+        Raises:
+            Busy: every slot is taken, and the address already has its share.
         """
-        request = OpenRequest(end)
+        request = OpenRequest(on_evicted)
         try:
             evicted = self._slots.take(request, address)
         except NoFreeSlot:
             raise Busy(
-                f"{self._slots.limit} requests are open already, and this address has its share of them; ask"
-                " another sidecar, or try again"
+                f"all {self._slots.limit} slots for open requests are taken, and your address has its share of them;"
+                " ask another sidecar, or try again"
             ) from None
         if evicted is not None:
-            metrics.GAVE_WAY.inc()
+            metrics.EVICTED_REQUESTS.inc()
             evicted.evict()
         try:
-            with metrics.OPEN.labels(operation).track_inprogress():
+            with metrics.REQUESTS_IN_FLIGHT.labels(operation).track_inprogress():
                 yield request
         finally:
             self._slots.leave(request)
 
 
 class StartQueue:
-    """Bounds how many event streams start at once, with turns that go round by address. To start one costs as much as
-    some requests, and thousands that start together would delay every client. For one event loop."""
+    """Limits the number of event streams that start at the same time. The others wait, and start round-robin by
+    address. The start of an event stream costs as much as several requests, so thousands of simultaneous starts would
+    delay every client. For one event loop."""
 
-    AT_ONCE = 32
-    LONGEST = 0.25  # seconds: a client that does not read must not keep others from starting
+    MAX_STARTING = 32
+    MAX_START_SECONDS = 0.25  # a client that does not read must not block the starts of other clients
 
     def __init__(self) -> None:
         self._starting = 0
         self._queue = FairQueue()
 
-    async def turn(self, address: str) -> Callable[[], None]:
-        """Return when it is the caller's turn, with a function that ends the turn. Call it when the stream has started
-        or failed; it may be called again, and is called after `LONGEST`."""
+    async def wait_for_start(self, address: str) -> Callable[[], None]:
+        """Wait until an event stream of a client at `address` may start.
+
+        Returns:
+            A function to call when the stream has started or failed. It is also called after `MAX_START_SECONDS`.
+            Further calls have no effect.
+        """
         loop = asyncio.get_running_loop()
-        if self._starting >= self.AT_ONCE:
-            turn: asyncio.Future[None] = loop.create_future()
-            self._queue.add(address, turn)
+        if self._starting >= self.MAX_STARTING:
+            start: asyncio.Future[None] = loop.create_future()
+            self._queue.add(address, start)
             try:
-                await turn
+                await start
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._next()
+                if start.done() and not start.cancelled():
+                    self._start_next()
                 raise
         else:
             self._starting += 1
-        done = False
+        has_started = False
 
-        def end() -> None:
-            nonlocal done
-            if not done:
-                done = True
+        def on_started() -> None:
+            nonlocal has_started
+            if not has_started:
+                has_started = True
                 timer.cancel()
-                self._next()
+                self._start_next()
 
-        timer = loop.call_later(self.LONGEST, end)
-        return end
+        timer = loop.call_later(self.MAX_START_SECONDS, on_started)
+        return on_started
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         while self._queue:
             if self._queue.start_next():
                 return
@@ -125,85 +136,87 @@ class StartQueue:
 
 
 class ReconnectThrottle:
-    """Delays clients of an address from which very many event streams end soon after they began. Pure.
+    """Delays new event streams of an address from which very many event streams ended soon after their start. Pure.
 
-    To start an event stream costs as much as to send hundreds of events. Clients that stayed for longer than `YOUNG`
-    seconds are not delayed, however many of them come back.
+    The start of an event stream costs as much as hundreds of events. Only streams shorter than `SHORT_LIVED_SECONDS`
+    count, so clients that reconnect after a long stream are not delayed.
     """
 
-    YOUNG = 1.0  # seconds
-    FREE = 100  # young ends without a delay
-    FORGIVEN = 5.0  # young ends a second
-    EACH = 0.05  # seconds of delay for each young end beyond
-    LONGEST = 1.0  # seconds
-    ADDRESSES = 10_000
+    SHORT_LIVED_SECONDS = 1.0
+    FREE_RECONNECTS = 100  # short streams without a delay
+    FORGIVEN_PER_SECOND = 5.0  # short streams that are forgotten in a second
+    DELAY_SECONDS = 0.05  # for each short stream beyond `FREE_RECONNECTS`
+    MAX_DELAY_SECONDS = 1.0
+    MAX_ADDRESSES = 10_000
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._ends: dict[str, tuple[float, float]] = {}
+        self._short_streams: dict[str, tuple[float, float]] = {}  # by network: the count, and the time of the count
 
-    def pause(self, address: str) -> float:
-        """The delay of a new client of this address, in seconds."""
-        return min(self.LONGEST, max(0.0, self._count(network_of(address)) - self.FREE) * self.EACH)
+    def delay(self, address: str) -> float:
+        """The delay of a new event stream of a client at `address`, in seconds."""
+        excess = max(0.0, self._count(network_of(address)) - self.FREE_RECONNECTS)
+        return min(self.MAX_DELAY_SECONDS, excess * self.DELAY_SECONDS)
 
     def stream_ended(self, address: str, began: float) -> None:
-        """An event stream that `began` then has ended."""
+        """Count an event stream that ended now and `began` at that time (seconds, monotonic)."""
         now, address = self._now(), network_of(address)
-        if now - began >= self.YOUNG:
+        if now - began >= self.SHORT_LIVED_SECONDS:
             return
-        count = min(self._count(address) + 1, self.FREE + self.LONGEST / self.EACH)
-        self._ends.pop(address, None)
-        self._ends[address] = count, now
-        if len(self._ends) > self.ADDRESSES:
-            del self._ends[next(iter(self._ends))]
+        count = min(self._count(address) + 1, self.FREE_RECONNECTS + self.MAX_DELAY_SECONDS / self.DELAY_SECONDS)
+        self._short_streams.pop(address, None)
+        self._short_streams[address] = count, now
+        if len(self._short_streams) > self.MAX_ADDRESSES:
+            del self._short_streams[next(iter(self._short_streams))]
 
     def _count(self, address: str) -> float:
-        count, at = self._ends.get(address, (0.0, 0.0))
-        return max(0.0, count - (self._now() - at) * self.FORGIVEN)
+        count, counted_at = self._short_streams.get(address, (0.0, 0.0))
+        return max(0.0, count - (self._now() - counted_at) * self.FORGIVEN_PER_SECOND)
 
 
 class MetricsText:
-    """The text of `/metrics`, which all requests that wait for it share. For one event loop.
+    """The text of `/metrics`, shared by concurrent requests. For one event loop.
 
-    To write it takes long if there are many streams, and the requests have no slots. So a rest follows.
+    Generating the text takes long if there are many streams, and the number of these requests is not limited. So a
+    pause follows.
     """
 
-    REST = 4  # the pause after writing the text, as a multiple of the time that it took
-    FRESH = 10.0  # seconds for which a read position counts as current; followed streams are read once a second
+    PAUSE_FACTOR = 4  # the pause after generating the text, as a multiple of the duration
+    FRESH_SECONDS = 10.0  # positions that were read longer ago have no series
 
     def __init__(self, read_side: ReadSide, streams: int) -> None:
         self._read_side = read_side
         self._streams = streams
-        self._next = 0.0
-        self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._write)
+        self._not_before = 0.0
+        self._texts: ReadCoalescer[str, bytes] = ReadCoalescer(self._generate)
 
     async def get(self) -> bytes:
         return (await self._texts.get([""]))[""]
 
-    async def _write(self, _: Collection[str]) -> Mapping[str, bytes]:
-        await asyncio.sleep(self._next - time.monotonic())
+    async def _generate(self, _: Collection[str]) -> Mapping[str, bytes]:
+        await asyncio.sleep(self._not_before - time.monotonic())
         read_side = self._read_side
         for server, reader in (("redis", read_side.redis_reader), ("postgres", read_side.postgres_reader)):
-            metrics.UP.labels(server).set(reader.circuit_breaker.problem is None)
+            metrics.SERVER_UP.labels(server).set(reader.circuit_breaker.problem is None)
         readers: Sequence[ReaderStatus] = ()
         with suppress(Unavailable, Slow, Stop):
             readers = await read_side.stream_history.readers()
         began = time.monotonic()
-        positions = sorted(read_side.snapshots.fresh(self.FRESH).items())
-        metrics.LINE.clear()  # no await until they are set again
+        positions = sorted(read_side.snapshots.fresh(self.FRESH_SECONDS).items())
+        metrics.LINEAR_POSITION.clear()  # no await before the new series are set
         for stream, position in positions[: self._streams]:
-            metrics.LINE.labels(stream, "sidecar").set(position)
+            metrics.LINEAR_POSITION.labels(stream, "sidecar").set(position)
         metrics.READERS.show(readers[: self._streams])
-        metrics.LINES_LEFT_OUT.set(len(positions[self._streams :]))
+        metrics.STREAMS_OMITTED.set(len(positions[self._streams :]))
         text = generate_latest(metrics.REGISTRY)
         ended = time.monotonic()
-        self._next = ended + self.REST * (ended - began)
+        self._not_before = ended + self.PAUSE_FACTOR * (ended - began)
         return {"": text}
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One per process, for one event loop."""
+    """The shared objects of a process, for one event loop."""
 
     read_side: ReadSide
     watch: Watch
@@ -214,14 +227,14 @@ class Service:
     limits: Limits
     metrics_text: MetricsText
     stopping: asyncio.Event
-    """Set when the process stops: open requests are answered then."""
+    """Set when the process stops. Long-running requests then end."""
     stopped: asyncio.Future[Any]
-    """Done when `stopping` is set; for tasks that wait for several things."""
+    """Done when `stopping` is set; for `asyncio.wait`."""
 
 
 @asynccontextmanager
-async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
-    """The service on a read side that stays open for longer."""
+async def open_service(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
+    """The service during the block. The read side must stay open during the block."""
     watch = Watch(read_side)
     stopped = asyncio.create_task(stopping.wait())
     try:

@@ -1,8 +1,7 @@
-"""All streams once a second for all watchers: the JSON of `/v1/watch` and `/v1/pipeline`, encoded once.
+"""Reads all streams once a second for all watchers, and encodes the answers of `/v1/watch` and `/v1/pipeline` once.
 
-A watcher takes what changed since it last took something, however long ago that was. So a slow watcher gets fewer and
-newer texts, and has no queue. Nothing in a text ages by itself: equal text means that nothing happened, and ages follow
-from `since` and `time`.
+A watcher gets the streams that changed since its last text. So a slow watcher gets fewer and newer texts, and needs no
+queue. A text contains times and no ages, so an equal text means that nothing changed.
 """
 
 import asyncio
@@ -30,14 +29,14 @@ from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.core.effects import Blocker
 from tidemark.streaming.values.direction import beyond, farther
 
-GAPS = 50  # of one writer that are shown, nearest first
+MAX_GAPS_PER_WRITER = 50
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
 class GapAnswer(msgspec.Struct, frozen=True):
-    """The IDs in `(low, top]` are open, first seen so at `since`."""
+    """The IDs in `(low, top]` are open. `since`: when the pipeline first saw this gap."""
 
     low: StreamId
     top: StreamId
@@ -45,28 +44,31 @@ class GapAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One writer of a stream. `epoch` and `retired` come from Postgres alone: null while it was never reached."""
+    """One writer of a stream. `epoch` and `retired` come from Postgres alone: null until Postgres answers for the first
+    time."""
 
     writer: Name
     epoch: Count | None
     retired: bool | None
     position: StreamId
-    reach: Annotated[StreamId, Meta(description="The highest ID of it that is settled, above gaps too.")]
-    waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
-    gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
+    reach: Annotated[StreamId, Meta(description="The highest settled ID of the writer, which may be above gaps.")]
+    waiting: Annotated[int, Meta(ge=0, description="Completed IDs above a gap.")]
+    gaps: Annotated[list[GapAnswer], Meta(description="The gaps of the writer, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are not listed.")]
-    transactions: Annotated[list[str], Meta(description="The transactions that hold its open IDs, if it reports them.")]
-    deferred: Annotated[
-        bool, Meta(description="Whether records of it were deferred, and wait in Kafka or are being read again.")
+    transactions: Annotated[
+        list[str], Meta(description="The transactions with open IDs of the writer, if the writer reports them.")
     ]
-    gone: Annotated[int, Meta(ge=0, description="How many of these records Kafka does not have any more, at most.")]
+    deferred: Annotated[
+        bool, Meta(description="Whether the writer has deferred records, or records that are being read again.")
+    ]
+    gone: Annotated[int, Meta(ge=0, description="An upper bound of the deferred records that are gone from Kafka.")]
     last_seen: Annotated[
         datetime | None, Meta(description="When the pipeline read its newest record; null if not known.")
     ]
 
 
 class UnknownWriterAnswer(msgspec.Struct, frozen=True):
-    """An incarnation that never joined: its records are held back, and so is the linear position."""
+    """A writer's epoch that never joined. Its records are buffered, and it blocks the linear position."""
 
     writer: Name
     epoch: Count
@@ -74,25 +76,25 @@ class UnknownWriterAnswer(msgspec.Struct, frozen=True):
 
 
 class RemedyAnswer(msgspec.Struct, frozen=True):
-    """The remedy for one writer, as `tidemark gaps` shows it."""
+    """The remedy for one writer, as `tidemark gaps` prints it."""
 
     writer: Name
     epoch: Count
-    since: Annotated[datetime | None, Meta(description="Since when it blocks; null if that was not noted.")]
+    since: Annotated[datetime | None, Meta(description="Since when the writer has blocked; null if not known.")]
     verdict: Verdict
     advice: str
     command: Annotated[
-        str, Meta(description="The command to run, in a shell or in the writer's database; may be empty.")
+        str, Meta(description="The command to run in a shell, or in the writer's database. May be empty.")
     ]
 
 
 class LateSummaryAnswer(msgspec.Struct, frozen=True):
-    count: Annotated[int, Meta(ge=1, description="Late completions; 100 means 100 or more.")]
+    count: Annotated[int, Meta(ge=1, description="The number of late completions; 100 means 100 or more.")]
     newest: datetime
 
 
 class CopiesAnswer(msgspec.Struct, frozen=True):
-    """The linear positions of Redis and Postgres differ, as this sidecar read them one after the other."""
+    """The linear positions in Redis and Postgres, which this sidecar read one after the other, and which differ."""
 
     redis: StreamId
     postgres: StreamId
@@ -112,22 +114,24 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     linear_lag: Annotated[
         LinearLagAnswer | None,
         Meta(
-            description="What blocks the linear position below the allocated ID; null also while Postgres was not read."
+            description="What blocks the linear position below the allocated ID; null if nothing does, and until"
+            " Postgres answers for the first time."
         ),
     ]
-    remedies: Annotated[list[RemedyAnswer], Meta(description="By writer that blocks a position.")]
+    remedies: Annotated[list[RemedyAnswer], Meta(description="One for each writer that blocks a position.")]
     late: LateSummaryAnswer | None
     bridged: Annotated[
-        bool, Meta(description="`tidemark synapse` writes it: verbs of the bridge settle what holds it back.")
+        bool,
+        Meta(description="Whether `tidemark synapse` writes the stream: commands of the bridge settle its open IDs."),
     ]
     copies: Annotated[
         CopiesAnswer | None,
-        Meta(description="How Redis and Postgres differ; for a moment that is a batch in progress."),
+        Meta(description="How Redis and Postgres differ. A difference during one batch is normal."),
     ]
 
 
 class ActAnswer(msgspec.Struct, frozen=True):
-    """An operator override: `by` and `why` are the operator's own words, `seen_as` is the user that Postgres saw."""
+    """An operator override. `by` and `why` are the operator's texts; `seen_as` is the Postgres user."""
 
     number: Count
     kind: str
@@ -141,7 +145,7 @@ class ActAnswer(msgspec.Struct, frozen=True):
 
 
 class NotShownAnswer(msgspec.Struct, frozen=True):
-    """A stream that `sink` cannot publish, while it publishes the others."""
+    """A stream that `sink` cannot publish, while it publishes other streams."""
 
     sink: str
     stream: str
@@ -150,7 +154,7 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
 
 
 class LaggingAnswer(msgspec.Struct, frozen=True):
-    """A Kafka partition with lag. If an open transaction blocks it, `blocked_offset` is where."""
+    """A Kafka partition with lag. If an open transaction blocks the partition, `blocked_offset` is its first offset."""
 
     topic: str
     partition: Count
@@ -161,7 +165,7 @@ class LaggingAnswer(msgspec.Struct, frozen=True):
 
 
 class DeadLettersAnswer(msgspec.Struct, frozen=True):
-    """Records rejected for `reason` since the database was made."""
+    """The records that were rejected for `reason` since the database was created."""
 
     reason: str
     records: Count
@@ -169,22 +173,25 @@ class DeadLettersAnswer(msgspec.Struct, frozen=True):
 
 
 class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
-    """The process that computes positions, and its condition. What comes from Postgres is null while Postgres does not
+    """The state of the pipeline, which computes positions. Fields from Postgres are null while Postgres does not
     answer."""
 
     time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
-    owner: Annotated[str | None, Meta(description="The process that holds the lease, or held it last.")]
-    lease_seconds: Annotated[
-        Seconds | None, Meta(description="Seconds until the lease expires; 0: no process holds it.")
-    ]
+    owner: Annotated[str | None, Meta(description="The process that has the lease, or had it last.")]
+    lease_seconds: Annotated[Seconds | None, Meta(description="Seconds until the lease expires; 0: no process has it.")]
     quiet_seconds: Annotated[Seconds | None, Meta(description="Seconds since the last batch was applied.")]
     dead_letters: list[DeadLettersAnswer] | None
-    overrides: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
+    overrides: Annotated[
+        list[ActAnswer] | None, Meta(description="The overrides of the last day, newest first; at most 5.")
+    ]
     not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot publish.")]
     lagging: Annotated[
-        list[LaggingAnswer] | None, Meta(description="Kafka partitions whose records wait for ten seconds or longer.")
+        list[LaggingAnswer] | None,
+        Meta(description="Kafka partitions whose records have waited for ten seconds or longer."),
     ]
-    problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
+    problems: Annotated[
+        list[str], Meta(description="A message for each server that does not answer this sidecar, for people.")
+    ]
 
 
 def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
@@ -219,7 +226,7 @@ def watched_stream_answer(snapshot: Snapshot) -> WatchedStreamAnswer:
 
 
 def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
-    """`condition` None: Postgres does not answer."""
+    """The state of the pipeline. `condition`: None if Postgres does not answer."""
     answer = PipelineAnswer(
         time=now,
         owner=None,
@@ -254,8 +261,8 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         position=position,
         reach=farther(details.reaches.get(name, position), position) if details and gaps else position,
         waiting=details.waiting.get(name, 0) if details and gaps else 0,
-        gaps=gaps[:GAPS],
-        hidden=max(0, len(gaps) - GAPS),
+        gaps=gaps[:MAX_GAPS_PER_WRITER],
+        hidden=max(0, len(gaps) - MAX_GAPS_PER_WRITER),
         transactions=details.transactions.get(name, []) if details else [],
         deferred=details is not None
         and name in {requeue for requeue, _ in details.deferred} | {requeue.writer for requeue in requeues},
@@ -265,7 +272,8 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
 
 
 def _floor(name: str, known: KnownPositions, details: Details | None) -> int:
-    """A gap of the writer above it is still open: details may be a second older than the positions."""
+    """The position above which the writer's gaps are still open. Details may be a second older than positions, so they
+    may contain gaps that are closed."""
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
@@ -290,19 +298,19 @@ def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
 
 log = get_logger(__name__)
 
-PACE = 1.0  # seconds between two rounds
-SHARE = 10  # the shortest pause after a round, as a multiple of its duration: very many streams are read less often
+ROUND_SECONDS = 1.0  # the shortest pause between two rounds
+PAUSE_FACTOR = 10  # the shortest pause after a round, as a multiple of its duration: for very many streams
 
 
 class Watcher:
-    """`seen` is the number of the round whose texts it took last."""
+    """A client of `/v1/watch`. `seen`: the number of the last round whose texts it got."""
 
     def __init__(self) -> None:
         self.seen = 0
 
 
 class Watch:
-    """One per process, for one event loop. It reads only while there are watchers."""
+    """Reads all streams in rounds while there are watchers. One per process, for one event loop."""
 
     def __init__(self, read_side: ReadSide) -> None:
         self._read_side = read_side
@@ -328,11 +336,11 @@ class Watch:
         self._running.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Start the task again after a failure: watchers must not take it for quiet streams."""
+        """Start the task again after a failure, because watchers cannot distinguish a failure from idle streams."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Reading the streams for /v1/watch failed", problem=repr(problem))
             self._running = None
-            asyncio.get_running_loop().call_later(PACE, self._start)
+            asyncio.get_running_loop().call_later(ROUND_SECONDS, self._start)
 
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
@@ -345,8 +353,9 @@ class Watch:
             if not self._watchers:
                 self._has_watchers.clear()
 
-    async def news(self, watcher: Watcher) -> bytes:
-        """The events of everything that changed since the watcher took the last ones; of everything at first."""
+    async def next_text(self, watcher: Watcher) -> bytes:
+        """Wait for the next round. Returns an event for each stream that changed since the watcher's last text (at
+        first: for each stream), and one for the pipeline."""
         async with self._round_ended:
             await self._round_ended.wait_for(lambda: self._number > watcher.seen)
         changed = [text for number, text in self._texts.values() if number > watcher.seen]
@@ -354,7 +363,7 @@ class Watch:
         return b"".join([*changed, self._pipeline])
 
     async def pipeline(self) -> PipelineAnswer:
-        """Run one round."""
+        """Query the state of the pipeline."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):
             condition = await self._read_side.postgres_reader.condition()
@@ -363,17 +372,17 @@ class Watch:
         return pipeline_answer(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
-        pause = PACE
+        pause = ROUND_SECONDS
         while True:
             await self._has_watchers.wait()
             began = time.monotonic()
             if await self._round():
-                pause = max(PACE, SHARE * (time.monotonic() - began))
+                pause = max(ROUND_SECONDS, PAUSE_FACTOR * (time.monotonic() - began))
             await asyncio.sleep(pause)
 
     async def _round(self) -> bool:
-        """Returns whether every server answered. If not, the time of the round says nothing about the number of
-        streams."""
+        """Read and encode all streams. Returns whether every server answered: if not, the duration includes time-outs
+        and must not lengthen the pause."""
         names = await self._read_side.snapshots.names()
         streams = [watched_stream_answer(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()

@@ -1,6 +1,6 @@
 """The live page at `/`, for the person on call: HTML, CSS and ES modules, served as files.
 
-They load nothing from other sites, contain no data and need no token. What they show comes from `/v1/watch`.
+The files load nothing from other sites, contain no data and need no token. The page shows the data of `/v1/watch`.
 `page/note.txt` is the banner text.
 """
 
@@ -25,7 +25,7 @@ _HEADERS = {**_SECURITY, "Cache-Control": "no-cache"}
 
 
 class _Files(StaticFiles):
-    """Browsers cache the files and ask each time whether they changed, so an update counts at once."""
+    """Static files that browsers cache and revalidate at each use."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -40,14 +40,14 @@ async def _index(request: Request) -> Response:
     return await _files.get_response("index.html", request.scope)
 
 
-def routes(middleware: Sequence[Middleware], note: str = "") -> list[BaseRoute]:
-    """The routes of the page, behind `middleware`. `note` is the banner text."""
+def routes(middleware: Sequence[Middleware], banner: str = "") -> list[BaseRoute]:
+    """The routes of the page. `banner`: the banner text."""
 
-    async def banner(_: Request) -> Response:
-        return PlainTextResponse(note, headers=_HEADERS)
+    async def send_banner(_: Request) -> Response:
+        return PlainTextResponse(banner, headers=_HEADERS)
 
     return [
         Route("/", _index, methods=["GET"], middleware=middleware),
-        Route("/page/note.txt", banner, methods=["GET"], middleware=middleware),
+        Route("/page/note.txt", send_banner, methods=["GET"], middleware=middleware),
         Mount("/page", _files, middleware=middleware),
     ]
