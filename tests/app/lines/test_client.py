@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +40,14 @@ from tidemark.streaming.wire.line_protocol import (
 
 @contextmanager
 def listening(address: Address, *words: str, ca_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`tidemark listen` by its installed script.
+
+    `python -m` may end by the signal although Ctrl-C was handled: CPython does so if the KeyboardInterrupt was raised
+    inside `exec`, which every import of a dataclass calls.
+    """
+    script = Path(sysconfig.get_path("scripts"), "tidemark")
     process = subprocess.Popen(
-        [sys.executable, "-m", "tidemark.app.cli", "listen", f"{address[0]}:{address[1]}", *words],
+        [script, "listen", f"{address[0]}:{address[1]}", *words],
         env=child_environment({} if ca_file is None else {"TIDEMARK_SIDECAR_CA_FILE": str(ca_file)}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
