@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.fix_tls import Authority, Pem
-from tidemark.app.serving.tls_listener import Certificate, trusting
+from tidemark.app.serving.tls_listener import Certificate, client_tls_context
 from tidemark.app.stack.processes import LOOPBACK
 from tidemark.common.errors import BadSetting
 
@@ -63,9 +63,9 @@ def _with_password(pem: Pem) -> None:
         (_missing, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: cannot read .*: No such file"),
         (_no_key, r"TIDEMARK_SIDECAR_KEY_FILE: cannot read .*: No such file"),
         (_a_folder, r"TIDEMARK_SIDECAR_KEY_FILE: cannot read .*: Is a directory"),
-        (_no_certificate, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: there is no certificate in .*"),
+        (_no_certificate, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: .* contains no certificate"),
         (_no_pem, r"TIDEMARK_SIDECAR_KEY_FILE: .* cannot be used"),
-        (_swapped, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: there is no certificate in .*"),
+        (_swapped, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: .* contains no certificate"),
         (_with_password, r"TIDEMARK_SIDECAR_KEY_FILE: the key in .* has a password"),
     ],
 )
@@ -79,7 +79,9 @@ def test_files_that_cannot_be_used_are_told_by_their_setting(pem: Pem, spoil: Ca
 
 def test_the_key_of_another_certificate_is_told(pem: Pem, stranger: Authority) -> None:
     """By the setting of the key, with both files."""
-    with pytest.raises(BadSetting, match=r"TIDEMARK_SIDECAR_KEY_FILE: the key in .* is not that of the certificate"):
+    with pytest.raises(
+        BadSetting, match=r"TIDEMARK_SIDECAR_KEY_FILE: the key in .* does not belong to the certificate"
+    ):
         Certificate(pem.certificate, stranger.issue(LOOPBACK).key)
 
 
@@ -106,7 +108,7 @@ def test_a_pair_that_rotates_is_taken_up_whole(pem: Pem, authority: Authority) -
 def test_an_authority_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     """By its setting."""
     with pytest.raises(BadSetting, match=r"TIDEMARK_SIDECAR_CA_FILE: cannot read .*nowhere: No such file"):
-        trusting(tmp_path / "nowhere")
+        client_tls_context(tmp_path / "nowhere")
     (tmp_path / "empty").touch()
-    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_CA_FILE: there is no certificate"):
-        trusting(tmp_path / "empty")
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SIDECAR_CA_FILE: .* contains no certificate"):
+        client_tls_context(tmp_path / "empty")

@@ -294,8 +294,8 @@ def test_metrics_and_probes(
 def test_a_follower_that_cannot_read_is_alive_and_not_ready() -> None:
     """A probe must not end a process that waits for a server; one whose loop hangs is ended."""
     metrics = FollowMetrics(CollectorRegistry())
-    assert metrics.hangs(time.time()) is None
-    assert metrics.lacks() is not None
+    assert metrics.liveness_problem(time.time()) is None
+    assert metrics.readiness_problem() is not None
     metrics.last_read.set_to_current_time()
-    assert metrics.lacks() is None
-    assert metrics.hangs(time.time() + 100) is not None
+    assert metrics.readiness_problem() is None
+    assert metrics.liveness_problem(time.time() + 100) is not None

@@ -38,13 +38,15 @@ def relaying() -> RelayMetrics:
 
 @pytest.fixture
 def url(health: metrics.PipelineHealth) -> Iterator[str]:
-    with http_health.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, now=lambda: NOW) as port:
+    with http_health.serve_health("TIDEMARK_METRICS_PORT", ANYWHERE, health, now=lambda: NOW) as port:
         yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
 def relay_url(relaying: RelayMetrics) -> Iterator[str]:
-    with http_health.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "the database"), now=lambda: NOW) as port:
+    with http_health.serve_health(
+        "--metrics", ANYWHERE, relay.LoopHealth(relaying, "the database"), now=lambda: NOW
+    ) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -101,7 +103,7 @@ def test_scrapes_without_end_take_a_part_of_the_time(relaying: RelayMetrics) -> 
 
     over: threading.Event | None = None
     relaying.registry.register(SlowCollector())
-    with http_health.served("--metrics", ANYWHERE, relay.LoopHealth(relaying, "it"), now=lambda: NOW) as port:
+    with http_health.serve_health("--metrics", ANYWHERE, relay.LoopHealth(relaying, "it"), now=lambda: NOW) as port:
         url, over = f"http://127.0.0.1:{port}", threading.Event()
 
         def flood() -> None:
@@ -119,14 +121,14 @@ def test_scrapes_without_end_take_a_part_of_the_time(relaying: RelayMetrics) -> 
         over.set()
         for client in clients:
             client.join()
-    assert 1 <= count <= passed / (0.05 * (1 + http_health.REST)) + 2
+    assert 1 <= count <= passed / (0.05 * (1 + http_health.PAUSE_FACTOR)) + 2
 
 
 def test_a_port_in_use_stops_the_start(url: str, health: metrics.PipelineHealth) -> None:
     """A person must choose another port: one line says which one was wanted."""
     taken = ("127.0.0.1", int(url.rpartition(":")[2]))
     wrong = pytest.raises(BadSetting, match=f"TIDEMARK_METRICS_PORT.*{taken[1]}")
-    with wrong, http_health.served("TIDEMARK_METRICS_PORT", taken, health):
+    with wrong, http_health.serve_health("TIDEMARK_METRICS_PORT", taken, health):
         pass
 
 
@@ -150,12 +152,12 @@ def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: 
     assert states(relay_url) == [503, 200]
 
 
-QUICK = http_health.HealthServerConfig(connections=8, request_timeout=1.0, answer_timeout=2.0)
+QUICK = http_health.HealthServerConfig(max_connections=8, request_timeout_seconds=1.0, answer_timeout_seconds=2.0)
 
 
 @pytest.fixture
 def bounded(health: metrics.PipelineHealth) -> Iterator[str]:
-    with http_health.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, bounds=QUICK) as port:
+    with http_health.serve_health("TIDEMARK_METRICS_PORT", ANYWHERE, health, limits=QUICK) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -195,7 +197,7 @@ def test_half_open_connections_take_few_threads_and_keep_no_probe_out(url: str, 
             crowd.enter_context(connected(url, sent, source="127.0.0.2"))
         assert states(url) == [200, 503]
         assert not is_ended(early)
-        eventually(lambda: answering() <= http_health.HealthServerConfig().connections)
+        eventually(lambda: answering() <= http_health.HealthServerConfig().max_connections)
 
 
 def test_request_that_does_not_come_is_not_waited_for(bounded: str) -> None:
@@ -212,7 +214,7 @@ def test_client_that_reads_nothing_is_cut(bounded: str, health: metrics.Pipeline
         gauge.labels(f"{number:010000}").set(1)
     try:
         with ExitStack() as crowd:
-            for _ in range(QUICK.connections):
+            for _ in range(QUICK.max_connections):
                 crowd.enter_context(connected(bounded, b"GET /metrics HTTP/1.1\r\n\r\n"))
             assert asked(f"{bounded}/livez") == (200, "ok")
             eventually(lambda: not answering())

@@ -21,7 +21,7 @@ from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
-from tidemark.app.serving.tls_listener import trusting
+from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import LOOPBACK, RedisServer, SidecarProcess, free_port
@@ -136,13 +136,13 @@ class EncryptedSidecar(SidecarProcess):
 
     def told(self, path: str) -> httpx.Response:
         """On a connection of its own."""
-        return httpx.get(self.url + path, verify=trusting(self.authority.ca_file))
+        return httpx.get(self.url + path, verify=client_tls_context(self.authority.ca_file))
 
     def serial(self, address: tuple[str, int]) -> str:
         """Of the certificate that is shown there."""
         with (
             socket.create_connection(address, timeout=60) as raw,
-            trusting(self.authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK) as encrypted,
+            client_tls_context(self.authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK) as encrypted,
         ):
             return str((encrypted.getpeercert() or {})["serialNumber"])
 
@@ -162,7 +162,7 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
     try:
         assert server.told("/v1/streams/s").json()["token"] == "m7"
         with (
-            httpx.Client(base_url=server.url, timeout=60, verify=trusting(authority.ca_file)) as client,
+            httpx.Client(base_url=server.url, timeout=60, verify=client_tls_context(authority.ca_file)) as client,
             client.stream("GET", "/v1/events") as events,
         ):
             told = events.iter_text()

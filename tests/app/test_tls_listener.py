@@ -14,7 +14,7 @@ import uvloop
 from tests.app.lines.given import NO_POSITION, Address, served
 from tests.fix_tls import Authority
 from tidemark.app.serving import tls_listener
-from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig, trusting
+from tidemark.app.serving.tls_listener import Certificate, HandshakesConfig, ListenerConfig, client_tls_context
 from tidemark.app.stack.processes import LOOPBACK
 
 
@@ -61,7 +61,7 @@ def test_who_comes_behind_a_crowd_is_taken_soon() -> None:
             most = max(most, len(made) - before)
             turns += 1
         assert len(made) == len(crowd)
-        assert most <= 2 * tls_listener.AT_ONCE
+        assert most <= 2 * tls_listener.ACCEPTS_PER_ITERATION
 
     _taking(check)
 
@@ -123,7 +123,7 @@ def _certificate(authority: Authority) -> Certificate:
 
 def _connected(address: Address, authority: Authority) -> ssl.SSLSocket:
     raw = socket.create_connection(address, timeout=60)
-    return trusting(authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK)
+    return client_tls_context(authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK)
 
 
 def _over(connection: socket.socket) -> bool:
@@ -136,7 +136,7 @@ def _over(connection: socket.socket) -> bool:
 
 def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> None:
     """Past the bound the oldest of them gives way, and at last all do; whoever shook hands before is left alone."""
-    acceptor = ListenerConfig(_certificate(authority), HandshakesConfig(open=3, seconds=1.5))
+    acceptor = ListenerConfig(_certificate(authority), HandshakesConfig(max_open=3, timeout_seconds=1.5))
     with served(NO_POSITION, acceptor=acceptor) as address, ExitStack() as stack:
         honest = stack.enter_context(_connected(address, authority))
         assert honest.recv(7) == b"SERVER "

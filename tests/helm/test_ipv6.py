@@ -48,10 +48,10 @@ except OSError:
 class Healthy:
     registry = CollectorRegistry()
 
-    def hangs(self, now: float) -> str | None:
+    def liveness_problem(self, now: float) -> str | None:
         return None
 
-    def lacks(self) -> str | None:
+    def readiness_problem(self) -> str | None:
         return None
 
 
@@ -63,7 +63,7 @@ def listens(address: str) -> None:
         listening.accept()[0].close()
     host = f"[{address}]" if ":" in address else address
     with (
-        http_health.served("TIDEMARK_METRICS_PORT", ("::", 0), Healthy()) as port,
+        http_health.serve_health("TIDEMARK_METRICS_PORT", ("::", 0), Healthy()) as port,
         urlopen(f"http://{host}:{port}/livez", timeout=5) as response,
     ):
         assert response.status == 200

@@ -80,11 +80,11 @@ class FollowMetrics:
         )
         self.heartbeat.set_to_current_time()
 
-    def hangs(self, now: float) -> str | None:
-        return "the loop does not run" if now - http_health.reading(self.heartbeat) >= HANGS else None
+    def liveness_problem(self, now: float) -> str | None:
+        return "the loop does not run" if now - http_health.gauge_value(self.heartbeat) >= HANGS else None
 
-    def lacks(self) -> str | None:
-        is_silent = time.time() - http_health.reading(self.last_read) >= SILENT
+    def readiness_problem(self) -> str | None:
+        is_silent = time.time() - http_health.gauge_value(self.last_read) >= SILENT
         return "starting, or waiting for Redis or the database of readers" if is_silent else None
 
 
@@ -291,7 +291,7 @@ def run(
     shown = FollowMetrics(CollectorRegistry())
     with ExitStack() as stack:
         if metrics is not None:
-            stack.enter_context(http_health.served("--metrics", http_health.metrics_address(metrics), shown))
+            stack.enter_context(http_health.serve_health("--metrics", http_health.metrics_address(metrics), shown))
             stack.enter_context(beside(ReaderWatch(dsn, shown.registry, halt).run, halt))
         PositionFollower(settings.redis, dsn, halt, streams, history, shown).run()
 

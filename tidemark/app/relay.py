@@ -57,7 +57,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
             stack.enter_context(
-                http_health.served(
+                http_health.serve_health(
                     "--metrics", http_health.metrics_address(plan.metrics), LoopHealth(metrics, "the database")
                 )
             )
@@ -115,14 +115,14 @@ class LoopHealth:
     def registry(self) -> CollectorRegistry:
         return self.metrics.registry
 
-    def hangs(self, now: float) -> str | None:
-        is_active = http_health.reading(self.metrics.active) == 1
-        is_stale = is_active and now - http_health.reading(self.metrics.heartbeat) >= STALE_SECONDS
+    def liveness_problem(self, now: float) -> str | None:
+        is_active = http_health.gauge_value(self.metrics.active) == 1
+        is_stale = is_active and now - http_health.gauge_value(self.metrics.heartbeat) >= STALE_SECONDS
         return "the loop does not run" if is_stale else None
 
-    def lacks(self) -> str | None:
+    def readiness_problem(self) -> str | None:
         """The reason why the process is not ready. A standby is ready, so that a rolling update can proceed."""
-        works = http_health.reading(self.metrics.active) or http_health.reading(self.metrics.standby)
+        works = http_health.gauge_value(self.metrics.active) or http_health.gauge_value(self.metrics.standby)
         return None if works else f"starting, or waiting for Kafka or {self.database}"
 
 

@@ -83,7 +83,9 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(http_health.served("--metrics", http_health.metrics_address(plan.metrics), health))
+            stack.enter_context(
+                http_health.serve_health("--metrics", http_health.metrics_address(plan.metrics), health)
+            )
         wait_out(lambda: find_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
         own = stack.enter_context(state_session(settings.postgres))

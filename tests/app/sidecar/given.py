@@ -15,7 +15,7 @@ import uvicorn
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
-from tidemark.app.serving.serve import StoppedServer
+from tidemark.app.serving.serve import StoppableServer
 from tidemark.app.serving.tls_listener import ListenerConfig
 from tidemark.app.sidecar.admission import AdmissionConfig, connection_class
 from tidemark.app.sidecar.app import AppConfig, create_app
@@ -61,7 +61,7 @@ def sidecar(
         http=connection_class(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
-    server = StoppedServer(config, stopping, ListenerConfig())
+    server = StoppableServer(config, stopping, ListenerConfig())
     listening = socket.create_server(("127.0.0.1", port))
     host, port = listening.getsockname()
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

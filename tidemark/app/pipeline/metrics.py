@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tidemark.app.serving.http_health import reading
+from tidemark.app.serving.http_health import gauge_value
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.values.limits import Reason
@@ -329,11 +329,11 @@ class PipelineHealth:
         self._waits_for = waits_for
         READY.set(waits_for is None)
 
-    def lacks(self) -> str | None:
+    def readiness_problem(self) -> str | None:
         return self._waits_for
 
-    def hangs(self, now: float) -> str | None:
-        is_stale = self._waits_for is None and now - reading(HEARTBEAT) >= STALE_SECONDS
+    def liveness_problem(self, now: float) -> str | None:
+        is_stale = self._waits_for is None and now - gauge_value(HEARTBEAT) >= STALE_SECONDS
         return "the loop has stopped" if is_stale else None
 
 

@@ -136,7 +136,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     health = metrics.PipelineHealth()
     with (
         suppress(Stopping),
-        http_health.served("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
+        http_health.serve_health("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
         locked(settings.checkpoint, stopping),
         engine.running(settings) as spark,
     ):
@@ -373,7 +373,7 @@ class Attempt:
                         self._holders |= present
                     engine.require_states(spark, self._holders, present)
                 lacks = waits.problem if self._local or present else NO_EXECUTOR
-                if lacks is not None and lacks != self._health.lacks():
+                if lacks is not None and lacks != self._health.readiness_problem():
                     log.warning("No batch can run", problem=lacks)
                 self._health.set_state(lacks)
             self._stopping.wait(0.5)

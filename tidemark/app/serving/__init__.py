@@ -1,1 +1,1 @@
-"""Listening sockets: the sidecar process, TLS, eviction of idle connections, and the health endpoints."""
+"""Listening sockets: the sidecar process, TLS, eviction of connections, and the health endpoints."""

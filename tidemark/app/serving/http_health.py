@@ -1,10 +1,10 @@
 """The health of a process over HTTP: `/metrics`, and `/livez` and `/readyz` for an orchestrator.
 
-`Health` supplies the answers. A process is alive if none of its loops hangs. Waiting for a server or for a lock counts
-as alive, because a restart would not help.
+`Health` supplies the answers. A process is alive if none of its loops hangs. A process that waits for a server or for a
+lock is alive, because a restart would not help.
 
-Each connection has a thread and one request. The number of connections and their time are bounded, so that an idle
-client cannot exhaust threads or memory, or block probes.
+Each connection has its own thread, and serves one request. The number and duration of connections are limited, so that
+idle clients cannot exhaust threads or memory, or block probes.
 """
 
 import io
@@ -35,45 +35,53 @@ class Health(Protocol):
     @property
     def registry(self) -> CollectorRegistry: ...
 
-    def hangs(self, now: float) -> str | None:
-        """The reason to end the process; None while it is alive. `now`: seconds since 1970."""
+    def liveness_problem(self, now: float) -> str | None:
+        """Why the process must be restarted; None while it is alive. `now`: seconds since 1970."""
 
-    def lacks(self) -> str | None:
-        """The reason why the process is not ready; None while it works."""
+    def readiness_problem(self) -> str | None:
+        """Why the process is not ready; None while it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthServerConfig:
-    """Bounds of the server.
+    """Limits of the health server.
 
     Attributes:
-        connections: the largest number of connections.
-        bytes: the largest request head.
-        request_timeout: seconds until the request must have arrived.
-        answer_timeout: seconds until it must have been answered.
+        max_connections: the largest number of connections.
+        max_head_bytes: the largest request head.
+        request_timeout_seconds: how long after the start of a connection the request must have arrived.
+        answer_timeout_seconds: how long after the start of a connection the answer must have been sent.
     """
 
-    connections: int = 32
-    bytes: int = 16 << 10
-    request_timeout: float = 5.0
-    answer_timeout: float = 15.0
+    max_connections: int = 32
+    max_head_bytes: int = 16 << 10
+    request_timeout_seconds: float = 5.0
+    answer_timeout_seconds: float = 15.0
 
 
 @contextmanager
-def served(
+def serve_health(
     setting: str,
     address: tuple[str, int],
     health: Health,
     now: Callable[[], float] = time.time,
-    bounds: HealthServerConfig | None = None,
+    limits: HealthServerConfig | None = None,
 ) -> Iterator[int]:
-    """Serve at `address` from separate threads during the block. Yields the port.
+    """Serve the health of a process on separate threads during the block. Yields the port.
 
-    Raises `BadSetting` about `setting`, the source of the address.
+    Args:
+        setting: the setting or option with the address, for the error.
+        address: host and port; port 0 selects a free one.
+        health: the answers.
+        now: a clock, in seconds since 1970.
+        limits: None: the defaults.
+
+    Raises:
+        BadSetting: the process cannot listen on the address.
     """
     host, port = address
     try:
-        server = _HealthServer(address, bounds or HealthServerConfig())
+        server = _HealthServer(address, limits or HealthServerConfig())
     except OSError as error:
         raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
     server.set_app(_application(health, now, is_local=is_loopback(host)))
@@ -88,29 +96,30 @@ def served(
 
 
 def metrics_address(text: str) -> tuple[str, int]:
+    """Parse the value of `--metrics` as host and port. Raises `BadSetting`."""
     try:
         return host_port(text)
     except ValueError as problem:
         raise BadSetting("--metrics", f"{text!r} is {problem}") from None
 
 
-def reading(gauge: Gauge) -> float:
-    """The value of a gauge without labels."""
+def gauge_value(gauge: Gauge) -> float:
+    """The current value of a gauge without labels."""
     [family] = gauge.collect()
     return float(family.samples[0].value)
 
 
 def _application(health: Health, now: Callable[[], float], *, is_local: bool) -> "WSGIApplication":
-    scrape = _rested(make_wsgi_app(health.registry))
+    scrape = _throttle(make_wsgi_app(health.registry))
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
         match environ["PATH_INFO"]:
             case "/livez":
-                return _verdict(start_response, health.hangs(now()))
+                return _probe_response(start_response, health.liveness_problem(now()))
             case "/readyz":
-                return _verdict(start_response, health.lacks())
+                return _probe_response(start_response, health.readiness_problem())
             case _ if is_local and host_name(environ.get("HTTP_HOST", "localhost")) not in THIS_MACHINE:
-                # DNS rebinding: a foreign site in a local browser, through a host name that resolves to this machine.
+                # DNS rebinding: a web page uses a host name that resolves to this machine.
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
                 return [b"unknown host name\n"]
             case _:
@@ -119,27 +128,27 @@ def _application(health: Health, now: Callable[[], float], *, is_local: bool) ->
     return answer
 
 
-REST = 4  # the pause after a scrape, as a multiple of its duration: clients may scrape without end
+PAUSE_FACTOR = 4  # the pause after a scrape, as a multiple of its duration; scrapes use at most 1/5 of the time
 
 
-def _rested(scrape: "WSGIApplication") -> "WSGIApplication":
-    """Serialise scrapes, with a pause after each. Probes do not wait."""
-    turn, next_scrape = threading.Lock(), 0.0
+def _throttle(scrape: "WSGIApplication") -> "WSGIApplication":
+    """Run one scrape at a time, with a pause after each. Probes do not wait."""
+    lock, not_before = threading.Lock(), 0.0
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> "Iterable[bytes]":
-        nonlocal next_scrape
-        with turn:
-            time.sleep(max(0.0, next_scrape - time.monotonic()))
+        nonlocal not_before
+        with lock:
+            time.sleep(max(0.0, not_before - time.monotonic()))
             began = time.monotonic()
             text = scrape(environ, start_response)
             ended = time.monotonic()
-            next_scrape = ended + REST * (ended - began)
+            not_before = ended + PAUSE_FACTOR * (ended - began)
         return text
 
     return answer
 
 
-def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes]:
+def _probe_response(start_response: "StartResponse", problem: str | None) -> list[bytes]:
     status = HTTPStatus.OK if problem is None else HTTPStatus.SERVICE_UNAVAILABLE
     start_response(f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8")])
     return [f"{problem or 'ok'}\n".encode()]
@@ -148,32 +157,32 @@ def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes
 @dataclass(slots=True)
 class _HealthConnection:
     address: str
-    since: float
-    request_came: bool = False
+    connected_at: float
+    has_request: bool = False
 
 
 class _HealthServer(ThreadingWSGIServer):
     request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], bounds: HealthServerConfig) -> None:
+    def __init__(self, address: tuple[str, int], limits: HealthServerConfig) -> None:
         self.address_family = socket.getaddrinfo(address[0], None, type=socket.SOCK_STREAM)[0][0]
-        self.bounds = bounds
+        self.limits = limits
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, _HealthConnection] = {}
-        super().__init__(address, _OneShotHandler)
+        super().__init__(address, _SingleRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._connections) >= self.bounds.connections:
-                self._make_room()
+            if len(self._connections) >= self.limits.max_connections:
+                self._evict()
             self._connections[request] = _HealthConnection(client_address[0], time.monotonic())
         super().process_request(request, client_address)
 
-    def request_came(self, request: socket.socket) -> None:
-        """Note that the request head has arrived."""
+    def mark_request_received(self, request: socket.socket) -> None:
+        """Note that the head of the request has arrived."""
         with self._lock:
             if request in self._connections:
-                self._connections[request].request_came = True
+                self._connections[request].has_request = True
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -181,41 +190,43 @@ class _HealthServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called about twice a second."""
+        """Close connections that have timed out. `serve_forever` calls this about twice a second."""
         now = time.monotonic()
         with self._lock:
             for request, connection in [*self._connections.items()]:
-                if now - connection.since >= (
-                    self.bounds.answer_timeout if connection.request_came else self.bounds.request_timeout
+                if now - connection.connected_at >= (
+                    self.limits.answer_timeout_seconds
+                    if connection.has_request
+                    else self.limits.request_timeout_seconds
                 ):
-                    self._cut(request)
+                    self._close(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the errors of disconnected clients."""
 
-    def _make_room(self) -> None:
-        connections = self._connections.items()
-        silent = [
-            IdleConnection(request, connection.address, connection.since)
-            for request, connection in connections
-            if not connection.request_came
+    def _evict(self) -> None:
+        """Close connections without a request. If there are none, close the oldest connection."""
+        idle = [
+            IdleConnection(request, connection.address, connection.connected_at)
+            for request, connection in self._connections.items()
+            if not connection.has_request
         ]
-        for request in pick_victims(silent, self.bounds.connections) or [next(iter(self._connections))]:
-            self._cut(request)
+        for request in pick_victims(idle, self.limits.max_connections) or [next(iter(self._connections))]:
+            self._close(request)
 
-    def _cut(self, request: socket.socket) -> None:
-        """Close the connection, which ends its thread."""
+    def _close(self, request: socket.socket) -> None:
+        """Shut the connection down, which ends its thread."""
         del self._connections[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
 
-class _BoundedHead(io.RawIOBase):
-    """Reads the bytes of a connection up to a bound, and then signals its end."""
+class _LimitedReader(io.RawIOBase):
+    """Reads a connection up to `max_bytes`, then reports its end."""
 
-    def __init__(self, connection: socket.socket, remaining: int) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
         self._connection = connection
-        self._remaining = remaining
+        self._remaining = max_bytes
 
     def readable(self) -> bool:
         return True
@@ -226,16 +237,16 @@ class _BoundedHead(io.RawIOBase):
         return read
 
 
-class _OneShotHandler(WSGIRequestHandler):
+class _SingleRequestHandler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._health_server = cast(_HealthServer, self.server)
-        self.rfile = io.BufferedReader(_BoundedHead(self.connection, self._health_server.bounds.bytes))
+        self.rfile = io.BufferedReader(_LimitedReader(self.connection, self._health_server.limits.max_head_bytes))
 
     def parse_request(self) -> bool:
-        is_one = super().parse_request()
-        self._health_server.request_came(self.connection)
-        return is_one
+        is_valid = super().parse_request()
+        self._health_server.mark_request_received(self.connection)
+        return is_valid
 
     def log_message(self, *_: object) -> None:
-        """Log nothing, because every probe would be a log line."""
+        """Log nothing: probes come every few seconds."""

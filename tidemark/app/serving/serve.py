@@ -1,6 +1,6 @@
-"""`tidemark sidecar`: runs the read side, HTTP and the line protocol in one process.
+"""`tidemark sidecar`: runs the read side, the HTTP server and the line protocol in one process.
 
-The only module that imports both `app.sidecar` and `app.lines`, which share one read side.
+Only this module imports both `app.sidecar` and `app.lines`, which share one read side.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from tidemark.sources.kafka_lookup import Tail
 
 log = get_logger(__name__)
 
-RESERVE = 192  # files for probes, refused clients, Redis, Postgres, Kafka and Python
-MIN_CONNECTIONS = 8  # of each kind
+RESERVED_FILES = 192  # for probes, refused clients, Redis, Postgres, Kafka and Python
+MIN_CONNECTIONS_PER_KIND = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,100 +45,116 @@ class ClientLimits:
 
     Attributes:
         connections: HTTP connections.
-        open_requests: HTTP requests that may stay open.
-        lines: connections of the line protocol.
+        open_requests: long-running HTTP requests.
+        line_connections: connections of the line protocol.
         handshakes: concurrent TLS handshakes.
     """
 
     connections: int
     open_requests: int
-    lines: int
+    line_connections: int
     handshakes: int = 0
 
+    @property
+    def files(self) -> int:
+        """The open files that the process needs."""
+        return self.connections + self.line_connections + self.handshakes + RESERVED_FILES
 
-def fit_limits(allowed: int, desired: ClientLimits) -> ClientLimits:
-    """The largest limits up to `desired` for which `allowed` files are enough. Each kind is reduced by the same factor.
-    Pure.
+
+def fit_limits(file_limit: int, desired: ClientLimits) -> ClientLimits:
+    """The largest limits that need at most `file_limit` open files. If `desired` needs more, each limit is reduced by
+    the same factor. Pure.
 
     Raises:
-        BadSetting: not even a few clients of each kind fit.
+        BadSetting: the file limit is too low for a few clients of each kind.
     """
-    needed, left = desired.connections + desired.lines + desired.handshakes, allowed - RESERVE
-    if needed <= left:
+    if desired.files <= file_limit:
         return desired
 
-    def cut(count: int) -> int:
-        return count * left // needed
+    def reduce(count: int) -> int:
+        return count * (file_limit - RESERVED_FILES) // (desired.files - RESERVED_FILES)
 
-    limits = ClientLimits(*map(cut, (desired.connections, desired.open_requests, desired.lines, desired.handshakes)))
-    if min(limits.connections, limits.lines) < min(MIN_CONNECTIONS, desired.connections, desired.lines):
+    limits = ClientLimits(
+        reduce(desired.connections),
+        reduce(desired.open_requests),
+        reduce(desired.line_connections),
+        reduce(desired.handshakes),
+    )
+    minimum = min(MIN_CONNECTIONS_PER_KIND, desired.connections, desired.line_connections)
+    if min(limits.connections, limits.line_connections) < minimum:
         raise BadSetting(
             "TIDEMARK_SIDECAR_MAX_CONNECTIONS",
-            f"the process may open {allowed} files, and {RESERVE} of them are reserved for probes and servers; raise"
-            " the limit (ulimit -n, or LimitNOFILE of systemd)",
+            f"the process may open {file_limit} files, of which {RESERVED_FILES} are reserved for probes and servers;"
+            " raise the limit (ulimit -n, or LimitNOFILE of systemd)",
         )
     return replace(limits, open_requests=max(1, limits.open_requests))
 
 
 def raise_file_limit(desired: ClientLimits) -> ClientLimits:
-    """Raise the process's limit of open files as far as needed and possible, and return the limits that fit. Raises
-    `BadSetting`."""
+    """Raise the limit of open files of this process up to `desired.files`, if the hard limit allows that.
+
+    Returns:
+        The limits of clients that fit into the limit of open files.
+
+    Raises:
+        BadSetting: the hard limit is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = desired.connections + desired.lines + desired.handshakes + RESERVE
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    allowed = needed if soft == resource.RLIM_INFINITY else soft
-    served = fit_limits(allowed, desired)
-    if served != desired:
+    raised = desired.files if hard == resource.RLIM_INFINITY else min(desired.files, hard)
+    if soft != resource.RLIM_INFINITY and soft < raised:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    file_limit = desired.files if soft == resource.RLIM_INFINITY else soft
+    limits = fit_limits(file_limit, desired)
+    if limits != desired:
         log.warning(
             "The limit of open files is low: serving fewer clients than configured; raise LimitNOFILE",
-            files=allowed,
-            needed=needed,
-            connections=served.connections,
-            open_requests=served.open_requests,
-            lines=served.lines,
+            files=file_limit,
+            needed=desired.files,
+            connections=limits.connections,
+            open_requests=limits.open_requests,
+            lines=limits.line_connections,
         )
     else:
-        log.info("Open files", allowed=allowed, needed=needed)
-    return served
+        log.info("Open files", allowed=file_limit, needed=desired.files)
+    return limits
 
 
-LAST_SECONDS = 3  # seconds for open requests to end after SIGTERM
-TURN_SECONDS = 0.0005  # seconds for which a thread that decodes history may block the event loop; 0.005 by default
-# New objects until a garbage collection; 700 by default. The objects of the read side have no cycles, and a full
-# collection blocks the event loop.
-CYCLES = 20_000, 20, 50
-HANGS_SECONDS = 6.0  # after SIGTERM; later the process does not wait for servers
+SHUTDOWN_TIMEOUT_SECONDS = 3  # for requests to end after SIGTERM
+# How long a thread that decodes history may block the event loop; Python's default is 0.005.
+SWITCH_INTERVAL_SECONDS = 0.0005
+# Python's first threshold is 700. The objects of the read side have no reference cycles, and a full collection blocks
+# the event loop.
+GC_THRESHOLDS = 20_000, 20, 50
+EXIT_TIMEOUT_SECONDS = 6.0  # after SIGTERM, the longest wait for threads that query servers
 
 
-class StoppedServer(uvicorn.Server):
-    """Serves on listening sockets. After `end` it accepts no clients, sets `stopping`, and returns when all requests
-    have ended, or after `LAST_SECONDS`. It handles no signals.
+class StoppableServer(uvicorn.Server):
+    """Serves HTTP on listening sockets until `stop`. Then it accepts no clients, sets `stopping`, and returns when all
+    requests have ended, or after `SHUTDOWN_TIMEOUT_SECONDS`. It handles no signals.
     """
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: ListenerConfig) -> None:
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, listener_config: ListenerConfig) -> None:
         super().__init__(config)
         self._stopping = stopping
-        self._acceptor = acceptor
+        self._listener_config = listener_config
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn would raise the signal again at its end, so that the exit code would not be 0.
+        # uvicorn would raise the signal again at the end, so the exit code would not be 0.
         yield
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Begin to stop. Thread-safe."""
         self.should_exit = True
-        _exit_at_last()
+        _exit_after_timeout()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         await super().startup([])
-        self.servers = [self._acceptor.serve(listening, self._connection) for listening in sockets]  # type: ignore[misc]
+        self.servers = [self._listener_config.serve(socket, self._new_connection) for socket in sockets]  # type: ignore[misc]
 
-    def _connection(self) -> asyncio.Protocol:
+    def _new_connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -148,29 +164,30 @@ class StoppedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _exit_at_last() -> None:
-    """End the process even if threads wait for a server: they have no state that must survive."""
+def _exit_after_timeout() -> None:
+    """End the process after `EXIT_TIMEOUT_SECONDS` even if threads wait for a server. The threads have no state to
+    save."""
 
-    def end() -> None:
+    def exit_now() -> None:
         log.warning("Stopped without waiting for servers that do not answer")
         os._exit(0)
 
-    timer = threading.Timer(HANGS_SECONDS, end)
+    timer = threading.Timer(EXIT_TIMEOUT_SECONDS, exit_now)
     timer.daemon = True
     timer.start()
 
 
 @asynccontextmanager
-async def lines(
+async def serve_lines(
     settings: Settings,
     read_side: ReadSide,
     listening: socket.socket,
     stopping: asyncio.Event,
-    acceptor: ListenerConfig,
-    clients: int,
+    listener_config: ListenerConfig,
+    max_connections: int,
 ) -> AsyncIterator[None]:
-    """Run the line protocol for `clients` clients: on a listening socket, between sidecars, and on the Redis channel if
-    one is configured.
+    """Run the line protocol during the block: on a listening socket, between sidecars, and on the Redis channel if one
+    is configured. Clients are disconnected when `stopping` is set.
     """
 
     def tail() -> Tail:
@@ -179,58 +196,58 @@ async def lines(
     host, port = listening.getsockname()[:2]
     if not is_loopback(host):
         log.warning(
-            "The line protocol has no access control: its clients read and relay",
+            "The line protocol has no access control: every client may read positions and send commands to others",
             host=host,
             port=port,
         )
     hub = Hub(read_side, tail, settings.lines_row_buffer_mib << 20)
-    server = LineServer(hub, LineServerConfig(settings.lines_server_name, clients))
+    server = LineServer(hub, LineServerConfig(settings.lines_server_name, max_connections))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
-        await stack.enter_async_context(server.serving(listening, acceptor))
+        await stack.enter_async_context(server.serving(listening, listener_config))
         channel_config = None if settings.lines_redis_channel is None else ChannelConfig(settings.lines_redis_channel)
         await stack.enter_async_context(Channel(hub, server, read_side.redis_reader.client, channel_config).open())
-        stop_task = asyncio.create_task(_stop_with(server, stopping))
+        stop_task = asyncio.create_task(_stop_when_set(server, stopping))
         stack.push_async_callback(cancel_until_done, stop_task)
         log.info("The line protocol listens", host=host, port=port, channel=settings.lines_redis_channel)
         yield
 
 
-async def _stop_with(server: LineServer, stopping: asyncio.Event) -> None:
+async def _stop_when_set(server: LineServer, stopping: asyncio.Event) -> None:
     await stopping.wait()
     server.stop()
 
 
-def _acceptor(settings: Settings, handshakes: int) -> ListenerConfig:
-    """Raises `BadSetting`."""
+def _listener_config(settings: Settings, max_handshakes: int) -> ListenerConfig:
+    """Raises `BadSetting` if the certificate or its key cannot be used."""
     if settings.sidecar_certificate_file is None or settings.sidecar_key_file is None:
         return ListenerConfig()
     certificate = Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file)
-    return ListenerConfig(certificate, HandshakesConfig(open=handshakes))
+    return ListenerConfig(certificate, HandshakesConfig(max_open=max_handshakes))
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `Stop` if a person must act."""
-    sys.setswitchinterval(TURN_SECONDS)
-    gc.set_threshold(*CYCLES)
+    """Run the sidecar until SIGTERM or SIGINT. Raises `Stop` if a person must act."""
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     readers = None if settings.readers_dsn is None else settings.readers
     servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults, readers)
-    encrypted = settings.sidecar_certificate_file is not None
+    uses_tls = settings.sidecar_certificate_file is not None
     client_limits = raise_file_limit(
         ClientLimits(
             settings.sidecar_max_connections,
             settings.sidecar_max_open_requests,
             settings.lines_max_connections,
-            HandshakesConfig.open if encrypted else 0,
+            HandshakesConfig.max_open if uses_tls else 0,
         )
     )
     limits = Limits(client_limits.open_requests, settings.sidecar_max_wait_seconds, settings.metrics_max_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = AppConfig(settings.sidecar_tokens_file, settings.sidecar_origins, hosts, limits, settings.sidecar_banner)
-    acceptor = _acceptor(settings, client_limits.handshakes)
+    listener_config = _listener_config(settings, client_limits.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_access(servers))
-    # uvicorn's messages reach the client or Tidemark's log in another way.
+    # uvicorn's error messages also reach the client or Tidemark's log.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         listening_socket("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
@@ -238,10 +255,12 @@ def run(settings: Settings) -> None:
     ):
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
-            log.warning("Every client may read; set TIDEMARK_SIDECAR_TOKENS_FILE to require a token")
+            log.warning("Every client may read positions; set TIDEMARK_SIDECAR_TOKENS_FILE to require a token")
 
         def companion(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
-            return lines(settings, read_side, lines_listening, stopping, acceptor, client_limits.lines)
+            return serve_lines(
+                settings, read_side, lines_listening, stopping, listener_config, client_limits.line_connections
+            )
 
         uvicorn_config = uvicorn.Config(
             create_app(servers, config, stopping, companion),
@@ -251,25 +270,27 @@ def run(settings: Settings) -> None:
             server_header=False,
             proxy_headers=False,  # `connection_class` handles them before a request waits
             http=connection_class(AdmissionConfig(client_limits.connections, trusted_proxies=settings.sidecar_proxies)),
-            timeout_graceful_shutdown=LAST_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
         )
-        log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
-        server = StoppedServer(uvicorn_config, stopping, acceptor)
-        shutdown_event(server.end)
+        log.info("The sidecar listens", host=host, port=port, tls=listener_config.certificate is not None)
+        server = StoppableServer(uvicorn_config, stopping, listener_config)
+        shutdown_event(server.stop)
         gc.freeze()  # objects loaded at start-up live as long as the process
         server.run(sockets=[listening])
     log.info("Stopped")
 
 
 async def _require_access(servers: ReadSideConfig) -> None:
-    """Raise `Stop` if a server answers and refuses this user. The sidecar serves while a server is down."""
+    """Raise `Stop` if a server refuses this user. A server that is down is no error, because the sidecar can start
+    without it."""
     async with open_read_side(servers) as read_side:
-        for ask in (read_side.redis_reader.ping, read_side.postgres_reader.check):
+        for check in (read_side.redis_reader.ping, read_side.postgres_reader.check):
             with suppress(Unavailable):
-                await ask()
+                await check()
 
 
 def listening_socket(variable: str, host: str, port: int) -> socket.socket:
+    """Listen on a TCP address; on `::` also for IPv4. Raises `BadSetting` about `variable`."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         dual_stack = host == "::" and socket.has_dualstack_ipv6()

@@ -1,12 +1,12 @@
-"""Accepts the connections of the sidecar: many per turn of the event loop, and with TLS if there is a certificate.
+"""Accepts the connections of the sidecar, with TLS if there is a certificate, and shares slots among clients.
 
-uvloop's server accepts one connection per turn of the event loop, so a probe after a thousand connections would wait
-for a thousand turns. asyncio's servers do not limit the number or duration of handshakes, and cannot reload a
+uvloop's server accepts one connection per iteration of the event loop, so a probe after a thousand connections would
+wait for a thousand iterations. asyncio's servers do not limit the number of handshakes, and cannot reload a
 certificate. So this module accepts connections itself. For one event loop.
 
 A certificate is loaded again when its file changes, because certificates rotate while a process runs. If every slot is
-taken, a client is evicted. Clients are identified by address; for IPv6 by the first 64 bits, because a client usually
-controls a whole /64 network.
+taken, a client is evicted. Clients are identified by IP address; for IPv6 by the first 64 bits, because a client
+usually controls a whole /64 network.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from tidemark.common.log import get_logger
 
 log = get_logger(__name__)
 
-CHECK_EVERY = 1.0  # seconds
+CHECK_INTERVAL_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class FileWatcher(Generic[T]):
     first failure is logged.
 
     Args:
-        what: the name of the content, for the log.
+        name: the name of the content, for the log.
         files: the files to watch. Links are followed, because container platforms replace files by links.
         load: reads the files. Raises `BadSetting`.
         now: a monotonic clock, in seconds.
@@ -53,7 +53,7 @@ class FileWatcher(Generic[T]):
     def __init__(
         self, name: str, files: Sequence[Path], load: Callable[[], T], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what = name
+        self._name = name
         self._files = files
         self._load = load
         self._now = now
@@ -64,7 +64,7 @@ class FileWatcher(Generic[T]):
 
     def content(self) -> T:
         """The current content. The files are checked at most once a second."""
-        if self._now() - self._checked_at >= CHECK_EVERY:
+        if self._now() - self._checked_at >= CHECK_INTERVAL_SECONDS:
             self._checked_at = self._now()
             self._check()
         return self._content
@@ -76,13 +76,13 @@ class FileWatcher(Generic[T]):
             return
         try:
             self._content, self._versions = self._load(), versions
-        except BadSetting as problem:  # also raised between the changes of two files
+        except BadSetting as problem:  # also if only one of two files has changed yet
             if not self._has_failed:
-                log.warning(f"Could not reload {self._what}; the last content stays in use", problem=str(problem))
+                log.warning(f"Could not reload {self._name}; the last content stays in use", problem=str(problem))
             self._has_failed = True
         else:
             self._has_failed = False
-            log.info(f"Reloaded {self._what}", files=[str(file) for file in self._files])
+            log.info(f"Reloaded {self._name}", files=[str(file) for file in self._files])
 
     def _current_versions(self) -> list[_Version]:
         return [_version(file) for file in self._files]
@@ -97,8 +97,8 @@ def _version(file: Path) -> _Version:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-EVICTION_DIVISOR = 64  # one of this many slots is freed at once
-FAIR_SHARE_DIVISOR = 4  # one of this many slots is the fair share of an address
+EVICTION_DIVISOR = 64  # an eviction frees 1/64 of the slots
+FAIR_SHARE_DIVISOR = 4  # the fair share of an address is 1/4 of the slots
 
 
 @lru_cache(4096)
@@ -124,20 +124,18 @@ class IdleConnection(Generic[T]):
     since: float
 
 
-def pick_victims(waiting: Sequence[IdleConnection[T]], places: int) -> list[T]:
-    """Connections to evict when every slot is taken: the oldest idle ones of the address with the most idle
-    connections.
+def pick_victims(idle: Sequence[IdleConnection[T]], slots: int) -> list[T]:
+    """Connections to evict when every slot is taken: the oldest idle connections of the address with the most idle
+    connections. Empty if no connection is idle.
 
-    Empty if there are none. With many slots, several at once, so that a flood of connections needs few searches.
+    Returns 1/64 of `slots`, so that a flood of connections needs few searches.
     """
-    if not waiting:
+    if not idle:
         return []
-    [(network, _)] = Counter(network_of(other.address) for other in waiting).most_common(1)
-    of_network = (other for other in waiting if network_of(other.address) == network)
-    return [
-        other.connection
-        for other in nsmallest(max(1, places // EVICTION_DIVISOR), of_network, key=lambda other: other.since)
-    ]
+    [(network, _)] = Counter(network_of(other.address) for other in idle).most_common(1)
+    candidates = (other for other in idle if network_of(other.address) == network)
+    oldest = nsmallest(max(1, slots // EVICTION_DIVISOR), candidates, key=lambda other: other.since)
+    return [victim.connection for victim in oldest]
 
 
 class NoFreeSlot(Exception):
@@ -147,29 +145,30 @@ class NoFreeSlot(Exception):
 class SlotPool(Generic[T]):
     """A fixed number of slots, shared fairly by address. For one thread.
 
-    While slots are free, every client gets one. If all are taken, an address that has less than a quarter of the slots,
-    or less than half of what another address has, gets the newest slot of the address with the most slots.
+    While slots are free, every client gets one. If all slots are taken, the client that was last to get a slot at the
+    address with the most slots is evicted for a new client, provided that the new client's address has less than a
+    quarter of the slots, or less than half as many slots as that address.
 
-    Holders are compared by identity, as keys of a dict.
+    Clients must be hashable, and are compared by identity.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._taken = 0
-        self._holders: dict[str, dict[T, None]] = {}
+        self._clients: dict[str, dict[T, None]] = {}  # by network, oldest first
         self._networks: dict[T, str] = {}
 
     def __len__(self) -> int:
         return self._taken
 
-    def take(self, client: T, address: str, first: Callable[[T], bool] = lambda _: False) -> T | None:
+    def take(self, client: T, address: str, evict_first: Callable[[T], bool] = lambda _: False) -> T | None:
         """Give a slot to a client until `leave`.
 
         Args:
             client: the connection or request that gets the slot.
-            address: its address.
-            first: of the address that loses a slot, the oldest client for which this is true is evicted, else the
-                newest one. An address with its full share can only replace its own client for which this is true.
+            address: the IP address of the client.
+            evict_first: the clients to evict before others: of the address that loses a slot, the oldest such client,
+                else the newest client. An address with its full share can only replace such a client of its own.
 
         Returns:
             The evicted client, which has lost its slot. None if a slot was free.
@@ -179,38 +178,39 @@ class SlotPool(Generic[T]):
         """
         network, evicted = network_of(address), None
         if self._taken >= self.limit:
-            evicted = self._victim(self._holders.get(network, {}), first)
+            evicted = self._pick_victim(self._clients.get(network, {}), evict_first)
             self.leave(evicted)
-        self._holders.setdefault(network, {})[client] = None
+        self._clients.setdefault(network, {})[client] = None
         self._networks[client] = network
         self._taken += 1
         return evicted
 
     def leave(self, client: T) -> None:
-        """Free the slot of the client. May be called again, and for a client that was evicted."""
+        """Free the slot of the client. Has no effect for a client without a slot."""
         network = self._networks.pop(client, None)
         if network is None:
             return
-        holders = self._holders[network]
-        del holders[client]
+        clients = self._clients[network]
+        del clients[client]
         self._taken -= 1
-        if not holders:
-            del self._holders[network]
+        if not clients:
+            del self._clients[network]
 
-    def _victim(self, own: dict[T, None], first: Callable[[T], bool]) -> T:
-        largest = max(self._holders.values(), key=len, default=own)
+    def _pick_victim(self, own: dict[T, None], evict_first: Callable[[T], bool]) -> T:
+        """The client to evict. `own`: the clients of the address that needs a slot."""
+        largest = max(self._clients.values(), key=len, default=own)
         share = self.limit // FAIR_SHARE_DIVISOR
         if len(own) < len(largest) // 2 or len(own) < share < len(largest):
-            return next(filter(first, largest), next(reversed(largest)))
-        # Evict another address only if this one has less than its share.
-        of_all = chain(own, *self._holders.values()) if len(own) < share else own
-        for candidate in filter(first, of_all):
+            return next(filter(evict_first, largest), next(reversed(largest)))
+        # Evict a client of another address only if this address has less than its share.
+        candidates = chain(own, *self._clients.values()) if len(own) < share else own
+        for candidate in filter(evict_first, candidates):
             return candidate
         raise NoFreeSlot
 
 
 class FairQueue:
-    """Tasks that wait for a turn: round-robin by address, in order for each address. For one event loop."""
+    """Waiting tasks, started round-robin by address, and in order for each address. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
@@ -218,18 +218,19 @@ class FairQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, address: str, turn: "Future[None]") -> None:
-        self._waiting.setdefault(network_of(address), deque()).append(turn)
+    def add(self, address: str, start: "Future[None]") -> None:
+        """Add a task of a client at `address`. The task awaits `start`."""
+        self._waiting.setdefault(network_of(address), deque()).append(start)
 
     def start_next(self) -> bool:
-        """Give the next task its turn. False: the task was cancelled. Call it only while a task waits."""
-        network, turns = self._waiting.popitem(last=False)
-        turn = turns.popleft()
-        if turns:
-            self._waiting[network] = turns
-        if turn.done():  # cancelled
+        """Start the next task. Returns False if the task was cancelled. The queue must not be empty."""
+        network, starts = self._waiting.popitem(last=False)
+        start = starts.popleft()
+        if starts:
+            self._waiting[network] = starts
+        if start.done():  # cancelled
             return False
-        turn.set_result(None)
+        start.set_result(None)
         return True
 
 
@@ -239,18 +240,18 @@ CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICAT
 class Certificate:
     """The server's TLS context, from a certificate and its key in two PEM files, which are reloaded when they change.
 
-    Raises `BadSetting` if the files cannot be used at the start. Later, the last pair stays in use.
+    The constructor raises `BadSetting` if the files cannot be used. Later, the last pair stays in use.
     """
 
     def __init__(self, certificate: Path, key: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._contexts = FileWatcher("the certificate", (certificate, key), lambda: _loaded(certificate, key), now)
+        self._contexts = FileWatcher("the certificate", (certificate, key), lambda: _tls_context(certificate, key), now)
 
     def context(self) -> ssl.SSLContext:
         """The TLS context for a new connection."""
         return self._contexts.content()
 
 
-def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
+def _tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     for variable, path in ((CERTIFICATE, certificate), (KEY, key)):
         try:
             path.read_bytes()
@@ -260,14 +261,14 @@ def _loaded(certificate: Path, key: Path) -> ssl.SSLContext:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(certificate)
     except ssl.SSLError:
-        raise BadSetting(CERTIFICATE, f"there is no certificate in {certificate}: PEM is expected") from None
+        raise BadSetting(CERTIFICATE, f"{certificate} contains no certificate in PEM format") from None
     try:
         context.load_cert_chain(certificate, key, _no_password)
     except _KeyHasPassword:
-        raise BadSetting(KEY, f"the key in {key} has a password: give a key without one") from None
+        raise BadSetting(KEY, f"the key in {key} has a password; use a key without a password") from None
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error):
-            raise BadSetting(KEY, f"the key in {key} is not that of the certificate in {certificate}") from None
+            raise BadSetting(KEY, f"the key in {key} does not belong to the certificate in {certificate}") from None
         raise BadSetting(KEY, f"{certificate} and {key} cannot be used as a certificate and its key: {error}") from None
     return context
 
@@ -285,31 +286,36 @@ def _unreadable(variable: str, path: Path, error: OSError) -> BadSetting:
     return BadSetting(variable, f"cannot read {path}: {error.strerror}")
 
 
-def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """The client's TLS context: trusts the authority in a PEM file; without a file, the system's authorities."""
+def client_tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    """The TLS context of a client, which trusts the authorities in a PEM file. Without a file, it trusts the system's
+    authorities.
+
+    Raises:
+        BadSetting: the file cannot be read, or contains no certificate.
+    """
     try:
         return ssl.create_default_context(cafile=ca_file)
     except ssl.SSLError:
-        raise BadSetting(CA, f"there is no certificate in {ca_file}: PEM is expected") from None
+        raise BadSetting(CA, f"{ca_file} contains no certificate in PEM format") from None
     except OSError as error:
         raise BadSetting(CA, f"cannot read {ca_file}: {error.strerror}") from None
 
 
-AT_ONCE = 64  # connections that are accepted in one turn of the event loop
-ENCRYPTED_AT_ONCE = 8  # the same with TLS, whose handshake takes 1 ms
-_SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
-_EXHAUSTED_SECONDS = 0.1  # pause if the process has too many open files
+ACCEPTS_PER_ITERATION = 64  # of the event loop
+TLS_ACCEPTS_PER_ITERATION = 8  # fewer, because a handshake takes 1 ms
+_TLS_SHUTDOWN_SECONDS = 1.0  # for a client to close TLS
+_RETRY_SECONDS = 0.1  # the pause if the process has too many open files
 
-Connect = Callable[[], asyncio.Protocol]
-"""A protocol factory for connections, as for `loop.create_server`."""
+ProtocolFactory = Callable[[], asyncio.Protocol]
+"""Creates the protocol of a connection, as for `loop.create_server`."""
 
 
 @dataclass(frozen=True)
 class HandshakesConfig:
-    """The largest number of open handshakes, and the time limit of each in seconds."""
+    """Limits of TLS handshakes: the largest number of concurrent ones, and the duration of each."""
 
-    open: int = 1000
-    seconds: float = 5.0
+    max_open: int = 1000
+    timeout_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,52 +323,56 @@ class ListenerConfig:
     """The configuration of a listener. Uses TLS if there is a certificate."""
 
     certificate: Certificate | None = None
-    bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
+    handshakes: HandshakesConfig = field(default_factory=HandshakesConfig)
 
-    def serve(self, listening: socket.socket, connect: Connect) -> "TlsListener":
+    def serve(self, listening: socket.socket, factory: ProtocolFactory) -> "TlsListener":
         """Serve on a listening socket, in the running event loop."""
-        return TlsListener(listening, connect, self.certificate, self.bounds)
+        return TlsListener(listening, factory, self.certificate, self.handshakes)
 
 
 class TlsListener:
-    """Accepts connections, and serves them after their TLS handshake. Beyond the limit of open handshakes, the oldest
-    ones of the address with the most are cancelled.
+    """Accepts connections, and serves them after their TLS handshake. If the limit of handshakes is reached, the oldest
+    handshakes of the address with the most handshakes are cancelled. Without a certificate there is no handshake.
     """
 
     def __init__(
-        self, listening: socket.socket, connect: Connect, certificate: Certificate | None, bounds: HandshakesConfig
+        self,
+        listening: socket.socket,
+        factory: ProtocolFactory,
+        certificate: Certificate | None,
+        limits: HandshakesConfig,
     ) -> None:
         self._listening = listening
-        self._connect = connect
+        self._factory = factory
         self._certificate = certificate
-        self._bounds = bounds
-        self._open: dict[asyncio.Task[None], IdleConnection[asyncio.Task[None]]] = {}
+        self._limits = limits
+        self._handshakes: dict[asyncio.Task[None], IdleConnection[asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         listening.settimeout(0)
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections, and cancel open handshakes. Other connections stay open. May be called again."""
-        if self._closed:
+        """Accept no more connections, and cancel handshakes. Other connections stay open. May be called again."""
+        if self._is_closed:
             return
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listening)
         self._listening.close()
         if self._certificate is not None:
-            for handshake in [*self._open]:
+            for handshake in [*self._handshakes]:
                 handshake.cancel()
 
     @property
-    def _closed(self) -> bool:
+    def _is_closed(self) -> bool:
         return self._listening.fileno() < 0
 
     async def wait_closed(self) -> None:
-        """For uvicorn, which closes its servers."""
+        """Return at once; uvicorn calls this method of its servers."""
 
     def _accept(self) -> None:
-        for _ in range(AT_ONCE if self._certificate is None else ENCRYPTED_AT_ONCE):
+        for _ in range(ACCEPTS_PER_ITERATION if self._certificate is None else TLS_ACCEPTS_PER_ITERATION):
             try:
                 connection, (address, *_) = self._listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -370,44 +380,44 @@ class TlsListener:
             except OSError:
                 self._loop.remove_reader(self._listening)
                 self._retry = self._loop.call_later(
-                    _EXHAUSTED_SECONDS, self._loop.add_reader, self._listening, self._accept
+                    _RETRY_SECONDS, self._loop.add_reader, self._listening, self._accept
                 )
                 return
             connection.settimeout(0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._is_full:
-                for oldest in pick_victims([*self._open.values()], self._bounds.open):
-                    del self._open[oldest]
+                for oldest in pick_victims([*self._handshakes.values()], self._limits.max_open):
+                    del self._handshakes[oldest]
                     oldest.cancel()
             handshake = self._loop.create_task(self._handshake(connection))
-            self._open[handshake] = IdleConnection(handshake, address, self._loop.time())
+            self._handshakes[handshake] = IdleConnection(handshake, address, self._loop.time())
             handshake.add_done_callback(partial(self._handshake_ended, connection))
 
     @property
     def _is_full(self) -> bool:
-        return self._certificate is not None and len(self._open) >= self._bounds.open
+        return self._certificate is not None and len(self._handshakes) >= self._limits.max_open
 
     def _handshake_ended(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
-        self._open.pop(handshake, None)
-        if handshake.cancelled():  # perhaps before it started
+        self._handshakes.pop(handshake, None)
+        if handshake.cancelled():  # perhaps before the task started
             connection.close()
 
     async def _handshake(self, connection: socket.socket) -> None:
-        """Perform the handshake. A connection without TLS or a common version, or that is slow or closed, is closed
-        without an answer.
+        """Perform the handshake, and pass the connection to its protocol. A connection whose handshake fails or takes
+        too long is closed without an answer.
         """
-        certificate, seconds = self._certificate, self._bounds.seconds
+        certificate, seconds = self._certificate, self._limits.timeout_seconds
         with suppress(OSError):
             if certificate is not None:
                 await self._loop.connect_accepted_socket(
-                    self._connect,
+                    self._factory,
                     connection,
                     ssl=certificate.context(),
                     ssl_handshake_timeout=seconds,
-                    ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+                    ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS,
                 )
                 return
-            # Never cancelled, because uvloop would leave the connection open; it takes one turn of the loop.
-            transport, _ = await self._loop.connect_accepted_socket(self._connect, connection)
-            if self._closed:
+            # Never cancelled, because uvloop would leave the connection open. It takes one iteration of the loop.
+            transport, _ = await self._loop.connect_accepted_socket(self._factory, connection)
+            if self._is_closed:
                 transport.abort()

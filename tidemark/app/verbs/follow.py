@@ -11,7 +11,7 @@ import click
 from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
 from tidemark.app.connections import host_port
 from tidemark.app.lines import client
-from tidemark.app.serving.tls_listener import trusting
+from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.common.errors import NotReached, Reject, StreamNotKnown
 
 
@@ -71,7 +71,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
     show = client.as_json if as_json else str if settings.no_color else client.coloured
-    trust = partial(trusting, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
+    trust = partial(client_tls_context, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
     for command in client.LinesClient(where, server, trust).commands():
         if client.wanted(command, streams):
             click.echo(show(command))

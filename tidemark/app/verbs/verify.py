@@ -20,7 +20,7 @@ import click
 
 from tidemark.app.commands import Amount, OurCommand, loaded
 from tidemark.app.output import as_object, count, echo, one_line, progress
-from tidemark.app.serving.tls_listener import trusting
+from tidemark.app.serving.tls_listener import client_tls_context
 from tidemark.common.errors import BadSetting, BadToken, TidemarkError, Unavailable
 from tidemark.sinks.postgres.status import Audit, AuditedStream, HistoryFault
 from tidemark.sinks.reader import Token
@@ -472,7 +472,7 @@ def _last(report: VerifyReport) -> str:
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
     """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ."""
     settings = loaded()
-    trust = trusting(settings.sidecar_ca_file)
+    trust = client_tls_context(settings.sidecar_ca_file)
     asked = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
         audit.check()
