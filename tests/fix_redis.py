@@ -12,7 +12,7 @@ import pytest
 
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.processes import LOOPBACK, RedisServer, ServerProcess, free_port, obstacle, redis_program
+from tidemark.app.stack.processes import LOOPBACK, RedisServer, ServerProcess, free_port, port_problem, redis_program
 
 
 class Node(RedisServer):
@@ -110,5 +110,5 @@ def redis_cluster(home: Home) -> Iterator[list[Node]]:
 def _node_ports() -> Iterator[int]:
     """Different ones. A node takes the port 10 000 above its own too; nobody else is lent or draws either of them."""
     for port in SystemRandom().sample(range(5_000, 10_000), 5_000):
-        if obstacle(port) is None and obstacle(port + 10_000) is None:
+        if port_problem(port) is None and port_problem(port + 10_000) is None:
             yield port

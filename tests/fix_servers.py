@@ -24,7 +24,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import KafkaServer, RedisServer, ServerProcess, free_port
-from tidemark.app.stack.up import BROKER, DEMO, JDBC, fetch_jars
+from tidemark.app.stack.up import BROKER, DEMO_JARS, JDBC, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
@@ -65,7 +65,7 @@ def jars(java: str) -> Path:
 def jdbc(java: str) -> Path:
     """The directory with Postgres's driver for Java."""
     directory = Home(Settings().home).jars
-    fetch_jars(directory, java, progress=lambda _: None, wanted=DEMO)
+    fetch_jars(directory, java, progress=lambda _: None, jar_list=DEMO_JARS)
     return directory / JDBC
 
 
@@ -90,8 +90,8 @@ class Unsynced(PostgresServer):
     def command(self) -> Sequence[str]:
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
-    def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        super().run_first([*command, "--no-sync"], environment)
+    def run_preparation(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        super().run_preparation([*command, "--no-sync"], environment)
 
 
 @contextmanager

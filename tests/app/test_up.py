@@ -88,7 +88,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
     kafka = int(terminal.home.pid("kafka").read_text())
     assert not _is_gone(kafka)
     with terminal.up():
-        assert terminal.said(f"ended kafka (pid {kafka}), left behind by an earlier stack")
+        assert terminal.said(f"ended kafka (pid {kafka}), which an earlier stack left running")
         assert terminal.said("ended simulate")
         assert terminal.said("ended payments")
 

@@ -22,7 +22,7 @@ def spark_home() -> Path:
 
 
 class _SparkServer(ServerProcess):
-    patience: ClassVar[float] = 60.0
+    max_idle_seconds: ClassVar[float] = 60.0
 
     def answers(self) -> bool:
         return listens(self.port)

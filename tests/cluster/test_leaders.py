@@ -34,7 +34,7 @@ class ReplicatedKafka(ArchivedKafka):
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings(logs).items()))
         if not (logs / "meta.properties").exists():
             arguments = ["format", "-t", CLUSTER, "-c", str(self._properties)]
-            self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
+            self.run_preparation([*self._jvm(), "kafka.tools.StorageTool", *arguments])
 
     def answers(self) -> bool:
         return True  # it does when two of them run

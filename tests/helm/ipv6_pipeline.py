@@ -57,7 +57,7 @@ def use_ipv6() -> None:
     for module in (processes, postgres, standalone):
         module.LOOPBACK = NAME  # type: ignore[attr-defined]
         module.listens = listens  # type: ignore[attr-defined]
-    processes.obstacle = lambda port: None
+    processes.port_problem = lambda port: None
 
 
 def positions_move(site: Site, **settings: Any) -> None:

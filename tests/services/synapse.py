@@ -126,7 +126,7 @@ class Homeserver:
     def start(self) -> None:
         self._configure()
         shared = ["-c", str(self._root / "homeserver.yaml")]
-        self.main.run_first([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
+        self.main.run_preparation([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
         self._start_all()
 
     def _start_all(self) -> None:

@@ -48,17 +48,17 @@ def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> Non
 
 def test_a_connection_that_has_died_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ivy would wait for it without a limit. What grows is waited for."""
-    monkeypatch.setattr(up, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(up, "STALL_SECONDS", 2.0)
     part = tmp_path / "cache/a.jar.part"
     slow = f"mkdir -p {part.parent}; for step in 1 2 3 4; do echo {'x' * 99} >> {part}; sleep 1; done"
     java = _fake_java(tmp_path, f"if [ ! -e {tmp_path}/tried ]; then touch {tmp_path}/tried; sleep 600; fi; {slow}")
     told: list[str] = []
     fetch_jars(tmp_path, java, told.append)
-    assert told == ["ivy-broker: nothing came from the network, attempt 1 of 5"]
+    assert told == ["ivy-broker: the network sent no data, attempt 1 of 5"]
 
 
 def test_a_network_that_stays_silent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few attempts, each of which ends all of its processes."""
-    monkeypatch.setattr(up, "SILENT_SECONDS", 0.3)
-    with pytest.raises(JarsUnavailable, match=r"nothing came from the network.*ivy-broker\.log"):
+    monkeypatch.setattr(up, "STALL_SECONDS", 0.3)
+    with pytest.raises(JarsUnavailable, match=r"the network sent no data.*ivy-broker\.log"):
         fetch_jars(tmp_path, _fake_java(tmp_path, "sleep 600"), lambda _: None)

@@ -42,5 +42,5 @@ def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
     """In one line, before anything is started."""
     monkeypatch.setattr(home, "_succeeds", lambda command: False)
     monkeypatch.setattr(home, "_LIBRARIES", [])
-    with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, which has no name here"):
+    with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, because this user has no name"):
         named_user(tmp_path)

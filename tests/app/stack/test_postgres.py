@@ -42,7 +42,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
     histories = [ask(origin, HISTORY)]
     for lags, n in ((False, 1), (True, 2)):
         replica = Replica(origin)
-        replica.copy(follows=True)
+        replica.copy(as_standby=True)
         replica.start()
         replica.stream(synchronous=not lags)
         if lags:
@@ -62,7 +62,7 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
     """What was written since is gone, and the server cannot be told from the one before."""
     before = ask(origin, HISTORY)
     replica = Replica(origin)
-    replica.copy(follows=False)
+    replica.copy(as_standby=False)
     ask(origin, "insert into kept values (1)")
     replica.start()
     assert ask(replica, "select n from kept") == []
@@ -74,7 +74,7 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
 def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin: PostgresServer) -> None:
     """A client of such a session would wait for its answer for ever."""
     replica = Replica(origin)
-    replica.copy(follows=False)
+    replica.copy(as_standby=False)
     replica.start()
     with psycopg.connect(origin.dsn("postgres")) as session:
         replica.freeze_origin()
@@ -90,7 +90,7 @@ def test_no_session_of_a_stopped_origin_stays_if_its_postmaster_is_killed(origin
 def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
     """Without a replica that was given up; and after a start, at whatever step whoever made it was killed."""
     replica = Replica(origin)
-    replica.copy(follows=True)
+    replica.copy(as_standby=True)
     replica.start()
     replica.stream(synchronous=True)
     replica.freeze_origin()
@@ -98,7 +98,7 @@ def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
     ask(origin, "insert into kept values (1)")
     ask(origin, "alter system set synchronous_standby_names = '*'")
     origin.stop()
-    origin.data.rename(origin.replaced)
+    origin.data.rename(origin.old_data)
     origin.start()
     ask(origin, "insert into kept values (2)")
     assert ask(origin, "select n from kept") == [(1,), (2,)]

@@ -34,12 +34,12 @@ def own_home(tmp_path: Path) -> Home:
 
 def test_home_has_one_owner(own_home: Home) -> None:
     """A second stack is refused in one line that names the first; a home whose owner ended is free again."""
-    with own_home.claimed():
-        with pytest.raises(AlreadyRunning) as caught, own_home.claimed():
+    with own_home.locked():
+        with pytest.raises(AlreadyRunning) as caught, own_home.locked():
             pass
         assert caught.value.pid == str(os.getpid())
         assert "\n" not in str(caught.value)
-    with own_home.claimed():
+    with own_home.locked():
         pass
 
 
@@ -105,8 +105,8 @@ def test_dead_process_is_started_again_with_growing_pauses(own_home: Home) -> No
         supervisor.tick()
     server.stop()
     assert [line.split(" (")[0] for line in said[::2]] == [
-        "listener ended with code -9; starting it again in 1 s",
-        "listener ended with code -9; starting it again in 2 s",
+        "listener ended with code -9; restarting it in 1 s",
+        "listener ended with code -9; restarting it in 2 s",
     ]
     assert [line.split(" after")[0] for line in said[1::2]] == ["listener is back"] * 2
 
@@ -121,7 +121,7 @@ def test_a_free_port_is_lent_to_no_connection_while_its_server_is_away() -> None
 class SlowServer(ListeningServer):
     """Takes longer to answer than it may be silent, and says meanwhile what it does."""
 
-    patience: ClassVar[float] = 3.0
+    max_idle_seconds: ClassVar[float] = 3.0
     script = """
 import socket, sys, time
 for step in range(6):
@@ -145,7 +145,7 @@ def test_a_start_has_all_the_time_that_it_needs(own_home: Home, monkeypatch: pyt
 
 def test_work_without_a_word_is_a_sign_of_life(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JVM that loads its classes writes nothing for long."""
-    monkeypatch.setattr(processes, "WORK_SECONDS", 0.05)  # a busy machine gives it no more in so short a time
+    monkeypatch.setattr(processes, "MIN_CPU_SECONDS", 0.05)  # a busy machine gives it no more in so short a time
     server = SlowServer(own_home, free_port())
     server.script = """
 import socket, sys, time
@@ -183,8 +183,8 @@ time.sleep(600)
 
 def test_what_an_idle_server_does_is_no_sign_of_work(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle JVM takes two hundredths of a core for ever."""
-    monkeypatch.setattr(processes, "WORK_SECONDS", 0.02)
-    monkeypatch.setattr(processes, "WORK_SHARE", 0.5)  # a short test has no time for the real one
+    monkeypatch.setattr(processes, "MIN_CPU_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "MIN_CPU_SHARE", 0.5)  # a short test has no time for the real one
     monkeypatch.setattr(processes, "fair_share", lambda: 1.0)
     server = SlowServer(own_home, free_port())
     server.script = LITTLE.format(seconds=600)
@@ -196,8 +196,8 @@ def test_little_work_is_a_sign_of_life_on_a_machine_that_gives_no_more(
     own_home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that gets a hundredth of a core, because others take the rest, goes on."""
-    monkeypatch.setattr(processes, "WORK_SECONDS", 0.02)
-    monkeypatch.setattr(processes, "WORK_SHARE", 0.5)
+    monkeypatch.setattr(processes, "MIN_CPU_SECONDS", 0.02)
+    monkeypatch.setattr(processes, "MIN_CPU_SHARE", 0.5)
     monkeypatch.setattr(processes, "fair_share", lambda: 0.01)
     server = SlowServer(own_home, free_port())
     server.script = LITTLE.format(seconds=6)
@@ -209,8 +209,8 @@ def test_the_work_of_processes_that_have_ended_is_not_forgotten(
     own_home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark starts one Python process after the other; each new one is work, however long the last one took."""
-    monkeypatch.setattr(processes, "WORK_SECONDS", 0.05)
-    monkeypatch.setattr(SlowServer, "patience", 10.0)
+    monkeypatch.setattr(processes, "MIN_CPU_SECONDS", 0.05)
+    monkeypatch.setattr(SlowServer, "max_idle_seconds", 10.0)
     server = SlowServer(own_home, free_port())
     server.script = """
 import socket, subprocess, sys, time
@@ -238,7 +238,7 @@ def test_servers_see_nothing_of_the_shell(own_home: Home, monkeypatch: pytest.Mo
     monkeypatch.setenv("PGSSLMODE", "require")
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-XX:+UseG1GC")
     server = ListeningServer(own_home, free_port())
-    server.run_first(["env"])
+    server.run_preparation(["env"])
     server.script = "import os; print(*os.environ, sep='=\\n', flush=True); raise SystemExit(1)"
     with pytest.raises(StartFailed):
         server.start()

@@ -18,7 +18,7 @@ SEGMENT = 16 * 1024 * 1024
 @pytest.fixture(scope="module")
 def replica(postgres: PostgresServer) -> Iterator[Replica]:
     server = Replica(postgres)
-    server.copy(follows=True)
+    server.copy(as_standby=True)
     server.start()
     try:
         yield server

@@ -148,7 +148,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     relayed.relay.finish()
     known = relayed.core.told
     standby = Replica(server)
-    standby.copy(follows=True)
+    standby.copy(as_standby=True)
     standby.start()
     standby.stream(synchronous=False)
     standby.fall_behind()
@@ -201,7 +201,7 @@ def test_readers_in_the_database_of_a_promoted_standby(server: PostgresServer, s
     relayed.append(3)
     read.drain()
     standby = Replica(server)
-    standby.copy(follows=True)
+    standby.copy(as_standby=True)
     standby.start()
     standby.stream(synchronous=False)
     standby.fall_behind()

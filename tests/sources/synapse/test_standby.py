@@ -102,7 +102,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         kept = bridged.write(17)
         bridged.follow()
         standby = Replica(server)
-        standby.copy(follows=True)
+        standby.copy(as_standby=True)
         standby.start()
         standby.stream(synchronous=False)
         standby.fall_behind()

@@ -45,7 +45,7 @@ class ServicesPostgres:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self.server.home.claimed())
+            stack.enter_context(self.server.home.locked())
             for server in (Replica(self.server), self.server):
                 server.end_leftover()
             self.server.start()
@@ -96,7 +96,7 @@ class Replacement:
         return f"{self.owner}, {self.successor}"
 
     def prepare(self) -> None:
-        self._replica.copy(follows=self.successor is not Successor.IMAGE)
+        self._replica.copy(as_standby=self.successor is not Successor.IMAGE)
         if self.successor is not Successor.IMAGE:
             self._replica.start()
             self._replica.stream(synchronous=self.successor is Successor.IN_STEP)

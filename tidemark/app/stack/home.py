@@ -1,4 +1,5 @@
-"""The directory of the local stack, which one stack uses at a time, and a name for a user without one."""
+"""The directory of the local stack, which only one stack uses at a time, and a user name for a process whose user has
+none."""
 
 import fcntl
 import os
@@ -15,12 +16,12 @@ from tidemark.common.errors import Stop
 
 
 class AlreadyRunning(Stop):
-    """Another `tidemark up` uses this directory; `pid` is its process."""
+    """Another `tidemark up` uses this directory. `pid` is its process ID."""
 
     def __init__(self, root: Path, pid: str) -> None:
         super().__init__(
             f"a stack is already running in {root} (pid {pid}): stop it with Ctrl-C or `kill {pid}`,"
-            " or give this one its own TIDEMARK_HOME and ports"
+            " or set another TIDEMARK_HOME and other ports for the new stack"
         )
         self.root = root
         self.pid = pid
@@ -55,10 +56,10 @@ class Home:
         return self.root / "stack.env"
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Lock the directory for this process. Raises `AlreadyRunning`.
+    def locked(self) -> Iterator[None]:
+        """Lock the directory while the block runs. Raises `AlreadyRunning`.
 
-        The file lock ends with the process. The number in the file is for people.
+        The operating system releases the lock when the process ends. The process ID in the file is for error messages.
         """
         path = self.pid("up")
         with path.open("a+") as file:
@@ -80,27 +81,27 @@ _LIBRARIES = ("usr/lib/libnss_wrapper.so", "usr/lib64/libnss_wrapper.so", "usr/l
 class NeedsNamedUser(Stop):
     def __init__(self, uid: int) -> None:
         super().__init__(
-            f"Postgres and Spark refuse to run as user {uid}, which has no name here: add a line for that user"
+            f"Postgres and Spark refuse to run as user {uid}, because this user has no name: add a line for the user"
             " to /etc/passwd, or install libnss_wrapper (Debian, Ubuntu: `apt-get install libnss-wrapper`)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class NamedUser:
-    """The prefix of a command line, and variables, that give its user a name."""
+    """A command prefix and environment variables with which a program finds a name for its user."""
 
     command: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def named_user(directory: Path) -> NamedUser:
-    """How a program gets a name for this user: nothing to do, a user namespace, or a library (nss_wrapper).
+    """Find a way to give this process's user a name: none is needed, a user namespace, or the library nss_wrapper.
 
     Args:
-        directory: for files that must be there as long as the program runs.
+        directory: for files that must exist as long as the program runs.
 
     Raises:
-        NeedsNamedUser: there is no way to give a name.
+        NeedsNamedUser: the user has no name, and neither way works.
     """
     uid, gid = os.geteuid(), os.getegid()
     with suppress(KeyError):

