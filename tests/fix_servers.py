@@ -78,7 +78,7 @@ def archived(java: str, jars: Path, pytestconfig: pytest.Config) -> list[str]:
 @pytest.fixture(scope="session")
 def warm_jvm() -> Iterator[None]:
     """From now on every JVM of Spark's begins with archived classes, and without what pays in a life of minutes."""
-    subprocess.run(class_archive.MAKER, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(class_archive.CREATE_COMMAND, check=True, stdout=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("JDK_JAVA_OPTIONS", "-XX:+UseSerialGC")
         yield

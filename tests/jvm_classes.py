@@ -27,11 +27,11 @@ def broker_options(java: str, jars: Path, directory: Path) -> list[str]:
     def write(own: Path, option: str) -> None:
         home, port = Home(own), free_port()
         KafkaServer(home, port, java=java, jars=jars).prepare()  # a JVM of its own, with other classes
-        broker = ArchivedKafka(home, port, java=java, jars=jars, options=[*class_archive.SILENT, option])
+        broker = ArchivedKafka(home, port, java=java, jars=jars, options=[*class_archive.NO_WARNINGS, option])
         broker.start()
         broker.stop(180)
 
     archive = class_archive.archive("broker", java, sorted(jars.iterdir()), directory)
     with suppress(FileNotFoundError):  # on a very busy machine the broker was killed before it had written
-        class_archive.make(archive, write)
+        class_archive.create(archive, write)
     return class_archive.options(archive)

@@ -1,4 +1,4 @@
-"""Batches in the driver, with a publisher that has no sinks and results of Spark that are there already."""
+"""BatchHandler in the driver, with a publisher that has no sinks and results of Spark that are there already."""
 
 import threading
 import weakref
@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import DataFrame
 
-from tidemark.app.pipeline.batches import LET_GO_AFTER, Batches, untraced
+from tidemark.app.pipeline.batches import BATCHES_PER_COLLECTION, BatchHandler, no_trace
 from tidemark.app.pipeline.preflight import Seed
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.pipeline.supervisor import LIGHT_STREAMS, is_light
@@ -59,12 +59,12 @@ BEFORE = ("earlier", 41)
 TOPICS = {"facts": RememberedTopic("id", 1)}
 
 
-def batches(publisher: _Quick | None = None, *, one_task: bool = False) -> Batches:
+def batches(publisher: _Quick | None = None, *, one_task: bool = False) -> BatchHandler:
     publisher = publisher or _Quick()
     seed = Seed("first", BEFORE, {})
     board = StreamCollector(streams=1, writers=1)
     board.read["facts", 0] = 0
-    return Batches(cast("Publisher", publisher), board, seed, TOPICS, untraced, one_task=one_task)
+    return BatchHandler(cast("Publisher", publisher), board, seed, TOPICS, no_trace, one_task=one_task)
 
 
 def test_who_ends_lets_no_batch_begin() -> None:
@@ -74,7 +74,7 @@ def test_who_ends_lets_no_batch_begin() -> None:
     assert ending.finish(60)
     with pytest.raises(Stopping):
         ending(EMPTY, 1)
-    assert ending.published == 1
+    assert ending.published_count == 1
 
 
 class _Cycle(_Empty):
@@ -89,12 +89,12 @@ def test_what_spark_made_of_a_batch_is_let_go() -> None:
     with gc_disabled():
         quick = batches()
         made = []
-        for number in range(3 * LET_GO_AFTER):
+        for number in range(3 * BATCHES_PER_COLLECTION):
             batch = _Cycle()
             made.append(weakref.ref(batch))
             quick(cast("DataFrame", batch), number)
         assert quick.finish(60)
-        assert sum(batch() is not None for batch in made) <= LET_GO_AFTER
+        assert sum(batch() is not None for batch in made) <= BATCHES_PER_COLLECTION
 
 
 class _Watched(_Empty):
@@ -108,7 +108,7 @@ class _Watched(_Empty):
         return super().collect()
 
 
-def one_ahead(going: Batches) -> threading.Thread:
+def one_ahead(going: BatchHandler) -> threading.Thread:
     """Batch 0 is handed over, and batch 1 computed by the thread."""
     second = _Watched()
     going(EMPTY, 0)
@@ -130,7 +130,7 @@ def test_a_batch_is_computed_while_the_one_before_is_published() -> None:
     assert going.finish(60)
     beside.join()
     assert publisher.published == [("first", 0, BEFORE), ("first", 1, ("first", 0))]
-    assert going.published == 2
+    assert going.published_count == 2
 
 
 def test_the_end_does_not_wait_for_ever() -> None:
@@ -170,7 +170,7 @@ def test_no_batch_outlives_its_query() -> None:
     assert ending.is_alive()
     publisher.let_second.set()
     ending.join(60)
-    assert going.published == 2
+    assert going.published_count == 2
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_a_full_batch_ends_a_query_for_light_traffic(one_task: bool, records: in
     with pytest.raises(ConfigurationChanged) if ends else nullcontext():
         going(batch, 0)
     assert going.finish(60)
-    assert going.published == 1
+    assert going.published_count == 1
 
 
 def test_a_query_for_heavy_traffic_counts_the_time_without_a_large_batch() -> None:
-    """Batches that one task reads are not large."""
+    """BatchHandler that one task reads are not large."""
     going = batches()
     for number, (records, is_large) in enumerate([(ONE_TASK, False), (2 * ONE_TASK + 1, True)]):
         going._large_at -= 100

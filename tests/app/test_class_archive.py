@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.pipeline.class_archive import archive, make, options, spark_archive
+from tidemark.app.pipeline.class_archive import archive, create, options, spark_archive
 from tidemark.common.environment import child_environment
 
 
@@ -34,7 +34,7 @@ def test_there_are_options_for_what_is_there(jars: list[Path], tmp_path: Path) -
     """A start without an archive is slower and nothing else."""
     found = archive("spark", "java", jars, tmp_path / "share" / "tidemark")
     assert options(found) == []
-    make(found, writing("classes", []))
+    create(found, writing("classes", []))
     assert options(found)[0] == f"-XX:SharedArchiveFile={found}"
 
 
@@ -43,10 +43,10 @@ def test_other_jars_have_another_archive_which_replaces_the_old(jars: list[Path]
     calls: list[str] = []
     before, broker = (archive(name, "java", jars, tmp_path) for name in ("spark", "broker"))
     for each in (before, broker):
-        make(each, writing("old", calls))
+        create(each, writing("old", calls))
     jars[0].write_text("another version")
     after = archive("spark", "java", jars, tmp_path)
-    make(after, writing("new", calls))
+    create(after, writing("new", calls))
     assert sorted(tmp_path.glob("*.jsa")) == sorted([after, broker])
     assert after.read_text() == "new"
 
@@ -56,7 +56,7 @@ def test_many_who_ask_at_once_wait_for_one(jars: list[Path], tmp_path: Path) -> 
     calls: list[str] = []
     found = archive("spark", "java", jars, tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: make(found, writing("classes", calls)), range(4)))
+        list(pool.map(lambda _: create(found, writing("classes", calls)), range(4)))
     assert len(calls) == 1
 
 
@@ -70,9 +70,9 @@ def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_pat
     assert options(tmp_path / ("where nobody may look" * 20)) == []
     found = archive("spark", "java", jars, tmp_path)
     with pytest.raises(SystemExit):
-        make(found, interrupted)
+        create(found, interrupted)
     assert not list(tmp_path.glob("*.jsa"))
-    make(found, writing("classes", []))
+    create(found, writing("classes", []))
     assert found.read_text() == "classes"
 
 
@@ -80,13 +80,13 @@ def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_pat
 def test_what_was_cut_since_is_no_archive(jars: list[Path], tmp_path: Path, kept: int | None) -> None:
     """A JVM that was given one would die of it, and no pipeline would start."""
     found = archive("spark", "java", jars, tmp_path)
-    make(found, writing("classes", []))
+    create(found, writing("classes", []))
     if kept is None:
         found.unlink()
     else:
         os.truncate(found, kept)
     assert options(found) == []
-    make(found, writing("classes", []))
+    create(found, writing("classes", []))
     assert options(found)
 
 
@@ -103,9 +103,9 @@ def test_of_what_finds_no_room_nothing_is_left(
     with monkeypatch.context() as patch:
         patch.setattr("shutil.move", fill)
         with pytest.raises(OSError, match="No space left"):
-            make(found, writing("classes", []))
+            create(found, writing("classes", []))
     assert not list(tmp_path.glob("spark-*"))
-    make(found, writing("classes", []))
+    create(found, writing("classes", []))
     assert options(found)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.pipeline.engine import SLOW_START, cause, properties
+from tidemark.app.pipeline.engine import SLOW_PYTHON_START, innermost_cause, properties
 from tidemark.common.errors import BadSetting
 
 
@@ -55,12 +55,12 @@ Caused by: org.apache.spark.SparkException: Job aborted
     [
         (OF_JAVA, "java.io.IOException: no space left"),
         (OF_PYTHON, "tidemark.common.errors.Unavailable: Kafka at k:9092: it is gone"),
-        ("SparkException: Python worker failed to connect back.\nCaused by: SocketTimeoutException", SLOW_START),
+        ("SparkException: Python worker failed to connect back.\nCaused by: SocketTimeoutException", SLOW_PYTHON_START),
         ("one line", "one line"),
-        ("", "no cause given"),
+        ("", "Spark gave no cause"),
     ],
     ids=["Java", "Python", "a slow start", "neither", "nothing"],
 )
 def test_of_a_failure_the_innermost_cause_is_named(text: str, found: str) -> None:
     """In one line; of what a Python worker raised that is its own error, and not that Spark has seen one."""
-    assert cause(text) == found
+    assert innermost_cause(text) == found

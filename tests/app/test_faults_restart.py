@@ -14,8 +14,8 @@ from tests.app.running import PATIENCE
 from tests.fix_pipeline import ROOT, Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
-from tidemark.app.pipeline.engine import SLOW_START
-from tidemark.app.pipeline.supervisor import FAILURES
+from tidemark.app.pipeline.engine import SLOW_PYTHON_START
+from tidemark.app.pipeline.supervisor import MAX_FAILURES
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def test_what_a_start_finds_behind_or_beyond_the_database_leaves_no_trace(site: 
     first = site.start(max_records_per_batch=100)
     eventually(lambda: len(site.sql("select 1 from tidemark.applied_batches")) >= 5, PATIENCE, lambda: "five batches")
     first.terminate()
-    assert "Ended" in first.log()
+    assert "The pipeline has stopped" in first.log()
     head = sum(end for (end,) in site.sql("select next from tidemark.kafka_offsets"))  # type: ignore[misc]
     assert 0 < head < play.sent, "there was no load left"
     eventually(first.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
@@ -120,7 +120,7 @@ def test_old_checkpoints_are_not_looked_at_and_lost_commits_made_again(site: Sit
         running = site.start()
         play.until(5.0 * number + 5.0)
         site.shows(play)
-        assert "Trying again" not in running.log()
+        assert "could not start; trying again" not in running.log()
     left = sorted(path.name for path in site.checkpoint.iterdir() if not path.name.startswith("query-"))
     assert left == ["commits", "metadata", "offsets", "seed"]
     assert len(list(site.checkpoint.glob("query-*"))) == 1
@@ -166,11 +166,11 @@ def test_a_machine_that_is_too_busy_for_spark_only_delays_the_start(site: Site) 
     its log says what it waits for."""
     slow = site.home / "slow"
     slow.mkdir()
-    (slow / "sitecustomize.py").write_text(SLOW.format(failures=FAILURES))
+    (slow / "sitecustomize.py").write_text(SLOW.format(failures=MAX_FAILURES))
     play = site.play(seed=3, cast=CAST)
     play.until(2.0)
     busy = replace(site, variables={**site.variables, "PYTHONPATH": f"{slow}:{ROOT}"})
     running = busy.start()
-    running.says(SLOW_START, 3 * PATIENCE, times=FAILURES + 1)
+    running.says(SLOW_PYTHON_START, 3 * PATIENCE, times=MAX_FAILURES + 1)
     play.end()
     site.shows(play)

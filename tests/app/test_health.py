@@ -96,7 +96,7 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing else shows it: no gap, no stream. Both commands are executed as `status` prints them, and end it."""
-    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(kafka_lag, "LAGGING_SECONDS", 0.2)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics = Topics(connection)

@@ -54,7 +54,7 @@ def test_a_record_that_postgres_refuses_is_set_aside_and_all_others_count_once(s
         site.reaches(stream, shop=FACTS + 2 * (stream == "s3"))
     wanted = [("s3", "not_storable"), ("s5", "bad_text"), ("s5", "not_storable")]
     eventually(lambda: reasons(site) == wanted, PATIENCE, lambda: f"{reasons(site)} is {wanted}")
-    running.says("Postgres refuses what follows from a record", times=2)
+    running.says("Postgres refuses the effects of a record", times=2)
     assert site.positions("s3")["linear"] == FACTS - 1  # since the JOIN that was refused
     counted = "select count(*), sum(facts)::bigint from tidemark.position_advances"
     ((_, facts),) = site.sql(counted)

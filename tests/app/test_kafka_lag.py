@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.waiting import eventually
 from tidemark.app.pipeline import kafka_lag
-from tidemark.app.pipeline.kafka_lag import SAMPLES, LagMonitor, LagTracker, PartitionLag
+from tidemark.app.pipeline.kafka_lag import MAX_SAMPLES, LagMonitor, LagTracker, PartitionLag
 from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.common.errors import Unavailable
 from tidemark.sources.topics import RememberedTopic, Topics
@@ -52,10 +52,10 @@ def test_no_age_is_younger_than_the_truth(steps: list[tuple[int, int]]) -> None:
 def test_what_is_remembered_is_bounded() -> None:
     """A pipeline that is stopped for days while records come: the age still counts from the first."""
     tracker = LagTracker()
-    for second in range(5 * SAMPLES):
+    for second in range(5 * MAX_SAMPLES):
         lag = tracker.observe(PLACE, float(second), read=0, stable=second + 1, end=second + 1)
-    assert lag.seconds == 5 * SAMPLES - 1
-    assert len(tracker._watched[PLACE].ends) <= SAMPLES
+    assert lag.seconds == 5 * MAX_SAMPLES - 1
+    assert len(tracker._histories[PLACE].ends) <= MAX_SAMPLES
 
 
 def test_while_kafka_does_not_answer_no_partition_counts_as_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
     for name, line, rows, behind, policy in moves:
         if policy is not None:
             policies = Policies({policy: {"gap_seconds": 7 + len(policies.given)}, **policies.given})
-            board.follow(policies)
+            board.set_policies(policies)
         board.update([moved(name, line, rows, behind=behind)])
         _, standing, _ = last.get(name, (0, {}, False))
         standing = {**standing, **rows}
@@ -164,7 +164,7 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
         fresh = StreamCollector(now=lambda: 60.0, streams=streams, writers=2)
         for other, (stands, positions, waits) in last.items():
             fresh.update([moved(other, stands, positions, behind=waits)])
-        fresh.follow(policies)
+        fresh.set_policies(policies)
         assert scraped(board) == scraped(fresh)
 
 
@@ -199,7 +199,7 @@ def test_a_board_goes_on_with_what_it_found(before: Sequence[Any], after: Sequen
 
     def started() -> StreamCollector:
         board = StreamCollector(now=lambda: 60.0, streams=most, writers=2)
-        board.follow(Policies({"c": {"gap_seconds": 7}}))
+        board.set_policies(Policies({"c": {"gap_seconds": 7}}))
         board.load(loaded(shard.states), {})
         return board
 
@@ -308,7 +308,7 @@ def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -
         samples = [sample for metric in registry.collect() for sample in metric.samples]
         return {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_sink_linear_position"}
 
-    with board.comparing([sink]):
+    with board.showing_sinks([sink]):
         assert lines() == {
             ("a", "postgres"): 4,
             ("other streams", "postgres"): 8,
@@ -324,7 +324,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     registry = CollectorRegistry()
     board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
-    board.follow(Policies({"a": {"pending_bound": 4}}, {"pending_bound": 5, "completed_bound": 5}))
+    board.set_policies(Policies({"a": {"pending_bound": 4}}, {"pending_bound": 5, "completed_bound": 5}))
     shard = Shard()
     edges = [rdata("web", id, epoch=1) for id in (3, 5, 7)]
     done = shard.feed(join("web", 0), *edges, *(rdata(f"new{number}", 9, epoch=1) for number in range(500)))
@@ -343,7 +343,9 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
     registry = CollectorRegistry()
     board = StreamCollector(now=lambda: 60.0, streams=1)
     registry.register(board)
-    board.follow(Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8}))
+    board.set_policies(
+        Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8})
+    )
     board.load(loaded(dict.fromkeys(("a", "b", "z"), codec.encode(a_backward_stream()))), {})
 
     def shown(setting: str, stream: str) -> float | None:
@@ -352,7 +354,7 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
     assert [shown("gap_seconds", stream) for stream in ("z", "other streams", "a", "b")] == [9, 7, None, None]
     assert [shown("silent_seconds", stream) for stream in ("z", "other streams")] == [60, 60]
     assert [shown("linear_lag_ids", stream) for stream in ("z", "other streams")] == [3, None]
-    board.follow(Policies())
+    board.set_policies(Policies())
     assert [shown("gap_seconds", stream) for stream in ("a", "other streams", "z")] == [120, 120, None]
 
 
@@ -373,8 +375,8 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records are others: the failure names the topic and what to do, although offsets and partitions fit."""
-    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
-    monkeypatch.setattr(kafka_lag, "CHECKS_MISSING", 10_000)
+    monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "MAX_MISSING_CHECKS", 10_000)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics, admin = Topics(connection), AdminClient(connection.client())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
@@ -392,7 +394,7 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the first answer: a broker that has just started may not know its topics yet."""
-    monkeypatch.setattr(kafka_lag, "SECONDS", 0.05)
+    monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.05)
     connection = KafkaConnection(kafka.bootstrap_servers)
     absent = {prefix: RememberedTopic("some", 1)}
     with LagMonitor(Topics(connection), absent, StreamCollector()).running() as noticing:

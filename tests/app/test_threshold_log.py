@@ -5,7 +5,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from tests.streaming.builders import Shard, join, position, rdata
-from tidemark.app.pipeline.stream_metrics import SINGLE, StreamCollector, ThresholdLog
+from tidemark.app.pipeline.stream_metrics import MAX_LINES, StreamCollector, ThresholdLog
 from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.engine.query import by_shard
 from tidemark.streaming.values.limits import Bounds, Policies
@@ -56,7 +56,7 @@ def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
 def test_the_policy_of_a_stream_says_how_long_is_long() -> None:
     """As it does for the alerts."""
     watched = Watched()
-    watched.board.follow(Policies({"events": {"behind_seconds": 60}}))
+    watched.board.set_policies(Policies({"events": {"behind_seconds": 60}}))
     watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1))
     assert watched.at(50.0) == []
     assert [it["event"] for it in watched.at(70.0)] == ["The linear position is blocked"]
@@ -65,19 +65,19 @@ def test_the_policy_of_a_stream_says_how_long_is_long() -> None:
 def test_many_that_cross_together_are_one_line() -> None:
     """A pipeline that comes back finds thousands; the log names some."""
     watched = Watched()
-    for number in range(SINGLE + 1):
+    for number in range(MAX_LINES + 1):
         told = join("a", 0), rdata("a", 5, 4, epoch=1)
         watched.shard.feed(*(replace(it, stream=f"s{number:02}") for it in told))
     (line,) = watched.at(90.0)
     assert (line["event"], line["count"], line["streams"]) == (
-        "The linear position is blocked", SINGLE + 1, [f"s{number:02}" for number in range(SINGLE)],
+        "The linear position is blocked", MAX_LINES + 1, [f"s{number:02}" for number in range(MAX_LINES)],
     )  # fmt: skip
 
 
 def test_a_bound_that_is_half_full_is_told() -> None:
     """Before it bites."""
     watched = Watched()
-    watched.board.follow(Policies({"events": {"pending_bound": 4}}))
+    watched.board.set_policies(Policies({"events": {"pending_bound": 4}}))
     watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1), rdata("a", 8, 7, epoch=1))
     told = [it for it in watched.at(2.0) if it["event"] == "A stream is near a bound"]
     assert [(it["bound"], it["used"]) for it in told] == [("pending", 0.5)]

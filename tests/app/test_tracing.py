@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from tests.app.collector import Collector, attributes, collecting
 from tidemark.app.pipeline.batches import Trace, tracing
-from tidemark.app.pipeline.tracing import trace_of
+from tidemark.app.pipeline.tracing import trace_id
 from tidemark.common.errors import QueryFailed
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
@@ -42,8 +42,8 @@ def test_a_batch_is_a_trace_of_its_own(collector: Collector) -> None:
     first, second = collector.traces()
     assert {*first} == {"batch", *SECONDS}
     root = first["batch"]
-    assert {int.from_bytes(span.trace_id) for span in first.values()} == {trace_of("first", 7)}
-    assert int.from_bytes(second["batch"].trace_id) == trace_of("first", 8)
+    assert {int.from_bytes(span.trace_id) for span in first.values()} == {trace_id("first", 7)}
+    assert int.from_bytes(second["batch"].trace_id) == trace_id("first", 8)
     assert {first[name].parent_span_id for name in SECONDS} == {root.span_id}
     for before, after in pairwise(SECONDS):
         assert first[before].end_time_unix_nano == first[after].start_time_unix_nano

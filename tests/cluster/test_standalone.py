@@ -66,7 +66,7 @@ def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, wor
     running.says("Published a batch", times=2)
     workers[0].crash()
     plays(play, 40, 80)
-    running.says("Trying again")
+    running.says("could not start; trying again")
     running.says("The query runs", times=2)
     play.end()
     site.shows(play)
@@ -84,7 +84,7 @@ def test_states_are_missed_before_a_batch_waits_for_them(
     running.says("Published a batch", times=2)
     time.sleep(3.0)  # until no batch is in hand
     workers[0].crash()
-    running.says("states were lost with an executor of Spark")
+    running.says("a Spark executor ended, and its states were lost")
     running.says("The query runs", times=2)
     plays(play, 40, 60)
     play.end()
@@ -98,7 +98,7 @@ def test_without_an_executor_it_is_not_ready_and_says_so(
     """The query runs and none of its batches can: that is told where people look, until a worker comes."""
     play = site.play(7, Cast(streams=2, writers=2, rate=20.0))
     running = site.start(spark_master=master.url, spark_executor_memory="512m", shards=8)
-    running.says("no executor of Spark has come")
+    running.says("no Spark executor has registered")
     play.until(10)
     assert running.metric("tidemark_pipeline_ready") == 0.0
     assert time.time() - (running.metric("tidemark_last_batch_timestamp_seconds") or 0.0) < 3600

@@ -1,1 +1,1 @@
-"""The process that runs the Spark query: its start, its batches, its metrics and its traces."""
+"""The process that runs the Spark query: checks at the start, batches, supervision, metrics and traces."""

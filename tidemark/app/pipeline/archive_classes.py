@@ -1,9 +1,9 @@
-"""Creates the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and archives its classes
-at exit.
+"""Creates the class archive of `app.pipeline.class_archive`: a JVM runs the pipeline's query, and writes the archive at
+its exit.
 
     python -m tidemark.app.pipeline.archive_classes
 
-takes half a minute of a core and 160 MB in the installation; nothing if the archive exists.
+needs half a minute of CPU time, and 160 MB in the installation. If the archive exists, the command does nothing.
 """
 
 import signal
@@ -18,7 +18,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
-from tidemark.app.pipeline.class_archive import SILENT, make, spark_archive
+from tidemark.app.pipeline.class_archive import NO_WARNINGS, create, spark_archive
 from tidemark.app.settings import Settings
 from tidemark.app.versions import find_java
 from tidemark.streaming.engine import query
@@ -34,7 +34,7 @@ _KEYS = [0, 1, 2, 3]
 
 
 class _StubReader(PacketReader):
-    """Simulates a partition that grows by one record with each batch, without real records."""
+    """Simulates partitions whose end offset rises by one with each batch. There are no records."""
 
     def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
         return {topic: {number: at + 1 for number, at in offsets.items()} for topic, offsets in start.items()}
@@ -50,41 +50,42 @@ class _StubSource(PacketSource):
         return _StubReader(KafkaConfig({}, "facts", "control", start, 1, 1, 1.0, 0, _KEYS, MOST_FACTS))
 
 
-def _run(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
+def _run_query(spark: SparkSession, checkpoint: Path, *, one_task: bool) -> None:
     """Run the pipeline's query for `_BATCHES` batches."""
     set_tasks(spark, one_task=one_task)
-    enough = threading.Event()
+    is_done = threading.Event()
 
     def publish(batch: DataFrame, number: int) -> None:
         query.collect(batch)
         if number + 1 >= _BATCHES:
-            enough.set()
+            is_done.set()
 
     spark.dataSource.register(_StubSource)
     packets = spark.readStream.format(_StubSource.name()).load()
     seeds = spark.sparkContext.broadcast(dict[int, bytes]())
     effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="", one_task=one_task)
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
-    while not enough.wait(0.1):
+    while not is_done.wait(0.1):
         if error := running.exception():
             raise error
     running.stop()
 
 
-def _write(directory: Path, option: str) -> None:
-    """Run the query in a JVM with the option until the JVM exits."""
-    conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*SILENT, option]))
+def _run_jvm(directory: Path, option: str) -> None:
+    """Run the query in a JVM with an additional option until the JVM exits."""
+    conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*NO_WARNINGS, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
     for one_task in (True, False):  # the queries for light and for heavy traffic
-        _run(spark, directory / f"checkpoint-{one_task}", one_task=one_task)
+        _run_query(spark, directory / f"checkpoint-{one_task}", one_task=one_task)
     spark.stop()
     process = jvm.gateway.proc
     process.stdin.close()  # ends the JVM
     if code := process.wait():
-        sys.exit(f"the JVM ended with code {code}: the archive is incomplete")
+        sys.exit(f"the JVM exited with code {code}, so the class archive is incomplete; run this command again")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes an unfinished archive
-    make(spark_archive(find_java(Settings().java_home)), _write)
+    # SystemExit instead of the default action, so that an incomplete archive is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    create(spark_archive(find_java(Settings().java_home)), _run_jvm)

@@ -1,18 +1,19 @@
-"""The path of a batch in the driver:
+"""Handles the batches of the query in the driver, and finds the records that Postgres refuses.
 
-Spark's thread collects and checks it, another thread publishes and counts it. So Spark computes a batch while the
-previous one is published (docs/decisions/0024-batch-ahead.md). Spark turns the exception of a callback into a text, so
-the exception is stored here for the pipeline. If Postgres refuses a batch, a bisection in rolled-back transactions
-finds the refused records. A batch is one transaction of all streams, so otherwise one record would block all of them.
-The first bisection finds the streams with refused effects. A second one reads the records of such a stream from Kafka
-again, and runs the state machine from the states in Postgres, until it finds the first refused record. Nothing is
-written. The query starts again and rejects those records as it reads them (`ingest.compact`), so order, fencing and
-counts are those of any rejected record."""
+Spark's thread collects and checks a batch. Another thread publishes and counts the batch, so that Spark computes the
+next batch meanwhile (docs/decisions/0024-batch-ahead.md). Spark converts the exception of a callback to a text, so
+`BatchHandler` also stores the exception.
+
+A batch is one transaction of all streams, so one record that Postgres refuses would block all streams. `Isolation`
+finds such records by bisection, in transactions that are rolled back. The first bisection finds the streams with
+refused effects. The second one reads the records of such a stream from Kafka again, and runs the state machine from the
+states in Postgres, until it finds the first refused record. The query then starts again and rejects those records as it
+reads them (`ingest.compact`), so they have the same order, fencing and counts as any rejected record."""
 
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -54,27 +55,25 @@ from tidemark.streaming.wire.runs import Packet
 
 log = get_logger(__name__)
 
-LET_GO_AFTER = 50
-"""Collect garbage after this many batches. The objects that pyspark makes for a batch form reference cycles, and keep
-40 KB of plans in the JVM until a collection, which is otherwise rare (`app.pipeline.supervisor`).
+BATCHES_PER_COLLECTION = 50
+"""Number of batches between two garbage collections. pyspark creates reference cycles for each batch, which keep 40 KB
+of query plans in the JVM until a collection. Other collections are rare (`app.pipeline.supervisor`).
 """
-FEWER = 4  # divisor of the number of records when a batch is repeated with fewer records
+RETRY_DIVISOR = 4  # a batch that is too large is repeated with 1/4 of its records
 
 
 class BatchTrace(Protocol):
-    """Receives the progress of one attempt at one batch, in this order. After a failure the remaining calls are not
-    made.
-    """
+    """Receives the progress of an attempt at a batch. The methods are called in this order, until the attempt fails."""
 
     def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         """Spark has read the records and advanced the states."""
 
     def published(self, published: Published) -> None:
-        """All sinks have the batch, and its dead letters are sent."""
+        """All sinks have stored the batch, and its dead letters are sent."""
 
 
 Trace: TypeAlias = Callable[[str, int], AbstractContextManager[BatchTrace]]
-"""Takes the query and the number of a batch. An error raised inside the block is recorded in the trace."""
+"""Opens the trace of a batch, from the query and the number of the batch. Records an error raised inside the block."""
 
 
 class _NoTrace:
@@ -85,16 +84,16 @@ class _NoTrace:
         pass
 
 
-def untraced(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
+def no_trace(_query: str, _number: int) -> AbstractContextManager[BatchTrace]:
     return nullcontext(_NoTrace())
 
 
 @contextmanager
 def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
-    """Send traces to the OpenTelemetry collector at `endpoint`; None sends no traces.
+    """Send traces to the OpenTelemetry collector at `endpoint` during the block. Without an endpoint, send none.
 
     Args:
-        endpoint: base URL of OTLP/HTTP.
+        endpoint: the base URL of OTLP/HTTP.
         owner: the owner of the lease, for the attribute `service.instance.id`.
         token: the fencing token of the lease.
 
@@ -102,7 +101,7 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
         ExtraMissing: the OpenTelemetry SDK is not installed.
     """
     if endpoint is None:
-        yield untraced
+        yield no_trace
         return
     try:
         from tidemark.app.pipeline.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
@@ -113,8 +112,8 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Collected:
-    """A batch that Spark `began` (by the monotonic clock) and has computed."""
+class _ComputedBatch:
+    """A batch that Spark has computed. `began`: when Spark started the callback (seconds, monotonic)."""
 
     number: int
     began: float
@@ -122,26 +121,34 @@ class _Collected:
     trace: BatchTrace
 
 
-class Batches:
-    """The query's sink.
+class BatchHandler:
+    """The `foreachBatch` callback of the query. Batches are published one at a time and in order, until a `failure`.
 
-    `seed`: the states at the start of the query. `topics`: the topics that are read. `trace`: called for each batch.
-    `isolate`: returns the exception for a batch whose content Postgres refuses. Batches are published one at a time, in
-    order, until a `failure`. After `finish`, running batches are completed and no new ones begin."""
+    Args:
+        publisher: publishes a batch to the sinks.
+        collector: the metrics of streams.
+        seed: the states at the start of the query.
+        topics: the topics that the query reads.
+        trace: opens the trace of each batch.
+        isolate: returns the exception to raise for a batch whose content Postgres refuses.
+        one_task: whether the query is for light traffic: one task computes a batch.
+    """
 
     def __init__(
         self,
         publisher: Publisher,
-        board: StreamCollector,
+        collector: StreamCollector,
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
         trace: Trace,
-        isolate: Callable[[int, list[ShardEffects], ContentRefused], TidemarkError] = lambda *given: given[-1],
+        isolate: Callable[
+            [int, list[ShardEffects], ContentRefused], TidemarkError
+        ] = lambda _number, _effects, refused: refused,
         *,
         one_task: bool = False,
     ) -> None:
         self._publisher = publisher
-        self._board = board
+        self._collector = collector
         self._seed = seed
         self._topics = topics
         self._trace = trace
@@ -149,38 +156,39 @@ class Batches:
         self._one_task = one_task
         self._large_at = time.monotonic()
         self._finishing = threading.Event()
-        self._in_hand = threading.Lock()
+        self._handling = threading.Lock()
         self._publishing: threading.Thread | None = None
         self.failure: TidemarkError | None = None
-        self.published = 0
+        self.published_count = 0
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        with self._in_hand:
+        with self._handling:
             try:
                 if self._finishing.is_set():
-                    raise Stopping("asked to end between two batches")
-                self._take(batch, number)
+                    raise Stopping("the query must end before the next batch")
+                self._handle(batch, number)
             except TidemarkError as error:
                 self.failure = self.failure or error
                 raise
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Complete the running batches without starting new ones. Returns False after `seconds` (None: no limit)."""
+        """Refuse new batches, and wait until the running ones are published. Returns False if that takes longer than
+        `seconds` (None: no limit)."""
         self._finishing.set()
         deadline = None if seconds is None else time.monotonic() + seconds
-        if not self._in_hand.acquire(timeout=-1 if seconds is None else seconds):
+        if not self._handling.acquire(timeout=-1 if seconds is None else seconds):
             return False
-        self._in_hand.release()
+        self._handling.release()
         if self._publishing is None:
             return True
         self._publishing.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not self._publishing.is_alive()
 
     def seconds_without_large_batch(self) -> float:
-        """Seconds since the last batch that was large enough for more than one task."""
+        """Seconds since the last batch that was too large for one task."""
         return time.monotonic() - self._large_at
 
-    def _take(self, batch: DataFrame, number: int) -> None:
+    def _handle(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
         with ExitStack() as traced:
             trace = traced.enter_context(self._trace(self._seed.lineage, number))
@@ -189,57 +197,57 @@ class Batches:
             effects = decoded(encoded)
             trace.computed(batch, effects)
             self._require_known_partitions(effects)
-            collected = _Collected(number, began, effects, trace)
-            read = self._board.new_offsets(effects)
+            collected = _ComputedBatch(number, began, effects, trace)
+            read = self._collector.new_offsets(effects)
             if read > ONE_TASK:
                 self._large_at = time.monotonic()
             if any(shard.cut for shard in effects):
-                # The rest of the range is read by the next query, because this one ends before it computes another
-                # batch.
+                # This query ends before it computes another batch. The next query reads the rest of the range.
                 self._publish(collected)
-                raise BatchTooLarge(read, max(1, read // FEWER))
+                raise BatchTooLarge(read, max(1, read // RETRY_DIVISOR))
             if self._one_task and read >= LIGHT_RECORDS:
                 self._publish(collected)
                 raise ConfigurationChanged("the amount of traffic")
             work = collected, traced.pop_all()
         # A daemon thread, so that the process can exit while it waits for a server.
-        self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)
+        self._publishing = threading.Thread(target=self._publish_on_thread, args=work, name="publish", daemon=True)
         self._publishing.start()
 
     def _await_published(self) -> None:
-        """Wait until the previous batch is published. Raises the error that prevented it."""
+        """Wait until the previous batch is published. Raises the error if it could not be published."""
         if self._publishing is not None:
             self._publishing.join()
         if self.failure is not None:
             raise self.failure
 
-    def _publish_beside(self, collected: _Collected, traced: ExitStack) -> None:
+    def _publish_on_thread(self, collected: _ComputedBatch, traced: ExitStack) -> None:
         try:
             with traced:
                 self._publish(collected)
         except TidemarkError as error:
             self.failure = error
-        except Exception as error:  # the supervisor raises it
-            log.exception("A batch could not be published", batch=collected.number)
+        except Exception as error:  # a defect: the supervisor raises the failure
+            log.exception("Could not publish a batch", batch=collected.number)
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
-    def _publish(self, batch: _Collected) -> None:
-        line, before = self._seed.lineage, self._seed.before(batch.number)
+    def _publish(self, batch: _ComputedBatch) -> None:
+        lineage, before = self._seed.lineage, self._seed.before(batch.number)
         try:
-            published = self._publisher.publish(line, batch.number, batch.effects, before)
+            published = self._publisher.publish(lineage, batch.number, batch.effects, before)
         except ContentRefused as error:
             raise self._isolate(batch.number, batch.effects, error) from error
         batch.trace.published(published)
-        self._board.update(batch.effects)
+        self._collector.update(batch.effects)
         seconds = time.monotonic() - batch.began
         metrics.count_batch(batch.effects, published, seconds)
-        self.published += 1
-        if self.published % LET_GO_AFTER == 0:
+        self.published_count += 1
+        if self.published_count % BATCHES_PER_COLLECTION == 0:
             gc.collect()
         log.debug("Published a batch", batch=batch.number, seconds=round(seconds, 3))
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
-        """Raise if a partition was added: Spark would read it, and streams could have records in two partitions."""
+        """Raise `PartitionsChanged` if a topic has a new partition, because a stream could then have records in two
+        partitions."""
         for shard in effects:
             for progress in shard.progress:
                 known = self._topics[progress.topic].partitions
@@ -247,15 +255,15 @@ class Batches:
                     raise PartitionsChanged(progress.topic, known, progress.partition + 1)
 
 
-MOST_REFUSED = 100
-"""The largest number of refused records of a stream that one attempt finds."""
+MAX_REFUSED_RECORDS = 100
+"""The largest number of refused records of a stream that one call of `Isolation.find` returns."""
 
 _PROBE: Final = "tidemark.probe"
 _packets = msgspec.msgpack.Decoder(Packet)
 
 
-class _Taken(NamedTuple):
-    """A Kafka record; `time` in ms."""
+class _KafkaRecord(NamedTuple):
+    """A Kafka record. `time`: milliseconds since 1970."""
 
     topic: Topic
     partition: int
@@ -265,153 +273,155 @@ class _Taken(NamedTuple):
     value: bytes
 
     @property
-    def place(self) -> tuple[Topic, int, int]:
+    def origin(self) -> tuple[Topic, int, int]:
         return self.topic, self.partition, self.offset
 
 
-_Place = tuple[Topic, int, int]
+_RecordOrigin = tuple[Topic, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """Finds the records that Postgres refuses, for one query. `line`: the lineage of its batches. `offsets`: the
-    offsets at its start. `names`: the names of its topics. `client`: librdkafka's settings, which may contain a
-    password."""
+    """Finds the records of a query that Postgres refuses. Nothing is written.
+
+    Attributes:
+        lineage: the lineage of the query's batches.
+        client: librdkafka's settings, which may contain a password.
+        names: the names of the topics.
+        offsets: the offsets at the start of the query.
+        bounds: the bounds of the query's state machine.
+    """
 
     postgres: Postgres
     lease: Fence
-    line: str
+    lineage: str
     client: Mapping[str, str]
     names: Mapping[Topic, str]
     offsets: TopicOffsets
     bounds: Bounds
 
     def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
-        """Return the error to raise for batch `number`, which Postgres has `refused`. The previous batch must be
-        applied.
+        """Find the refused records of a batch. The previous batch must be applied.
 
-        `RecordsRefused`: these records are refused. `ContentRefused`: no single record is refused; a smaller batch is
-        needed. `QueryFailed`: Postgres refuses every batch. Raises `Unavailable`, `LeaseLost`.
+        Args:
+            number: the number of the batch.
+            effects: the effects of the batch.
+            refused: the error of Postgres.
+
+        Returns:
+            The error to raise. `RecordsRefused` has the refused records. `ContentRefused`: no single record is refused,
+            so the batch must be smaller. `QueryFailed`: Postgres refuses every batch.
+
+        Raises:
+            Unavailable: Postgres or Kafka does not answer.
+            LeaseLost: another process has the lease.
         """
         if (problem := self._refusal(number, self._probe(effects[0].now))) is not None:
-            return QueryFailed(f"Postgres refuses every batch, not only this one: {problem}")
-        unacceptable: dict[_Place, str] = {}
+            return QueryFailed(f"Postgres refuses every batch, even a test batch: {problem}")
+        refused_records: dict[_RecordOrigin, str] = {}
         for stream in self._streams(number, effects):
-            unacceptable |= self._records(number, effects, stream)
-        if not unacceptable:
+            refused_records |= self._records(number, effects, stream)
+        if not refused_records:
             return refused
-        places: dict[str, dict[int, list[int]]] = {}
-        for topic, partition, offset in sorted(
-            unacceptable, key=lambda offset_key: (offset_key[0].value, *offset_key[1:])
-        ):
-            places.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
-        return RecordsRefused(len(unacceptable), next(iter(unacceptable.values())), places)
+        offsets = self._by_partition(sorted(refused_records, key=lambda origin: (origin[0].value, *origin[1:])))
+        return RecordsRefused(len(refused_records), next(iter(refused_records.values())), offsets)
+
+    def _by_partition(self, origins: Iterable[_RecordOrigin]) -> dict[str, dict[int, list[int]]]:
+        offsets: dict[str, dict[int, list[int]]] = {}
+        for topic, partition, offset in origins:
+            offsets.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
+        return offsets
 
     def _refusal(self, number: int, effects: Sequence[ShardEffects]) -> str | None:
-        return self.postgres.refusal(Batch(self.line, number, self.lease.token, effects))
+        """The message of Postgres if it refuses the effects, else None."""
+        return self.postgres.refusal(Batch(self.lineage, number, self.lease.token, effects))
 
     def _streams(self, number: int, effects: Sequence[ShardEffects]) -> list[str]:
-        """The streams whose effects Postgres refuses even without the other streams."""
+        """The streams whose effects Postgres refuses even without the effects of other streams."""
 
         def refused(names: list[str]) -> list[str]:
-            chosen = [
+            selected = [
                 msgspec.structs.replace(
-                    shard,
-                    streams=[
-                        effects_of_stream for effects_of_stream in shard.streams if effects_of_stream.stream in names
-                    ],
-                    rejected=[],
+                    shard, streams=[stream for stream in shard.streams if stream.stream in names], rejected=[]
                 )
                 for shard in effects
             ]
-            if not names or self._refusal(number, chosen) is None:
+            if not names or self._refusal(number, selected) is None:
                 return []
             half = len(names) // 2
             return names if not half else [*refused(names[:half]), *refused(names[half:])]
 
         return refused([stream.stream for shard in effects for stream in shard.streams])
 
-    def _records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_Place, str]:
+    def _records(self, number: int, effects: Sequence[ShardEffects], stream: str) -> dict[_RecordOrigin, str]:
         """The records of `stream` that Postgres refuses, each with its message."""
         state = self.postgres.states([stream])
         records = [*self._read(effects, stream)]
-        unacceptable: dict[_Place, str] = {}
+        refused_records: dict[_RecordOrigin, str] = {}
 
         def refusal(count: int) -> str | None:
-            """The refusal of the first `number` records, or None."""
-            return self._refusal(number, [self._advance(state, records[:count], unacceptable, effects[0].now)])
+            """The message of Postgres if it refuses the first `count` records, else None."""
+            return self._refusal(number, [self._advance(state, records[:count], refused_records, effects[0].now)])
 
-        while len(unacceptable) < MOST_REFUSED and (problem := refusal(len(records))) is not None:
-            taken, stopped = 0, len(records)
-            while stopped - taken > 1:
-                half = (taken + stopped) // 2
-                if (refused := refusal(half)) is None:
-                    taken = half
+        while len(refused_records) < MAX_REFUSED_RECORDS and (problem := refusal(len(records))) is not None:
+            accepted, refused = 0, len(records)  # numbers of first records
+            while refused - accepted > 1:
+                half = (accepted + refused) // 2
+                if (message := refusal(half)) is None:
+                    accepted = half
                 else:
-                    stopped, problem = half, refused
-            record = records[stopped - 1]
-            if record.place in unacceptable or refusal(taken) is not None:
-                log.error("Postgres refuses a stream whatever its records contain", stream=stream, problem=problem)
+                    refused, problem = half, message
+            record = records[refused - 1]
+            if record.origin in refused_records or refusal(accepted) is not None:
+                log.error("Postgres refuses a stream regardless of its records", stream=stream, problem=problem)
                 return {}
-            unacceptable[record.place] = problem
+            refused_records[record.origin] = problem
             log.error(
-                "Postgres refuses what follows from a record: it goes to the dead letters",
+                "Postgres refuses the effects of a record; the record goes to the dead letters",
                 stream=stream,
                 topic=self.names[record.topic],
                 partition=record.partition,
                 offset=record.offset,
                 problem=problem,
             )
-        return unacceptable
+        return refused_records
 
-    def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_Taken]:
+    def _read(self, effects: Sequence[ShardEffects], stream: str) -> Iterator[_KafkaRecord]:
         """The batch's records of the stream, in the order in which they are applied."""
-        ends, begins = Batch(self.line, 0, 0, effects).offsets(), self.postgres.offsets()
+        ends, committed = Batch(self.lineage, 0, 0, effects).offsets(), self.postgres.offsets()
         key = stream.encode()
         with closing(RangeReader(self.client, self.names)) as reader:
             for topic in (Topic.FACTS, Topic.CONTROL):
                 name = self.names[topic]
-                known = {**self.offsets.get(name, {}), **begins.get(name, {})}
+                starts = {**self.offsets.get(name, {}), **committed.get(name, {})}
                 for partition, end in sorted(ends.get(name, {}).items()):
-                    for _, part in reader.read([PlannedRange(topic, partition, known.get(partition, 0), end)]):
-                        for at in range(part.size):
-                            if part.key(at) == key:
-                                offset, time = int(part.offsets[at]), int(part.times[at])
-                                yield _Taken(topic, partition, offset, time, key, part.value(at))
+                    for _, records in reader.read([PlannedRange(topic, partition, starts.get(partition, 0), end)]):
+                        for at in range(records.size):
+                            if records.key(at) == key:
+                                offset, time = int(records.offsets[at]), int(records.times[at])
+                                yield _KafkaRecord(topic, partition, offset, time, key, records.value(at))
 
     def _advance(
-        self, state: dict[str, bytes], records: Sequence[_Taken], refused: Mapping[_Place, str], now: int
+        self, state: dict[str, bytes], records: Sequence[_KafkaRecord], refused: Mapping[_RecordOrigin, str], now: int
     ) -> ShardEffects:
         """The effects of these records on their stream, without the refused records."""
-        parts: dict[tuple[Topic, int], list[_Taken]] = {}
+        by_partition: dict[tuple[Topic, int], list[_KafkaRecord]] = {}
         for record in records:
-            parts.setdefault((record.topic, record.partition), []).append(record)
+            by_partition.setdefault((record.topic, record.partition), []).append(record)
         read = []
-        for (topic, partition), part in parts.items():
-            wanted = PlannedRange(topic, partition, part[0].offset, part[-1].offset + 1)
+        for (topic, partition), part in by_partition.items():
+            planned = PlannedRange(topic, partition, part[0].offset, part[-1].offset + 1)
             offsets, times = np.array([record.offset for record in part]), np.array([record.time for record in part])
-            read.append(
-                (
-                    [wanted],
-                    [
-                        (
-                            wanted,
-                            RecordBatch.of(
-                                [record.key for record in part], [record.value for record in part], offsets, times
-                            ),
-                        )
-                    ],
-                )
-            )
-        places: dict[str, dict[int, list[int]]] = {}
-        for topic, partition, offset in refused:
-            places.setdefault(self.names[topic], {}).setdefault(partition, []).append(offset)
-        made = compact(read, keys=[0], names=dict(self.names), max_facts=MOST_FACTS, refused=places)
-        packets = [_packets.decode(packet) for batch in made for packet in batch.column("packet").to_pylist()]
+            keys, values = [record.key for record in part], [record.value for record in part]
+            read.append(([planned], [(planned, RecordBatch.of(keys, values, offsets, times))]))
+        compacted = compact(
+            read, keys=[0], names=dict(self.names), max_facts=MOST_FACTS, refused=self._by_partition(refused)
+        )
+        packets = [_packets.decode(packet) for batch in compacted for packet in batch.column("packet").to_pylist()]
         return advance(0, States(dict(state)), packets, now, self.bounds)
 
     def _probe(self, now: int) -> list[ShardEffects]:
-        """The effects of a fact and an operator's SKIP on an unused stream: a healthy database accepts them."""
+        """The effects of facts and an operator's SKIP on an unused stream, which a healthy database accepts."""
         facts: list[Record] = [
             Join(stream=_PROBE, writer="probe", epoch=1, id=0),
             Rdata(stream=_PROBE, writer="probe", epoch=1, prev=0, id=1, row=row({})),
@@ -419,7 +429,7 @@ class Isolation:
         ]
         skip = Skip(stream=_PROBE, writer="probe", epoch=1, prev=1, id=2, by="tidemark", why="a probe")
         records = [
-            _Taken(topic, 0, offset, now, _PROBE.encode(), encode(record))
+            _KafkaRecord(topic, 0, offset, now, _PROBE.encode(), encode(record))
             for topic, offset, record in [
                 *((Topic.FACTS, offset, record) for offset, record in enumerate(facts)),
                 (Topic.CONTROL, 0, skip),

@@ -1,8 +1,8 @@
-"""Class data sharing: with an archive of loaded classes, a JVM needs two thirds of the CPU until its first batch.
+"""Class data sharing: with an archive of loaded classes, a JVM needs a third less CPU until its first batch.
 
 `python -m tidemark.app.pipeline.archive_classes` creates the archive, once for each installation. A JVM ignores an
-archive that does not match its Java and its jars. Java 19 could create archives automatically
-(-XX:+AutoCreateSharedArchive); Java 17 cannot.
+archive of another Java or of other jars. Java 19 can create archives automatically (-XX:+AutoCreateSharedArchive), but
+Java 17 cannot.
 """
 
 import fcntl
@@ -17,22 +17,22 @@ from tempfile import TemporaryDirectory
 DIRECTORY = Path(sys.prefix, "share", "tidemark")
 """The folder of archives, in the same installation as the classes."""
 
-MAKER = [sys.executable, "-m", "tidemark.app.pipeline.archive_classes"]
-"""The command that makes the archive of a pipeline's JVM."""
+CREATE_COMMAND = [sys.executable, "-m", "tidemark.app.pipeline.archive_classes"]
+"""The command that creates the archive of the pipeline's JVM."""
 
-# The JVM must not print a warning about an archive that does not match.
-SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+# Without these options, the JVM prints a warning about an archive that does not match.
+NO_WARNINGS = ["-Xlog:disable", "-Xlog:all=error:stderr"]
 
 
 def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
-    """The path of the archive of a pipeline's JVM. The file may be missing."""
+    """The path of the archive of the pipeline's JVM. The file may be missing."""
     spark = find_spec("pyspark")
     jars = Path(spark.origin).with_name("jars") if spark is not None and spark.origin else directory
     return archive("spark", java, sorted(jars.glob("*.jar")), directory)
 
 
 def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """The path of an archive, which depends on the program `java` and on the jars."""
+    """The path of an archive. Its name contains a checksum of the program `java` and of the jars."""
     program = Path(java).resolve()
     release = program.parent.parent / "release"
     version = release.read_text() if release.is_file() else ""
@@ -42,12 +42,12 @@ def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path
 
 
 def options(archive: Path) -> list[str]:
-    """Options for the JVM; empty if the archive does not exist."""
-    return [f"-XX:SharedArchiveFile={archive}", *SILENT] if is_whole(archive) else []
+    """The options with which a JVM uses the archive; empty if the archive does not exist."""
+    return [f"-XX:SharedArchiveFile={archive}", *NO_WARNINGS] if is_complete(archive) else []
 
 
-def is_whole(archive: Path) -> bool:
-    """Whether the archive exists and has its original size. A truncated archive would make a JVM crash."""
+def is_complete(archive: Path) -> bool:
+    """Whether the archive exists and has its original size. A truncated archive would crash the JVM."""
     try:
         return archive.stat().st_size == int(_size_of(archive).read_text())
     except (OSError, ValueError):
@@ -59,11 +59,12 @@ def _size_of(archive: Path) -> Path:
     return archive.with_suffix(".size")
 
 
-def make(archive: Path, write: Callable[[Path, str], None]) -> None:
-    """Make the archive, unless it exists. Several processes may call this at once; one of them makes the archive.
+def create(archive: Path, run_jvm: Callable[[Path, str], None]) -> None:
+    """Create the archive, unless it exists. If several processes call this at the same time, one creates the archive.
 
     Args:
-        write: runs a JVM with its own directory and an additional option.
+        archive: the path of the archive.
+        run_jvm: runs a JVM until it exits, with a temporary directory and an additional option.
 
     Raises:
         OSError: the folder is not writable.
@@ -72,15 +73,15 @@ def make(archive: Path, write: Callable[[Path, str], None]) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     with archive.with_name(f"{name}.lock").open("w") as lock, TemporaryDirectory() as directory:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_whole(archive):
+        if is_complete(archive):
             return
-        made = Path(directory) / "made"
-        write(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
+        created = Path(directory) / "created"
+        run_jvm(Path(directory), f"-XX:ArchiveClassesAtExit={created}")
         for old in archive.parent.glob(f"{name}-*"):
             old.unlink()
         part = archive.with_suffix(".part")
         try:
-            shutil.move(made, part)
+            shutil.move(created, part)
             _size_of(archive).write_text(str(part.stat().st_size))
             part.rename(archive)
         finally:

@@ -1,8 +1,8 @@
-"""Compiles the code that reads and scans records, so that processes of this installation only load it.
+"""Compiles the code that reads and scans records, so that processes of this installation need not compile it.
 
     python -m tidemark.app.pipeline.compile_ahead
 
-takes half a minute of a core at most, and almost no time if the code is already compiled.
+needs up to half a minute of CPU time, and almost none if the code is already compiled.
 """
 
 import sys
@@ -15,7 +15,7 @@ def main() -> None:
     kernels.compile_all()
     directory = next(jit_cache.cache_dirs())
     if not any(directory.glob("scan-*")):
-        sys.exit(f"nothing can be written to {directory}")
+        sys.exit(f"the compiled code could not be written to {directory}; make the directory writable")
 
 
 if __name__ == "__main__":

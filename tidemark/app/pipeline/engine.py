@@ -1,5 +1,6 @@
-"""Spark for the pipeline. The JVM starts while the pipeline waits for servers and the lease. An exit of the JVM is
-detected.
+"""Starts Spark for the pipeline, and detects an exit of the JVM.
+
+The JVM starts while the pipeline waits for servers and for the lease.
 """
 
 import os
@@ -29,56 +30,58 @@ from tidemark.streaming.ingest import source
 from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedOffsets
 from tidemark.streaming.ingest.source import LIGHT_RECORDS, KafkaConfig
 
-SLOW_START = "a Python process of Spark did not start within 10 s; is this machine busy?"
-"""Spark's limit has no setting. It says nothing about the query: the same start succeeds on a machine with time."""
+SLOW_PYTHON_START = "a Python process of Spark did not start within 10 s; check whether this machine is overloaded"
+"""The message for a time limit of Spark that no setting changes. The query is not at fault."""
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
 
 class Engine:
-    """Starts Spark on a separate thread. Create it with `running`."""
+    """A Spark session, which starts on a separate thread. Create it with `open_engine`."""
 
-    def __init__(self, wanted: SparkSettings) -> None:
-        self._wanted = wanted
+    def __init__(self, spark_settings: SparkSettings) -> None:
+        self._spark_settings = spark_settings
         self._jvm: Jvm | None = None
         self._session: Future[SparkSession] = Future()
         # A daemon thread, so that the process can exit before the JVM is up. The JVM ends with the process.
         threading.Thread(target=self._start, name="spark", daemon=True).start()
 
     def session(self, stopping: threading.Event) -> SparkSession:
-        """Wait for the session. Raises Stopping soon after `stopping` is set, and SparkDied.
+        """Wait for the session.
 
-        A cluster may stop the session, and a JVM can have only one.
+        Raises:
+            Stopping: `stopping` was set before Spark had started.
+            SparkDied: Spark did not start, or its cluster has ended the session. A JVM can have only one session.
         """
         while not self._session.done():
             if stopping.wait(0.1):
-                raise Stopping("asked to stop while Spark started")
+                raise Stopping("the pipeline must stop before Spark has started")
         spark = self._session.result()
         if spark.sparkContext._jsc.sc().isStopped():
-            raise SparkDied("its cluster has ended our application")
+            raise SparkDied("the Spark cluster has ended this application")
         return spark
 
     @contextmanager
-    def alive(self) -> Iterator[None]:
-        """Raise SparkDied instead of an error that occurs because the JVM has exited."""
+    def detecting_exit(self) -> Iterator[None]:
+        """Raise SparkDied if the block fails because the JVM has exited."""
         try:
             yield
         except (Py4JError, OSError) as error:
-            if end := self._end():
-                raise SparkDied(end) from error
+            if message := self._exit_message():
+                raise SparkDied(message) from error
             raise
 
     def close(self) -> None:
         """End the session, if there is one."""
-        if self._session.done() and self._session.exception() is None and not self._end():
+        if self._session.done() and self._session.exception() is None and not self._exit_message():
             self._session.result().stop()
 
-    def _end(self) -> str | None:
+    def _exit_message(self) -> str | None:
         return self._jvm.end() if self._jvm is not None else None
 
     def _start(self) -> None:
         try:
-            conf = configuration(self._wanted)
+            conf = configuration(self._spark_settings)
             self._jvm = Jvm(conf)
             self._session.set_result(connect(self._jvm, conf))
         except Py4JJavaError as error:  # settings that Spark refuses
@@ -101,19 +104,23 @@ def packets(
     """The packets that the query reads.
 
     Args:
-        records: the largest number of Kafka records of the first batch.
-        refused: records to reject as not storable.
+        spark: the session.
+        settings: the settings of the pipeline.
+        kafka: the connection to Kafka.
+        start: the start of the query.
+        records: the largest number of Kafka records in the first batch.
+        refused: records to reject, because Postgres refuses their effects.
         one_task: whether one task computes a batch. A batch then has at most `LIGHT_RECORDS` records.
     """
-    most = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
+    limit = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.carried(),
         facts=facts,
         control=control,
         start=start.offsets,
-        records=min(records, most),
-        limit=most,
+        records=min(records, limit),
+        limit=limit,
         share=settings.batch_cpu_share,
         driver=os.getpid(),
         keys=keys_of(settings.shards, int(spark.conf.get(TASKS) or 1)),
@@ -124,34 +131,36 @@ def packets(
     return source.packets(spark, config)
 
 
-def require_states(spark: SparkSession, holders: Set[str], present: Set[str]) -> None:
-    """Raise QueryFailed if an executor with states is no longer `present`. Spark treats a dead executor like a busy
-    one, and later looks for its states on other executors, which do not have them.
+def require_executors(spark: SparkSession, required: Set[str], present: Set[str]) -> None:
+    """Raise QueryFailed if a `required` executor, which has states in memory, is no longer `present`.
+
+    Spark treats a dead executor like a busy one. Later it looks for the states on other executors, which do not have
+    them.
     """
-    if gone := holders - present:
+    if lost := required - present:
         spark.sparkContext.cancelAllJobs()  # the running batch needs the lost states
-        raise QueryFailed(f"states were lost with an executor of Spark that ended: {', '.join(sorted(gone))}")
+        raise QueryFailed(f"a Spark executor ended, and its states were lost: {', '.join(sorted(lost))}")
 
 
-def cause(text: str) -> str:
-    """The innermost cause that Spark names, as one line: Python's, if it is that. `SLOW_START` if Spark gave up waiting
-    for a Python process that it had started."""
+def innermost_cause(text: str) -> str:
+    """The innermost cause in an error text of Spark, as one line; an exception of Python if there is one.
+    `SLOW_PYTHON_START` if a Python process did not start in time."""
     if "Python worker failed to connect back" in text:
-        return SLOW_START
+        return SLOW_PYTHON_START
     if raised := _RAISED.findall(text):
         return str(raised[-1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("Caused by:")]
-    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()
+    return (causes or lines[:1] or ["Spark gave no cause"])[-1].removeprefix("Caused by:").strip()
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Engine]:
-    """Run a Spark session during the block. Raises Stop if Java is missing."""
+def open_engine(settings: Settings) -> Iterator[Engine]:
+    """Start Spark, and stop it at the end of the block. Raises Stop if Java is missing."""
     java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
-    wanted = SparkSettings(
-        # To Spark, `local` is one core.
+    spark_settings = SparkSettings(
+        # Spark's `local` uses only one core.
         master="local[*]" if settings.spark_master == "local" else settings.spark_master,
         memory=settings.spark_driver_memory,
         jars=_jars(settings.spark_jars),
@@ -160,7 +169,7 @@ def running(settings: Settings) -> Iterator[Engine]:
         options=class_archive.options(class_archive.spark_archive(java)),
         extra=_extra(settings, cluster),
     )
-    engine = Engine(wanted)
+    engine = Engine(spark_settings)
     try:
         yield engine
     finally:
@@ -190,7 +199,7 @@ def _cluster(settings: Settings) -> Cluster:
 def _jars(directory: Path | None) -> list[Path]:
     jars = [] if directory is None else sorted(directory.glob("*.jar"))
     if directory is not None and not jars:
-        raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar in {directory}")
+        raise BadSetting("TIDEMARK_SPARK_JARS", f"{directory} contains no jar file")
     return jars
 
 
@@ -198,7 +207,7 @@ def _own_address(master: str) -> str:
     try:
         return address_towards(master)
     except (OSError, ValueError) as error:
-        raise BadSetting("TIDEMARK_SPARK_MASTER", f"there is no way to {master}: {error}") from None
+        raise BadSetting("TIDEMARK_SPARK_MASTER", f"{master} cannot be reached: {error}") from None
 
 
 def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
@@ -213,18 +222,18 @@ def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
 
 
 def properties(path: Path) -> dict[str, str]:
-    """The properties of `spark-defaults.conf` parsed like Spark does: each line has a name and a value, separated by
-    space, `=` or `:`.
+    """The properties in a file such as `spark-defaults.conf`, parsed as Spark does: each line has a name and a value,
+    separated by space, `=` or `:`. Raises `BadSetting`.
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"cannot read {path}: {error.strerror}") from None
-    properties_read = {}
+    values = {}
     for line in lines:
         if line and not line.startswith("#"):
             match = _PROPERTY.fullmatch(line)
             if match is None:
-                raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"no setting of Spark in the line {line!r}")
-            properties_read[match["name"]] = match["value"]
-    return properties_read
+                raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"the line {line!r} is not a Spark property")
+            values[match["name"]] = match["value"]
+    return values

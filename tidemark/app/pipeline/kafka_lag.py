@@ -1,7 +1,8 @@
-"""The lag of each Kafka partition, and whether an open transaction blocks the partition.
+"""Monitors the lag of each Kafka partition, and open transactions that block a partition.
 
-A reader with `read_committed` gets no record at or beyond the last stable offset: the first offset of the oldest open
-transaction. If the producer of that transaction hangs or is lost, the partition is blocked although its end advances.
+A `read_committed` consumer gets no record at or beyond the last stable offset, which is the first offset of the oldest
+open transaction. If the producer of that transaction hangs or is lost, the partition is blocked while its end offset
+rises.
 """
 
 import threading
@@ -19,11 +20,9 @@ from tidemark.sources.topics import RememberedTopic, Topics, require_policy, req
 
 Partition = tuple[str, int]
 
-SAMPLES: Final = 512
-"""The largest number of stored end offsets of each partition.
-
-Beyond it, every second one is dropped, so that an age is at most the interval between two samples too high, and never
-too low."""
+MAX_SAMPLES: Final = 512
+"""The largest number of stored end offsets per partition. If there are more, every second one is dropped. The age of a
+record is then too high by at most the interval between two samples, and never too low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,10 @@ class PartitionLag:
     """The lag of a partition.
 
     Attributes:
-        records: number of unread records.
-        seconds: age of the oldest unread record.
+        records: the number of unread records.
+        seconds: the age of the oldest unread record.
         stable: the last stable offset.
-        blocked_seconds: seconds for which an open transaction has blocked the partition at `stable`; 0 if none does.
+        blocked_seconds: for how long an open transaction has blocked the partition at `stable`; 0 if none does.
     """
 
     records: int
@@ -44,81 +43,88 @@ class PartitionLag:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _PartitionHistory:
     ends: list[tuple[int, float]] = field(default_factory=list)
-    """Unread end offsets, each with the time of its first observation."""
+    """End offsets beyond the read offset, each with the time of its first observation."""
     stable: int = -1
     since: float | None = None
-    """The time at which the last stable offset was first observed at `stable`, below the end."""
+    """When the last stable offset was first observed at `stable`; None if it is at the end."""
 
 
 class LagTracker:
-    """Computes the lag from offsets over time. For one thread. Ages count from the first observation of this
-    process.
+    """Computes the lag of partitions from repeated observations of offsets. Ages count from the first observation of
+    this process. For one thread.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Partition, _Watched] = {}
+        self._histories: dict[Partition, _PartitionHistory] = {}
 
     def observe(self, partition: Partition, now: float, *, read: int, stable: int, end: int) -> PartitionLag:
-        """Add one observation of a partition, and return its lag.
+        """Add an observation of a partition, and return its lag.
 
         Args:
-            now: seconds of a monotonic clock.
+            partition: topic and partition number.
+            now: the time of the observation (seconds, monotonic).
             read: the offset of the next record that the pipeline reads.
             stable: the last stable offset.
             end: the offset of the next record to be written, including open transactions.
         """
-        watched = self._watched.setdefault(partition, _Watched())
-        watched.ends = [(offset, at) for offset, at in watched.ends if read < offset <= end]
-        if end > read and (not watched.ends or watched.ends[-1][0] < end):
-            watched.ends.append((end, now))
-        if len(watched.ends) > SAMPLES:
-            del watched.ends[1:-1:2]
+        history = self._histories.setdefault(partition, _PartitionHistory())
+        history.ends = [(offset, at) for offset, at in history.ends if read < offset <= end]
+        if end > read and (not history.ends or history.ends[-1][0] < end):
+            history.ends.append((end, now))
+        if len(history.ends) > MAX_SAMPLES:
+            del history.ends[1:-1:2]
         if stable >= end:
-            watched.since = None
-        elif watched.since is None or watched.stable != stable:
-            watched.since = now
-        watched.stable = stable
-        waited = now - watched.ends[0][1] if watched.ends else 0.0
-        return PartitionLag(end - read, waited, stable, 0.0 if watched.since is None else now - watched.since)
+            history.since = None
+        elif history.since is None or history.stable != stable:
+            history.since = now
+        history.stable = stable
+        waited = now - history.ends[0][1] if history.ends else 0.0
+        return PartitionLag(end - read, waited, stable, 0.0 if history.since is None else now - history.since)
 
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # between two checks
-CHECKS_PER_DESCRIPTION = 15  # the configuration of the topics is checked less often
-LAGGING_SECONDS = 10.0  # reads of a healthy pipeline and transactions of healthy producers take less
-NOTED_SECONDS = 10.0  # between two calls of `note` for lagging partitions
-CHECKS_MISSING = 5  # consecutive checks without a topic: a broker that has just started may not know its topics
+CHECK_INTERVAL_SECONDS = 2.0
+CHECKS_PER_POLICY_CHECK = 15  # the cleanup policies of the topics are checked less often
+LAGGING_SECONDS = 10.0  # a healthy pipeline has less lag, and transactions of healthy producers are shorter
+NOTE_INTERVAL_SECONDS = 10.0  # between two calls of `note` for the same partitions
+MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may not know its topics
 
 
 Note = tuple[str, int, int, float, int | None, float | None]
+"""A lagging partition, as for `sinks.postgres.status.note_lagging`."""
 
 
 class LagMonitor:
-    """Updates the metrics of end offsets and lag, and checks the topics.
+    """A thread that updates the metrics of end offsets and lag, checks the topics, and logs crossed thresholds
+    (`app.pipeline.stream_metrics`).
 
-    `remembered` are the topics at the start. If a topic was repartitioned, replaced or compacted since, `failure` is
-    set, and the supervising thread raises it. The thread also logs crossed thresholds (`app.pipeline.stream_metrics`).
-    `note` is called with the lagging partitions (see `sinks.postgres.status.note_lagging`), and may raise `Retry`.
+    If a topic was repartitioned, replaced or compacted, `failure` is set, and the supervising thread raises it.
+
+    Args:
+        topics: queries Kafka.
+        remembered: the topics at the start.
+        collector: the metrics of streams.
+        note: stores the lagging partitions. May raise `Retry`.
     """
 
     def __init__(
         self,
         topics: Topics,
         remembered: Mapping[str, RememberedTopic],
-        board: StreamCollector,
+        collector: StreamCollector,
         note: Callable[[Sequence[Note]], None] = lambda _: None,
     ) -> None:
         self._topics = topics
         self._remembered = remembered
         self._partitions = {name: topic.partitions for name, topic in remembered.items()}
-        self._board = board
+        self._collector = collector
         self._note = note
         self._noted: tuple[float, Sequence[Note]] | None = None
         self._lag = LagTracker()
-        self._blocked: dict[Partition, int] = {}  # offset of each partition that was logged as blocked
+        self._blocked: dict[Partition, int] = {}  # partitions that were logged as blocked, with the offset
         self._closing = threading.Event()
         self.failure: Stop | None = None
 
@@ -133,43 +139,44 @@ class LagMonitor:
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        away_since: float | None = None
+        outage_began: float | None = None
         checks = missing = 0
-        thresholds = ThresholdLog(self._board)
+        thresholds = ThresholdLog(self._collector)
         while not self._closing.is_set():
             thresholds.check()
             try:
                 require_same(self._topics.identities(self._remembered), self._remembered)
-                read = dict(self._board.read)  # before the ends, so that the lag is never negative
-                stable = self._topics.stable_offsets(self._partitions)  # before the ends: never beyond them
+                # Read and stable offsets before end offsets, so that they are never beyond the end offsets.
+                read = dict(self._collector.read)
+                stable = self._topics.stable_offsets(self._partitions)
                 ends = self._topics.end_offsets(self._partitions)
-                if self._closing.is_set():  # Kafka may have taken long to answer, and another process may read now
+                if self._closing.is_set():  # Kafka may have taken long, and another process may have the lease now
                     return
                 self._update(read, stable, ends)
                 checks, missing = checks + 1, 0
-                if checks % CHECKS_PER_DESCRIPTION == 0:
+                if checks % CHECKS_PER_POLICY_CHECK == 0:
                     require_policy(self._topics.describe(self._remembered).values())
-                if away_since is not None:
+                if outage_began is not None:
                     log.info("Kafka answers again")
-                    self._board.set_reading(is_reading=True)
-                away_since = None
+                    self._collector.set_reading(is_reading=True)
+                outage_began = None
             except Retry as error:
-                if away_since is None:
+                if outage_began is None:
                     log.warning("Waiting for Kafka", problem=str(error))
-                    away_since = time.monotonic()
-                    self._board.set_reading(is_reading=False)
-                self._note_all_unread(time.monotonic() - away_since)
+                    outage_began = time.monotonic()
+                    self._collector.set_reading(is_reading=False)
+                self._note_all_unread(time.monotonic() - outage_began)
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:
                 missing += 1
-                if not isinstance(error, TopicMissing) or missing == CHECKS_MISSING:
+                if not isinstance(error, TopicMissing) or missing == MAX_MISSING_CHECKS:
                     self.failure = error
                     return
-            self._closing.wait(SECONDS)
+            self._closing.wait(CHECK_INTERVAL_SECONDS)
 
     def _note_all_unread(self, seconds: float) -> None:
-        """Note all partitions as lagging: while Kafka does not answer, unread records are unknown, so no writer counts
-        as silent.
+        """Note all partitions as lagging. While Kafka does not answer, there may be unread records, so no writer must
+        count as silent.
         """
         if seconds >= LAGGING_SECONDS:
             partitions = [(name, number) for name, count in self._partitions.items() for number in range(count)]
@@ -190,12 +197,12 @@ class LagMonitor:
         now = time.monotonic()
         if self._noted is not None and (notes or not self._noted[1]):
             is_same = [note[:2] for note in notes] == [note[:2] for note in self._noted[1]]
-            if is_same and (not notes or now - self._noted[0] < NOTED_SECONDS):
+            if is_same and (not notes or now - self._noted[0] < NOTE_INTERVAL_SECONDS):
                 return
         try:
             self._note(notes)
-        except Retry as error:  # batches wait for Postgres too, and log that
-            log.debug("Could not note lagging partitions", problem=str(error))
+        except Retry as error:  # batches also wait for Postgres, and log a warning
+            log.debug("Could not store the lagging partitions", problem=str(error))
         else:
             self._noted = now, notes
 

@@ -1,4 +1,4 @@
-"""Every metric of the pipeline: its name, type, meaning, and the action when it changes.
+"""Every metric of the pipeline: name, type, meaning, and what to do when it changes.
 
 `docs/reference/metrics.md` is generated from this module (`make docs`). Only the driver has metrics: Spark's workers
 are not scraped. `app.pipeline.stream_metrics` computes the metrics of streams at the time of a scrape.
@@ -20,7 +20,7 @@ class BatchHistogram(Histogram):
     """A histogram without labels that counts many observations at once."""
 
     def observe_all(self, amounts: Iterable[tuple[float, int]]) -> None:
-        """Count observations, given as pairs (value, number of observations)."""
+        """Add observations. `amounts`: pairs (value, number of observations)."""
         total, counts = 0.0, [0] * len(self._upper_bounds)
         for amount, count in amounts:
             total += amount * count
@@ -32,13 +32,12 @@ class BatchHistogram(Histogram):
 
 REGISTRY = CollectorRegistry()
 
-# The loop runs twice a second. The description of HEARTBEAT has the same bound.
+# The supervising loop runs twice a second. The description of HEARTBEAT contains the same limit.
 STALE_SECONDS = 15.0
 
-# A record's timestamp comes from its producer's clock. Outside these bounds its unit or the clock is wrong. A backlog
-# of weeks is inside them, so its true latency is shown.
-OLDEST_PLAUSIBLE_SECONDS = 30 * 86_400.0
-AHEAD_PLAUSIBLE_SECONDS = 3600.0
+# A record's timestamp comes from the clock of its producer. Outside these limits, the clock or the unit is wrong.
+MAX_PLAUSIBLE_AGE_SECONDS = 30 * 86_400.0
+MAX_CLOCK_AHEAD_SECONDS = 3600.0
 
 RECORDS = Counter(
     "tidemark_records",
@@ -55,7 +54,7 @@ DEAD_LETTERS = Counter(
     ["reason"],
     registry=REGISTRY,
 )
-RECALLED = Counter(
+REQUEUED = Counter(
     "tidemark_requeued_records",
     "Deferred records (`deferred` of tidemark_records_total) that were produced to the facts topic again. If it does"
     " not rise although gaps close: `tidemark status` names the problem.",
@@ -67,7 +66,7 @@ REGRESSIONS = Counter(
     " must repair the reused IDs.",
     registry=REGISTRY,
 )
-FORCED = Counter(
+OVERRIDES = Counter(
     "tidemark_operator_overrides",
     "Operator overrides that settled IDs without the writer's evidence, by kind of record: SKIP, RETIRE, JOIN. The"
     " table `tidemark.skips` in Postgres has operator and reason; readers must read the skipped range from the source"
@@ -96,7 +95,7 @@ SINK_FAULTS = Gauge(
     ["sink"],
     registry=REGISTRY,
 )
-CLOCK = Gauge(
+CLOCK_DIFFERENCE = Gauge(
     "tidemark_clock_difference_seconds",
     "Seconds by which the clock of the pipeline's host is ahead of Postgres's; negative: behind. Measured once a"
     " minute. The history has the times of the host. Set both clocks by NTP: while they differ, history is dropped"
@@ -192,9 +191,9 @@ for _outcome in ("applied", "buffered", "deferred", "duplicate", "late", "batch"
 for _reason in Reason:
     DEAD_LETTERS.labels(_reason)
 for _kind in ("SKIP", "RETIRE", "JOIN"):
-    FORCED.labels(_kind)
+    OVERRIDES.labels(_kind)
 
-STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, description
+STREAM_GAUGES = {  # for `app.pipeline.stream_metrics`: name, labels, description
     "position": (
         "tidemark_position",
         ["stream", "writer"],
@@ -250,7 +249,7 @@ STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, des
         " position follows slowly, the value stays about the same; if the position is blocked, it rises with the"
         " clock: tidemark_linear_blocked_seconds names the blocker.",
     ),
-    "held": (
+    "blocked": (
         "tidemark_linear_blocked_seconds",
         ["stream", "writer", "reason"],
         "Seconds for which a writer has blocked the linear position of a stream, from 10 s on. `reason`: a `gap`; an"
@@ -258,7 +257,7 @@ STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, des
         " beyond its position. At most TIDEMARK_METRICS_MAX_STREAMS blockers have a series, the longest first; one"
         " series has the longest of the others. `tidemark status` shows more.",
     ),
-    "holder_silent": (
+    "blocker_last_seen": (
         "tidemark_blocker_last_seen_seconds",
         ["stream", "writer", "reason"],
         "Seconds since the newest record of each writer in tidemark_linear_blocked_seconds; absent if no record was"
@@ -306,7 +305,7 @@ STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, des
         ["stream"],
         "The linear lag of the stream in IDs that causes an alert; absent if no policy sets it.",
     ),
-    "together": (
+    "omitted": (
         "tidemark_series_omitted",
         ["what"],
         "Streams, writers and blockers (`blockers`) beyond TIDEMARK_METRICS_MAX_STREAMS and"
@@ -317,7 +316,7 @@ STREAM_GAUGES = {  # metrics of `app.pipeline.stream_metrics`: name, labels, des
 
 
 class PipelineHealth:
-    """The state of the pipeline for probes. The pipeline's loop sets it, and READY shows it."""
+    """The state of the pipeline for probes and for the gauge READY. The supervising loop sets it."""
 
     registry = REGISTRY
 
@@ -325,7 +324,7 @@ class PipelineHealth:
         self._waits_for: str | None = "Spark starts"
 
     def set_state(self, waits_for: str | None) -> None:
-        """Set the cause for which the pipeline waits; None if its next batch can run."""
+        """Set what the pipeline waits for, as text for people; None if the next batch can run."""
         self._waits_for = waits_for
         READY.set(waits_for is None)
 
@@ -334,16 +333,16 @@ class PipelineHealth:
 
     def liveness_problem(self, now: float) -> str | None:
         is_stale = self._waits_for is None and now - gauge_value(HEARTBEAT) >= STALE_SECONDS
-        return "the loop has stopped" if is_stale else None
+        return f"the supervising loop has not run for {STALE_SECONDS:g} s" if is_stale else None
 
 
 def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
-    """Observe the latency of advances. `oldest` maps the time of the oldest record (ms) to the number of advances."""
+    """Observe the latency of advances. `oldest`: by time of the oldest record (ms), the number of advances."""
     latencies = {published_at - time / 1000: count for time, count in oldest.items()}
     plausible = {
         seconds: count
         for seconds, count in latencies.items()
-        if -AHEAD_PLAUSIBLE_SECONDS <= seconds <= OLDEST_PLAUSIBLE_SECONDS
+        if -MAX_CLOCK_AHEAD_SECONDS <= seconds <= MAX_PLAUSIBLE_AGE_SECONDS
     }
     LATENCY.observe_all((max(0.0, seconds), count) for seconds, count in plausible.items())
     IMPLAUSIBLE_TIMES.inc(sum(latencies.values()) - sum(plausible.values()))
@@ -353,10 +352,12 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
     """Set the metrics of a partition.
 
     Args:
-        end: offset of the next record to be written.
-        read: offset of the next record to read.
-        seconds: age of the oldest unread record.
-        blocked: seconds for which an open transaction has blocked the partition.
+        topic: the name of the topic.
+        partition: the number of the partition.
+        end: the offset of the next record to be written.
+        read: the offset of the next record to read.
+        seconds: the age of the oldest unread record.
+        blocked: for how many seconds an open transaction has blocked the partition.
     """
     KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
@@ -377,7 +378,7 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
             for outcome, count in stream.counts.items():
                 outcomes[outcome] += count
             for act in stream.overrides:
-                FORCED.labels(act.kind).inc()
+                OVERRIDES.labels(act.kind).inc()
         REGRESSIONS.inc(sum(len(stream.timelines) for stream in shard.streams))
         oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)
         _observe_latency(oldest, published.published_at)

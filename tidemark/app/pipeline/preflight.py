@@ -1,7 +1,4 @@
-"""Checks before the query starts: the topics exist, are suitable, and match the database.
-
-Creates missing topics if the settings say so.
-"""
+"""Checks before the query starts: the topics exist, have the right configuration, and match the database."""
 
 import uuid
 from collections.abc import Set
@@ -30,15 +27,15 @@ from tidemark.streaming.values.limits import Policies
 log = get_logger(__name__)
 
 
-def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
-    """Return the topics by name. Creates missing topics if `kafka_create_topics` is set.
+def check_topics(settings: Settings, topics: Topics) -> dict[str, TopicState]:
+    """Check the topics, and return them by name. Creates missing topics if `kafka_create_topics` is set.
 
     Raises:
         TopicMissing: a topic does not exist.
         WrongCleanupPolicy: a topic has the wrong cleanup policy.
         Unavailable: the brokers do not answer.
     """
-    wanted = plans(
+    planned = plans(
         settings.kafka_facts_topic,
         settings.kafka_control_topic,
         settings.kafka_dead_letters_topic,
@@ -46,9 +43,9 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
     )
     positions = [] if settings.kafka_positions_topic is None else [positions_plan(settings.kafka_positions_topic)]
     if settings.kafka_create_topics:
-        for name in topics.create_missing([*wanted, *positions]):
-            log.info("Created a topic", topic=name)
-    states = topics.describe(plan.name for plan in wanted)
+        for name in topics.create_missing([*planned, *positions]):
+            log.info("Created a Kafka topic", topic=name)
+    states = topics.describe(plan.name for plan in planned)
     require_policy(states.values())
     compacted = topics.describe(plan.name for plan in positions)
     require_policy(compacted.values(), "compact")
@@ -57,12 +54,12 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The start of a lineage of batches.
+    """The start of a lineage, which is the sequence of batches of one query.
 
     Attributes:
-        lineage: its name.
-        after: lineage and number of the batch that Postgres applied last; None if there was none.
-        states: see `streaming.engine.query.by_shard`.
+        lineage: the name of the lineage.
+        after: lineage and number of the last batch that Postgres has applied; None if there was none.
+        states: the states of the streams, as returned by `streaming.engine.query.by_shard`.
     """
 
     lineage: str
@@ -80,8 +77,9 @@ class Start:
 
     Attributes:
         offsets: the next offsets to read.
-        lag: number of unread records in Kafka.
-        states: the states of the seed.
+        lag: the number of unread records in Kafka.
+        topics: the topics to read.
+        states: the states of the seed, by stream.
     """
 
     seed: Seed
@@ -93,17 +91,20 @@ class Start:
 
 
 def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
-    """Check the topics and the database, then load the start of the query. Requires the lease.
+    """Check the topics and the database, then load the start of the query. The process must have the lease.
 
     Args:
-        accept: losses that the operator accepts. They are first recorded in Postgres, so that the next start needs no
-            acceptance.
+        settings: the settings of the pipeline.
+        postgres: Tidemark's database.
+        topics: queries Kafka.
+        accept: the differences that the operator accepts. They are recorded in Postgres, so that the next start needs
+            no acceptance.
 
     Raises:
-        Stop: the first difference that is not accepted.
+        Stop: a difference is not accepted, or a topic or the database is not suitable.
     """
-    states_by_name = ready(settings, topics)
-    read = {name: states_by_name[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
+    topic_states = check_topics(settings, topics)
+    read = {name: topic_states[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
     remembered = postgres.remembered()
     offsets = starting_offsets(
         read,
@@ -114,7 +115,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     if remembered.shards not in {None, settings.shards} and "shards" not in accept:
         raise ShardsChanged(remembered.shards, settings.shards)
     if accept:
-        _give_up(postgres, offsets, accept)
+        _record_acceptance(postgres, offsets, accept)
     postgres.remember(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
@@ -130,15 +131,15 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     )
 
 
-def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
+def _record_acceptance(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
         deferred = [(name, item) for name, stored in postgres.states().items() for item in codec.deferred(stored)]
         postgres.give_up_requeues(deferred, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
-        # Each stream may be in another partition now; its next record determines the partition.
+        # A stream may be in another partition now. Its next record determines the partition.
         postgres.replace_states({stream: codec.without_home(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
-        # The lost records may have been facts: so the next ranges that writers settle are not proven empty
+        # The lost records may have been facts, so the next ranges that writers settle must not count as empty
         # (docs/design.md, rule 1).
         postgres.replace_states(
             {stream: codec.marked_uncertain(stored) for stream, stored in postgres.states().items()}

@@ -1,7 +1,7 @@
-"""Metrics of streams at the time of a scrape, and the log of thresholds that streams cross.
+"""Computes the metrics of streams for a scrape, and logs the thresholds that streams cross.
 
-There may be a million streams. Sums are updated with every change, so that a scrape reads only streams with their own
-series and streams that are not quiet.
+There may be a million streams. Sums are updated with every batch, so that a scrape reads only the streams with their
+own series and the streams that are not quiet.
 """
 
 import math
@@ -38,13 +38,17 @@ from tidemark.streaming.core.store import ShardedStates
 from tidemark.streaming.values.limits import Policies
 
 QUIET = Summary(0, 0, None, [], 0, None)
-"""The summary of every stream without pending records, gaps, linear lag and unknown writers: one object for all."""
+"""The shared summary of all quiet streams: no pending records, gaps, linear lag or unknown writers."""
 
 
 @dataclass(slots=True)
 class StreamEntry:
-    """The metrics of one stream. `positions` has the writers that have not retired. `sources` were removed from the
-    summary, because otherwise no stream with a relay would be quiet.
+    """The metrics of one stream.
+
+    Attributes:
+        positions: by writer, without retired writers.
+        summary: the summary without sources, because otherwise no stream with a relay would be quiet.
+        sources: the sources of the summary.
     """
 
     linear: int
@@ -55,41 +59,43 @@ class StreamEntry:
 
     @classmethod
     def of_state(cls, stored: bytes) -> "StreamEntry":
-        if (resting := caught_up(stored)) is not None:
-            return cls(resting.linear, resting.linear, resting.positions, QUIET, resting.sources)
+        """The metrics of an encoded stream state."""
+        if (quiet := caught_up(stored)) is not None:
+            return cls(quiet.linear, quiet.linear, quiet.positions, QUIET, quiet.sources)
         stream = codec.decode(stored)
         signed = stream.direction.signed
         positions = {name: signed(w.position) for name, w in stream.writers.items() if w.retired is None}
         linear, allocated = signed(stream.linear.position), signed(stream.allocated)
-        return cls(linear, allocated, positions, *_divided(summarize(stream)))
+        return cls(linear, allocated, positions, *_split_sources(summarize(stream)))
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all writers have retired, and none is unknown."""
         return not self.positions and not self.summary.unknown
 
 
-def _divided(summary: Summary) -> tuple[Summary, Sequence[Source]]:
+def _split_sources(summary: Summary) -> tuple[Summary, Sequence[Source]]:
     """A summary without its sources, and the sources."""
     return (replace(summary, sources=[]), summary.sources) if summary.sources else (summary, ())
 
 
 class StreamEntries:
-    """Streams that have not ended, by name. For one thread.
+    """The metrics of streams that have not ended, by name. For one thread.
 
-    A stream whose state has not changed since the start stays encoded until it is read.
+    The state of a stream stays encoded until a batch or a scrape needs its metrics.
 
     Attributes:
-        linear: sum of the linear positions.
-        allocated: sum of the highest IDs.
-        positions: sum of the positions of `writers` writers.
-        active: streams that are not quiet.
+        linear: the sum of the linear positions.
+        allocated: the sum of the highest IDs.
+        positions: the sum of the positions of all writers.
+        writers: the number of these writers.
+        active: the streams that are not quiet.
         sources: by stream, the relays and bridges that send OPEN records.
         version: changes when a stream begins or ends.
-        ended: names of the streams that have ended.
+        ended: the names of the streams that have ended.
     """
 
-    def __init__(self, most: int, stored: ShardedStates) -> None:
+    def __init__(self, max_first: int, stored: ShardedStates) -> None:
         self.active: dict[str, StreamEntry] = {}
         self.sources: dict[str, Sequence[Source]] = {}
         self.linear = self.allocated = self.positions = self.writers = 0
@@ -97,19 +103,19 @@ class StreamEntries:
         self.ended: set[str] = set()
         self._streams = 0
         self._stored = stored
-        self._open: dict[str, StreamEntry] = {}
-        self._most = most
+        self._decoded: dict[str, StreamEntry] = {}
+        self._max_first = max_first
         self._preferred: Collection[str] = ()
         self._first: list[tuple[bool, str]] | None = None
         for name, data in stored.items():
             entry = StreamEntry.of_state(data)
-            if entry.ended:
+            if entry.has_ended:
                 self.ended.add(name)
                 continue
             self._streams += 1
             self._count(name, entry, 1)
             if entry.summary is not QUIET:
-                self._open[name] = entry
+                self._decoded[name] = entry
 
     def __len__(self) -> int:
         return self._streams
@@ -122,8 +128,8 @@ class StreamEntries:
         return entry
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._open
-        yield from (name for name in self._stored.names() if name not in self._open and name not in self.ended)
+        yield from self._decoded
+        yield from (name for name in self._stored.names() if name not in self._decoded and name not in self.ended)
 
     def update(self, stream: StreamEffects) -> None:
         """Apply the effects of a batch."""
@@ -133,13 +139,13 @@ class StreamEntries:
         if known is not None:
             self._count(name, known, -1)
         entry.linear, entry.allocated = stream.linear, stream.allocated
-        entry.summary, entry.sources = _divided(stream.summary)
+        entry.summary, entry.sources = _split_sources(stream.summary)
         for row in stream.writers:
             if row.retired:
                 entry.positions.pop(row.writer, None)
             else:
                 entry.positions[row.writer] = row.position
-        if entry.ended:
+        if entry.has_ended:
             if name not in self.ended:
                 self._end(name)
             return
@@ -148,52 +154,53 @@ class StreamEntries:
             self._begin(name, entry)
 
     def prefer(self, names: Collection[str]) -> None:
-        """Put these streams first in `first`."""
+        """Let `first` begin with these streams."""
         self._preferred, self._first = names, None
 
     def first(self) -> list[str]:
-        """The first `most` streams in the order of names, preferred ones first."""
+        """The first `max_first` streams by name, the preferred ones before all others."""
         if self._first is None:
             first = [(False, name) for name in sorted(self._preferred) if self._find(name) is not None]
             last = None
-            for name in merge(self._stored.names(), nsmallest(self._most + len(first), self._open)):
-                if len(first) >= self._most:
+            for name in merge(self._stored.names(), nsmallest(self._max_first + len(first), self._decoded)):
+                if len(first) >= self._max_first:
                     break
                 if name != last and name not in self.ended and name not in self._preferred:
                     first.append((True, name))
                 last = name
-            self._first = first[: self._most]
+            self._first = first[: self._max_first]
         return [name for _, name in self._first]
 
     def _find(self, name: str) -> StreamEntry | None:
-        if (entry := self._open.get(name)) is not None or name in self.ended:
+        if (entry := self._decoded.get(name)) is not None or name in self.ended:
             return entry
         if (data := self._stored.get(name)) is None:
             return None
-        self._open[name] = entry = StreamEntry.of_state(data)
+        self._decoded[name] = entry = StreamEntry.of_state(data)
         return entry
 
     def _begin(self, name: str, entry: StreamEntry) -> None:
-        self._open[name] = entry
+        self._decoded[name] = entry
         self.ended.discard(name)
         self._streams += 1
         self.version += 1
         if self._first is not None:
             insort(self._first, self._rank(name))
-            del self._first[self._most :]
+            del self._first[self._max_first :]
 
     def _end(self, name: str) -> None:
         self.ended.add(name)
         self.version += 1
-        if self._open.pop(name, None) is not None:
+        if self._decoded.pop(name, None) is not None:
             self._streams -= 1
             if self._first and self._rank(name) <= self._first[-1]:
-                self._first = None  # another stream takes its place
+                self._first = None  # the list lacks a stream now
 
     def _rank(self, name: str) -> tuple[bool, str]:
         return name not in self._preferred, name
 
     def _count(self, name: str, entry: StreamEntry, sign: int) -> None:
+        """Add the entry to the sums (`sign` 1), or subtract it (-1)."""
         self.linear += sign * entry.linear
         self.allocated += sign * entry.allocated
         self.positions += sign * sum(entry.positions.values())
@@ -214,42 +221,52 @@ class StreamEntries:
 log = get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
-NEAR_BOUND = 0.5  # a stream that uses less of a bound has no series for it
-MAXIMA = ("age", "behind_seconds")  # aggregated by the maximum; other gauges by the sum
-OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
+NEAR_BOUND = 0.5  # a stream that uses a smaller part of a bound has no series for the bound
+MAXIMA = ("age", "behind_seconds")  # aggregated by the maximum; all other gauges by the sum
+OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # names of streams contain no space
 NO_STATES = ShardedStates(1, {})
 
 Entries = Mapping[str, StreamEntry]
 
 
 class _Sums(NamedTuple):
-    """Sums of linear positions (Postgres, sink) for one result of `Sink.compared`: over all streams, and over ended
-    ones.
+    """Sums of linear positions, as pairs (Postgres, sink).
 
-    The sum of ended streams is of `version` of the entries.
+    Attributes:
+        compared: the result of `Sink.compared` from which the sums are computed.
+        total: the sum of all streams.
+        version: the version of the entries for which `ended` is valid.
+        ended: the sum of the streams that have ended.
     """
 
     compared: Mapping[str, tuple[int, int]]
-    everything: tuple[int, int]
+    total: tuple[int, int]
     version: int
     ended: tuple[int, int]
 
 
 class StreamCollector(Collector):
-    """The Prometheus collector of streams. The thread of batches updates it; any number of threads scrape it.
+    """The Prometheus collector of streams. One thread updates it after each batch; any number of threads scrape it.
 
-    Values come from the states at the start and from the effects of batches afterwards. The first `streams` streams by
-    name, streams with a policy first, have their own series, and so do the first `writers` of their writers. All others
-    share one series, so that a scrape is bounded. Streams that have ended and writers that have retired have no series.
+    Values come from the states at the start, and later from the effects of batches. The number of series is limited:
+    streams and writers beyond the limits share one series. Streams with a policy come first, then streams by name.
+    Streams that have ended and writers that have retired have no series.
 
-    `read` has the next offset to read, by topic and partition. `now` returns seconds since 1970.
+    Attributes:
+        read: the next offset to read, by topic and partition.
     """
 
     def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
+        """
+        Args:
+            now: a clock, in seconds since 1970.
+            streams: the largest number of streams with their own series.
+            writers: the largest number of writers with their own series.
+        """
         self.read: dict[tuple[str, int], int] = {}
         self._entries = StreamEntries(streams, NO_STATES)
-        self._copied: dict[int, _Sums] = {}
-        self._least: tuple[int, Policies, dict[str, int | None]] | None = None
+        self._sums_by_sink: dict[int, _Sums] = {}
+        self._min_thresholds: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
         self._began = self._reading_since = now()
@@ -260,26 +277,30 @@ class StreamCollector(Collector):
         self._sinks: Sequence[Sink] = ()
 
     def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
-        """Load the states in Postgres, so that after a restart streams without traffic have metrics too."""
+        """Replace all values by the states in Postgres, so that streams without traffic have metrics after a restart.
+
+        Args:
+            states: the states of all streams.
+            offsets: the next offset to read, by topic and partition.
+        """
         self.read.update(
             {(topic, number): offset for topic, partitions in offsets.items() for number, offset in partitions.items()}
         )
         self._begin(StreamEntries(self._streams, states))
 
     def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
-        """The number of offsets that a batch has read and `update` has not counted yet."""
+        """The number of records that a batch has read. The batch must not be in `update` yet."""
         reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
         return sum(offset - self.read.get(partition, offset) for partition, offset in reached.items())
 
-    def follow(self, policies: Policies) -> None:
-        """Replace the policies."""
+    def set_policies(self, policies: Policies) -> None:
         with self._lock:
             self._policies, self._bounds = policies, policies.bounds()
             self._entries.prefer(policies.given)
 
     @contextmanager
-    def comparing(self, sinks: Sequence[Sink]) -> Iterator[None]:
-        """Show the linear positions of these sinks during the block. A process without the lease has none."""
+    def showing_sinks(self, sinks: Sequence[Sink]) -> Iterator[None]:
+        """Include the linear positions in these sinks during the block."""
         self._sinks = sinks
         try:
             yield
@@ -287,13 +308,11 @@ class StreamCollector(Collector):
             self._sinks = ()
 
     def set_reading(self, *, is_reading: bool) -> None:
-        """Set whether Kafka answers. While Kafka does not answer, no heartbeat counts as missed; later, time counts
-        from its next answer.
-        """
+        """Set whether Kafka answers. A heartbeat counts as missed only for the time since Kafka has answered again."""
         self._reading_since = self._now() if is_reading else math.inf
 
     def forget(self) -> None:
-        """Drop all values, because another process has the lease, and gaps and lag would age indefinitely."""
+        """Remove all values, because another process has the lease: the ages of gaps and lag would rise for ever."""
         self._begin(StreamEntries(self._streams, NO_STATES))
         for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
@@ -302,7 +321,7 @@ class StreamCollector(Collector):
         with self._lock:
             self._reading_since = self._now()
             entries.prefer(self._policies.given)
-            self._entries, self._copied, self._least = entries, {}, None
+            self._entries, self._sums_by_sink, self._min_thresholds = entries, {}, None
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """Apply the effects of a published batch."""
@@ -313,7 +332,7 @@ class StreamCollector(Collector):
                     self._entries.update(stream)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The metrics for a scrape. Called on its thread."""
+        """The metrics for a scrape. Called on the thread of the scrape."""
         families = {
             key: GaugeMetricFamily(name, meaning, labels=labels)
             for key, (name, labels, meaning) in STREAM_GAUGES.items()
@@ -324,16 +343,16 @@ class StreamCollector(Collector):
             named = {stream: entries[stream] for stream in entries.first()}
             others = len(entries) - len(named)
             active = {stream: entry for stream, entry in entries.active.items() if stream not in named}
-            left, writers, positions = self._writers, entries.writers, entries.positions
+            free, other_writers, other_positions = self._writers, entries.writers, entries.positions
             for stream, entry in named.items():
-                shown = sorted(entry.positions.items())[:left]
-                left -= len(shown)
+                shown = sorted(entry.positions.items())[:free]
+                free -= len(shown)
                 for writer, position in shown:
                     families["position"].add_metric([stream, writer], position)
-                writers -= len(shown)
-                positions -= sum(position for _, position in shown)
-            if writers:
-                families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions)
+                other_writers -= len(shown)
+                other_positions -= sum(position for _, position in shown)
+            if other_writers:
+                families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], other_positions)
             for stream, entry in named.items():
                 for key, value in self._values(entry, now).items():
                     families[key].add_metric([stream], value)
@@ -343,29 +362,29 @@ class StreamCollector(Collector):
             self._show_bounds(families["bound"], named, active)
             self._show_copies(families["copy"], named, others)
             self._show_thresholds(families, named, others)
-            unnamed = self._show_blockers(families["held"], families["holder_silent"], now)
+            unnamed = self._show_blockers(families["blocked"], families["blocker_last_seen"], now)
             self._show_sources(families["source_silent"], families["source_blocked"], now)
-        for kind, count in (("streams", others), ("writers", writers), ("blockers", unnamed)):
-            families["together"].add_metric([kind], count)
+        for kind, count in (("streams", others), ("writers", other_writers), ("blockers", unnamed)):
+            families["omitted"].add_metric([kind], count)
         return families.values()
 
     def blocked(self) -> dict[str, dict[str, Any]]:
-        """The fields of a log line for each stream whose linear position has lagged longer than its policy allows."""
+        """By stream, the fields of a log line for each stream whose linear lag lasts longer than its policy allows."""
         now, blocked = self._now(), dict[str, dict[str, Any]]()
         with self._lock:
             for stream, entry in self._entries.active.items():
-                behind = entry.summary.linear_lag
-                seconds = self._age(behind.since, now) if behind is not None else 0.0
-                if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT):
+                lag = entry.summary.linear_lag
+                seconds = self._age(lag.since, now) if lag is not None else 0.0
+                if lag is None or seconds < (self._policies.value(stream, "behind_seconds") or BRIEF_WAIT):
                     continue
-                fields = {"stream": stream, "linear": entry.linear, "ids": behind.ids, "seconds": round(seconds)}
-                if behind.blockers:
-                    fields |= {"writer": behind.blockers[0].writer, "reason": behind.blockers[0].reason}
+                fields = {"stream": stream, "linear": entry.linear, "ids": lag.ids, "seconds": round(seconds)}
+                if lag.blockers:
+                    fields |= {"writer": lag.blockers[0].writer, "reason": lag.blockers[0].reason}
                 blocked[stream] = fields
         return blocked
 
     def near_bounds(self) -> dict[str, dict[str, Any]]:
-        """The fields of a log line for each bound of a stream that is at least half used."""
+        """By stream and bound, the fields of a log line for each bound that a stream uses by half or more."""
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
@@ -398,21 +417,22 @@ class StreamCollector(Collector):
             for stream in named:
                 if (value := self._policies.value(stream, setting)) is not None:
                     families[f"policy_{setting}"].add_metric([stream], value)
-            if others and (least := self._least_of_others(setting)):
-                families[f"policy_{setting}"].add_metric([OTHER_STREAMS], least)
+            if others and (threshold := self._min_threshold_of_others(setting)):
+                families[f"policy_{setting}"].add_metric([OTHER_STREAMS], threshold)
 
-    def _least_of_others(self, setting: str) -> int | None:
+    def _min_threshold_of_others(self, setting: str) -> int | None:
+        """The lowest threshold of the streams without their own series."""
         if not any(setting in given for given in self._policies.given.values()):
             return self._policies.value("*", setting)
         entries, policies = self._entries, self._policies
-        if self._least is None or self._least[:2] != (entries.version, policies):
-            self._least = entries.version, policies, {}
-        least = self._least[2]
-        if setting not in least:
+        if self._min_thresholds is None or self._min_thresholds[:2] != (entries.version, policies):
+            self._min_thresholds = entries.version, policies, {}
+        minima = self._min_thresholds[2]
+        if setting not in minima:
             named = {*entries.first()}
             values = (policies.value(stream, setting) for stream in entries if stream not in named)
-            least[setting] = min((value for value in values if value is not None), default=None)
-        return least[setting]
+            minima[setting] = min((value for value in values if value is not None), default=None)
+        return minima[setting]
 
     def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
         for number, sink in enumerate(self._sinks):
@@ -428,18 +448,18 @@ class StreamCollector(Collector):
                     family.add_metric([OTHER_STREAMS, copy], sums[index] - sum(linear for _, linear in shown))
 
     def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Sums over the streams that have not ended. All streams are read only after a new comparison."""
-        known, entries = self._copied.get(number), self._entries
-        if known is None or known.compared is not compared:
-            known = _Sums(compared, _summed(compared.values()), -1, (0, 0))
-        if known.version != entries.version:
-            ended = _summed(compared[stream] for stream in entries.ended if stream in compared)
-            known = known._replace(version=entries.version, ended=ended)
-        self._copied[number] = known
-        return known.everything[0] - known.ended[0], known.everything[1] - known.ended[1]
+        """The sums of the streams that have not ended. All streams are read only after a new comparison."""
+        sums, entries = self._sums_by_sink.get(number), self._entries
+        if sums is None or sums.compared is not compared:
+            sums = _Sums(compared, _sum_pairs(compared.values()), -1, (0, 0))
+        if sums.version != entries.version:
+            ended = _sum_pairs(compared[stream] for stream in entries.ended if stream in compared)
+            sums = sums._replace(version=entries.version, ended=ended)
+        self._sums_by_sink[number] = sums
+        return sums.total[0] - sums.ended[0], sums.total[1] - sums.ended[1]
 
-    def _show_blockers(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
-        """Add the blockers; returns the number of blockers without their own series."""
+    def _show_blockers(self, family: GaugeMetricFamily, last_seen: GaugeMetricFamily, now: float) -> int:
+        """Add the blockers, the oldest first. Returns the number of blockers without their own series."""
         unnamed = 0
         blockers: list[tuple[float, str, LinearBlocker]] = []
         for stream, entry in self._entries.active.items():
@@ -454,13 +474,13 @@ class StreamCollector(Collector):
             labels = [stream, blocker.writer, blocker.reason]
             family.add_metric(labels, age)
             if blocker.seen:
-                silent.add_metric(labels, now - blocker.seen / 1000)
+                last_seen.add_metric(labels, now - blocker.seen / 1000)
         if rest := blockers[self._streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed
 
     def _show_sources(self, silent: GaugeMetricFamily, blocked: GaugeMetricFamily, now: float) -> None:
-        """Add the streams whose relay or bridge sends nothing new, longest first."""
+        """Add the streams whose relay or bridge is silent or blocked, the longest first."""
         silent_rows, blocked_rows = list[tuple[float, str, str]](), list[tuple[float, str, str]]()
         for stream, sources in self._entries.sources.items():
             for source in sources:
@@ -476,8 +496,8 @@ class StreamCollector(Collector):
                 family.add_metric([OTHER_STREAMS, OTHER_WRITERS], rest[0][0])
 
     def _others(self, named: Entries, active: Entries, now: float) -> dict[str, float]:
-        """The values of all streams that are not `named`. Quiet streams only have a linear position and a highest
-        ID.
+        """The aggregated values of the streams that are not `named`. `active`: the streams among them that are not
+        quiet. All values of a quiet stream are 0, except the linear position and the highest ID.
         """
         rows = [self._values(entry, now) for entry in (StreamEntry(0, 0, {}, QUIET), *active.values())]
         values = {key: (max if key in MAXIMA else sum)(row[key] for row in rows) for key in rows[0]}
@@ -486,7 +506,7 @@ class StreamCollector(Collector):
         return values
 
     def _values(self, entry: StreamEntry, now: float) -> dict[str, float]:
-        oldest, behind = entry.summary.oldest, entry.summary.linear_lag
+        oldest, lag = entry.summary.oldest, entry.summary.linear_lag
         return {
             "linear": entry.linear,
             "allocated": entry.allocated,
@@ -494,16 +514,16 @@ class StreamCollector(Collector):
             "gaps": entry.summary.gaps,
             "age": self._age(oldest.since, now) if oldest else 0.0,
             "unknown": len(entry.summary.unknown),
-            "behind": behind.ids if behind else 0,
-            "behind_seconds": self._age(behind.since, now) if behind else 0.0,
+            "behind": lag.ids if lag else 0,
+            "behind_seconds": self._age(lag.since, now) if lag else 0.0,
         }
 
     def _age(self, since: int | None, now: float) -> float:
-        """Seconds since `since` (ms), or since the start of this process if it is None."""
+        """Seconds since `since` (milliseconds since 1970); if it is None, since the start of this process."""
         return max(0.0, now - (self._began if since is None else since / 1000))
 
 
-def _summed(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def _sum_pairs(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
     postgres = sink = 0
     for stored, published in positions:
         postgres += stored
@@ -511,13 +531,13 @@ def _summed(positions: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return postgres, sink
 
 
-SINGLE: Final = 10  # lines of one kind in one check; more are merged into one line
+MAX_LINES: Final = 10  # log lines of one kind in one check; if there are more, one line lists the streams
 Fields = dict[str, Any]
 
 
 @dataclass(slots=True)
 class ThresholdLog:
-    """Logs once when a stream crosses a threshold, and once when it returns. For one thread.
+    """Logs once when a stream crosses a threshold, and once when the stream returns. For one thread.
 
     The first check of a process logs all crossed thresholds.
     """
@@ -526,16 +546,16 @@ class ThresholdLog:
     _crossed: dict[str, dict[str, Fields]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Compare the streams with the last check."""
+        """Log the changes since the last check."""
         blocked = self.collector.blocked()
         self._compare("The linear position is blocked", "The linear position is no longer blocked", blocked)
         self._compare("A stream is near a bound", "A stream is no longer near a bound", self.collector.near_bounds())
 
-    def _compare(self, event: str, end: str, crossed: dict[str, Fields]) -> None:
+    def _compare(self, event: str, end_event: str, crossed: dict[str, Fields]) -> None:
         before = self._crossed.get(event, {})
         self._crossed[event] = crossed
         _log(log.warning, event, [fields for name, fields in crossed.items() if name not in before])
-        _log(log.info, end, [_names(fields) for name, fields in before.items() if name not in crossed])
+        _log(log.info, end_event, [_names(fields) for name, fields in before.items() if name not in crossed])
 
 
 def _names(fields: Fields) -> Fields:
@@ -545,8 +565,8 @@ def _names(fields: Fields) -> Fields:
 
 def _log(write: Callable[..., object], event: str, lines: list[Fields]) -> None:
     lines.sort(key=itemgetter("stream"))
-    if len(lines) > SINGLE:
-        write(event, count=len(lines), streams=[fields["stream"] for fields in lines[:SINGLE]])
+    if len(lines) > MAX_LINES:
+        write(event, count=len(lines), streams=[fields["stream"] for fields in lines[:MAX_LINES]])
         return
     for fields in lines:
         write(event, **fields)

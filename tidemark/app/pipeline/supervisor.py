@@ -1,8 +1,7 @@
-"""`tidemark pipeline`: the composition root of the query, its source and its sinks.
+"""`tidemark pipeline`: creates the query, its source and its sinks, and supervises them.
 
-Its threads: the main thread supervises; Spark's callback publishes batches (`app.pipeline.batches`); one renews the
-lease; one refills Redis; others query Kafka for end offsets and Postgres for policies; `app.serving.http_health`
-answers scrapes and probes.
+The main thread supervises. Other threads publish batches (`app.pipeline.batches`), renew the lease, refill Redis, query
+Kafka for end offsets and Postgres for policies, and answer scrapes and probes (`app.serving.http_health`).
 """
 
 import gc
@@ -22,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tidemark.app.logs import shutdown_event
 from tidemark.app.output import progress
 from tidemark.app.pipeline import engine, metrics
-from tidemark.app.pipeline.batches import Batches, Isolation, tracing
+from tidemark.app.pipeline.batches import BatchHandler, Isolation, tracing
 from tidemark.app.pipeline.kafka_lag import LagMonitor
 from tidemark.app.pipeline.preflight import Start, prepare
 from tidemark.app.pipeline.stream_metrics import StreamCollector
@@ -68,169 +67,183 @@ from tidemark.streaming.wire.records import Topic
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # between two checks
-SHOWN = 10  # names in the log
+POLICY_CHECK_SECONDS = 2.0
+MAX_LOGGED_NAMES = 10
 
 
 class PolicyWatch(LeasedThread):
-    """Calls `follow` with changed policies. A query cannot change its bounds, so if bounds differ, `failure` requests a
-    new query.
+    """A thread that calls `on_change` with changed policies. A running query cannot change its bounds, so `failure`
+    requests a new query if the bounds differ.
     """
 
     def __init__(
-        self, table: PolicyTable, lease: Lease, policies: Policies, follow: Callable[[Policies], None]
+        self, table: PolicyTable, lease: Lease, policies: Policies, on_change: Callable[[Policies], None]
     ) -> None:
         super().__init__("policies", lease)
         self._table = table
         self._policies = policies
-        self._follow = follow
-        self._away = False
+        self._on_change = on_change
+        self._is_failing = False
 
     def work(self) -> float:
         try:
             given = self._table.given()
         except Unavailable as problem:
-            if not self._away:
+            if not self._is_failing:
                 log.warning("Could not read the policies; trying again", problem=str(problem))
-            self._away = True
-            return SECONDS
-        self._away = False
+            self._is_failing = True
+            return POLICY_CHECK_SECONDS
+        self._is_failing = False
         if given != self._policies.given:
             before, self._policies = self._policies, replace(self._policies, given=given)
             changed = [name for name in sorted({*given, *before.given}) if given.get(name) != before.given.get(name)]
-            log.info("Follows other policies", changed=changed[:SHOWN], count=len(changed))
-            self._follow(self._policies)
+            log.info("Policies changed", changed=changed[:MAX_LOGGED_NAMES], count=len(changed))
+            self._on_change(self._policies)
             if self._policies.bounds() != before.bounds():
                 self.failure = ConfigurationChanged("bounds of streams")
-        return SECONDS
+        return POLICY_CHECK_SECONDS
 
 
 # The time limit of the current batch after SIGTERM, so that the process ends within 10 s.
-LAST_BATCH_SECONDS = 6.0
-# After this time, threads that wait for a server are abandoned, because an orchestrator kills the process after 10 s.
-LAST_SECONDS = 9.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
-# A query that fails so often without publishing one batch will not mend itself. Slow starts of Python are not counted.
-FAILURES = 6
-SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
-# New objects until a garbage collection; 700 by default. A batch of 10,000 streams creates 500,000 objects and no
-# cycle, and collections took longer than the rest of the driver's work.
-CYCLES = 100_000, 20, 50
-# A query for light traffic computes a batch in one task, with two thirds of the CPU. A query for heavy traffic uses all
-# cores. The choice is made at the start of a query, and a restart takes a second. With many streams it takes longer, so
-# a query with more streams than this is always for heavy traffic.
+LAST_BATCH_TIMEOUT_SECONDS = 6.0
+# After SIGTERM, the longest wait for threads that query servers. An orchestrator kills the process after 10 s.
+EXIT_TIMEOUT_SECONDS = 9.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
+# After so many failures without a published batch, the process ends. Slow starts of Python are not counted.
+MAX_FAILURES = 6
+SECRETS_CHECK_SECONDS = 5.0
+# Python's first threshold is 700. A batch of 10,000 streams creates 500,000 objects without reference cycles, and
+# collections took longer than the rest of the driver's work.
+GC_THRESHOLDS = 100_000, 20, 50
+# A query for light traffic computes a batch in one task, which needs a third less CPU. A query for heavy traffic uses
+# all cores. A change requires a new query, which starts in a second, but more slowly with many streams. So a query with
+# more streams than this is always for heavy traffic.
 LIGHT_STREAMS = 10_000
-LIGHT_SECONDS = 120.0  # without a large batch until a query for heavy traffic is replaced
-NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the workers of its cluster"
+LIGHT_TRAFFIC_SECONDS = 120.0  # after so long without a large batch, a query for light traffic starts
+NO_EXECUTOR = "no Spark executor has registered; check the executor pods, or the workers of the Spark cluster"
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
-    """Run until SIGTERM or SIGINT, then complete the running batch and return. `accept`: the checks that an operator
-    overrides for this start: `partitions`, `loss`, `shards`. Raises Stop if a person must decide, and QueryFailed if
-    the query fails repeatedly."""
-    gc.set_threshold(*CYCLES)
-    stopping = shutdown_event(_leave_late)
+    """Run the pipeline until SIGTERM or SIGINT. Completes the running batch.
+
+    Args:
+        settings: the settings of the pipeline.
+        accept: the failed checks that the operator accepts for this start: `partitions`, `loss`, `shards`.
+
+    Raises:
+        Stop: a person must decide.
+        QueryFailed: the query failed `MAX_FAILURES` times without publishing a batch.
+    """
+    gc.set_threshold(*GC_THRESHOLDS)
+    stopping = shutdown_event(_exit_after_timeout)
     metrics.STARTED.set_to_current_time()
-    board = StreamCollector(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
-    metrics.REGISTRY.register(board)
+    collector = StreamCollector(streams=settings.metrics_max_streams, writers=settings.metrics_max_writers)
+    metrics.REGISTRY.register(collector)
     health = metrics.PipelineHealth()
     with (
         suppress(Stopping),
         http_health.serve_health("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
         locked(settings.checkpoint, stopping),
-        engine.running(settings) as spark,
+        engine.open_engine(settings) as spark,
     ):
         failures = highest_token = 0
-        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
-        most = settings.max_records_per_batch
+        backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+        max_records = settings.max_records_per_batch
         refused: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
-            attempt = Attempt(settings, spark, board, health, stopping, highest_token, most, refused)
-            most = settings.max_records_per_batch
+            pipeline_run = PipelineRun(
+                settings, spark, collector, health, stopping, highest_token, max_records, refused
+            )
+            max_records = settings.max_records_per_batch
             try:
-                attempt.run(accept)
+                pipeline_run.run(accept)
             except Refused as error:
-                if not attempt.outdated:
+                if not pipeline_run.has_outdated_secrets:
                     raise
-                log.warning("Trying again with the secrets as they are now", problem=str(error))
+                log.warning("A server refused old secrets; trying again with the new ones", problem=str(error))
             except Retry as error:
-                if not (isinstance(error, QueryFailed) and error.problem == engine.SLOW_START):
+                if not (isinstance(error, QueryFailed) and error.problem == engine.SLOW_PYTHON_START):
                     failures += 1
-                if attempt.published or isinstance(error, ConfigurationChanged):
+                if pipeline_run.has_published or isinstance(error, ConfigurationChanged):
                     failures = 0
                     backoff.reset()
                 if isinstance(error, Unavailable):
                     metrics.RETRIES.labels(error.what).inc()
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.own, error.newest)
-                    board.forget()
+                    collector.forget()
                 if isinstance(error, BatchTooLarge | ContentRefused):
-                    most = error.fewer
+                    max_records = error.fewer
                 if isinstance(error, RecordsRefused):
-                    _add(error.offsets, refused)
-                if isinstance(error, QueryFailed | ChainBroken) and failures >= FAILURES:
+                    _add_refused(error.offsets, refused)
+                if isinstance(error, QueryFailed | ChainBroken) and failures >= MAX_FAILURES:
                     raise
                 pause = backoff.next()
-                log.warning("Trying again", problem=str(error), pause=pause)
+                log.warning("The query ended or could not start; trying again", problem=str(error), pause=pause)
                 health.set_state(str(error))
                 stopping.wait(pause)
             finally:
-                if attempt.prepared:  # the accepted loss is recorded; later losses are not accepted
+                if pipeline_run.is_prepared:  # the accepted differences are recorded; later ones are not accepted
                     accept = frozenset()
-    log.info("Ended")
+    log.info("The pipeline has stopped")
 
 
-class Attempt:
-    """One run of the query, from taking the lease to losing it. For one use."""
+class PipelineRun:
+    """One run of the query: acquires the lease, and supervises the query until it ends. For one use."""
 
     def __init__(
         self,
         settings: Settings,
         spark: engine.Engine,
-        board: StreamCollector,
+        collector: StreamCollector,
         health: metrics.PipelineHealth,
         stopping: threading.Event,
         highest_token: int,
-        most: int,
+        max_records: int,
         refused: RefusedOffsets,
     ) -> None:
         self._settings = settings
         self._refused = refused
-        self._most = most  # records of a batch
+        self._max_records = max_records  # of a batch
         self._spark = spark
-        self._board = board
+        self._collector = collector
         self._health = health
         self._stopping = stopping
         self._highest_token = highest_token
-        self._batches: Batches | None = None
-        self.prepared = False
-        """Whether all that could be wrong at a start was checked, and `accept` was used up."""
-        self._local = is_local(settings.spark_master)
+        self._batches: BatchHandler | None = None
+        self.is_prepared = False
+        """Whether the checks of the start have passed, and the accepted differences are recorded."""
+        self._is_local = is_local(settings.spark_master)
         self._ends_when_light = False
-        self._holders: frozenset[str] = frozenset()  # executors at the first batch, which have states
+        self._executors_with_states: frozenset[str] = frozenset()
         self._kafka = settings.kafka
         self._secrets = self._settings.kafka.carried()
 
     @property
-    def outdated(self) -> bool:
-        """Whether a secret for Kafka has changed since the start: running clients do not reload secrets."""
+    def has_outdated_secrets(self) -> bool:
+        """Whether a secret for Kafka has changed since the start. Running clients do not reload secrets."""
         return self._settings.kafka.carried() != self._secrets
 
     @property
-    def published(self) -> bool:
+    def has_published(self) -> bool:
         """Whether a batch was published."""
-        return self._batches is not None and self._batches.published > 0
+        return self._batches is not None and self._batches.published_count > 0
 
     def run(self, accept: Set[Acceptance]) -> None:
-        """Run until asked to stop. Raises Retry if another attempt may succeed, and Stop."""
+        """Run the query until the process must stop.
+
+        Raises:
+            Retry: another run may succeed.
+            Stop: a person must decide.
+        """
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
-            stack.enter_context(self._spark.alive())
+            stack.enter_context(self._spark.detecting_exit())
             retention = Retention(history=settings.history_days, audit=settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check()
             require_successor(postgres.pipeline_version())
-            self._health.set_state("another pipeline holds the lease, or has not let it run out yet")
+            self._health.set_state("another pipeline has the lease, or its lease has not expired yet")
             lease = stack.enter_context(
                 Lease.acquire(
                     settings.postgres,
@@ -244,57 +257,59 @@ class Attempt:
             self._health.set_state("the query starts")
             topics = Topics(kafka)
             start = prepare(settings, postgres, topics, accept)
-            self.prepared = True
-            self._board.follow(start.policies)
-            self._board.load(start.states, start.offsets)
+            self.is_prepared = True
+            self._collector.set_policies(start.policies)
+            self._collector.load(start.states, start.offsets)
             gc.unfreeze()
             gc.collect()
             gc.freeze()  # the garbage collector skips the loaded states of up to a million streams
             sinks = self._sinks(stack, postgres, lease)
-            stack.enter_context(self._board.comparing(sinks))
+            stack.enter_context(self._collector.showing_sinks(sinks))
             for sink in sinks:
-                with suppress(Unavailable):  # publishing waits for Redis later
+                with suppress(Unavailable):  # the publisher waits for the sink later
                     sink.check()
             maintenance = stack.enter_context(
-                Maintenance(sinks, postgres, lease, MaintenanceConfig(), metrics.CLOCK.set)
+                Maintenance(sinks, postgres, lease, MaintenanceConfig(), metrics.CLOCK_DIFFERENCE.set)
             )
-            facts, dead = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
+            facts, rejected = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
-                DeadLetters(DeadLettersConfig(dead, kafka.client(), producer_settings(kafka, dead)))
+                DeadLetters(DeadLettersConfig(rejected, kafka.client(), producer_settings(kafka, rejected)))
             )
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda error: metrics.RETRIES.labels(error.what).inc()
             )
             publisher.send_unsent()
-            end_offsets = stack.enter_context(
-                LagMonitor(topics, start.topics, self._board, postgres.note_lagging).running()
+            lag_monitor = stack.enter_context(
+                LagMonitor(topics, start.topics, self._collector, postgres.note_lagging).running()
             )
             requeue = RequeueConfig(facts, kafka.client(), producer_settings(kafka, facts))
-            requeuing = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.RECALLED.inc))
-            waits = stack.enter_context(WaitWatch(postgres.waits, lease))
-            watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
+            requeuer = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.REQUEUED.inc))
+            wait_watch = stack.enter_context(WaitWatch(postgres.waits, lease))
+            policy_watch = stack.enter_context(
+                PolicyWatch(postgres.policies, lease, start.policies, self._collector.set_policies)
+            )
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
-            bounds, line = start.policies.bounds(), start.seed.lineage
-            isolation = Isolation(postgres, lease, line, kafka.carried(), names, start.offsets, bounds)
-            one_task = self._local and is_light(len(start.states), start.lag)
-            self._ends_when_light = self._local and not one_task and is_light(len(start.states), 0)
-            self._batches = Batches(
-                publisher, self._board, start.seed, start.topics, trace, isolation.find, one_task=one_task
+            bounds, lineage = start.policies.bounds(), start.seed.lineage
+            isolation = Isolation(postgres, lease, lineage, kafka.carried(), names, start.offsets, bounds)
+            one_task = self._is_local and is_light(len(start.states), start.lag)
+            self._ends_when_light = self._is_local and not one_task and is_light(len(start.states), 0)
+            self._batches = BatchHandler(
+                publisher, self._collector, start.seed, start.topics, trace, isolation.find, one_task=one_task
             )
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(
                 query_folder(settings.checkpoint) if store is None else store_folder(spark, store)
             )
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease, one_task=one_task))
-            threads = self._batches, end_offsets, maintenance, requeuing, watching, waits
-            self._supervise(spark, running, lease, sinks, threads, waits)
+            threads = self._batches, lag_monitor, maintenance, requeuer, policy_watch, wait_watch
+            self._supervise(spark, running, lease, sinks, threads, wait_watch)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """The sinks, in the order in which they publish."""
         redis = RedisConfig(self._settings.redis, self._settings.redis_advances_max)
-        shown = partial(progress, "filling Redis", unit="stream")
-        sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, shown)]
+        show_progress = partial(progress, "filling Redis", unit="stream")
+        sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, show_progress)]
         if (topic := self._settings.kafka_positions_topic) is not None:
             config = PositionsTopicConfig(topic, self._kafka.client(), producer_settings(self._kafka, topic))
             sinks.append(stack.enter_context(PositionsTopic(postgres, config, Topics(self._kafka), lease)))
@@ -302,13 +317,14 @@ class Attempt:
 
     @contextmanager
     def _query(
-        self, spark: SparkSession, start: Start, location: str, batches: Batches, lease: Lease, *, one_task: bool
+        self, spark: SparkSession, start: Start, location: str, batches: BatchHandler, lease: Lease, *, one_task: bool
     ) -> Iterator[StreamingQuery]:
+        """Run the query during the block. At the end, wait for its batches up to `LAST_BATCH_TIMEOUT_SECONDS`."""
         try:
-            if self._local:
+            if self._is_local:
                 set_tasks(spark, one_task=one_task)
             packets = engine.packets(
-                spark, self._settings, self._kafka, start, self._most, self._refused, one_task=one_task
+                spark, self._settings, self._kafka, start, self._max_records, self._refused, one_task=one_task
             )
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards
@@ -317,8 +333,8 @@ class Attempt:
             )
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
-        except Py4JJavaError as error:  # of Python processes that were killed
-            raise QueryFailed(engine.cause(str(error.java_exception.toString()).splitlines()[0])) from error
+        except Py4JJavaError as error:  # for example if a Python process of Spark was killed
+            raise QueryFailed(engine.innermost_cause(str(error.java_exception.toString()).splitlines()[0])) from error
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
         tasks = "one" if one_task else "all cores"
@@ -328,11 +344,11 @@ class Attempt:
             yield running
         finally:
             self._health.set_state("the query ended")
-            if not batches.finish(LAST_BATCH_SECONDS):
-                # The thread may still wait for a server. The next query reads its batch again.
-                log.warning("The query ended, and a batch of it still waits for a server")
+            if not batches.finish(LAST_BATCH_TIMEOUT_SECONDS):
+                # The thread of the batch may still wait for a server. The next query reads the batch again.
+                log.warning("The query ended while a batch still waits for a server; the batch will be repeated")
                 lease.give_up()
-            with suppress(PySparkException, Py4JJavaError):  # a batch may take longer than Spark waits
+            with suppress(PySparkException, Py4JJavaError):  # raised if the batch takes longer than Spark waits
                 running.stop()
             batches.finish()
             with suppress(Py4JError, OSError, PySparkException):
@@ -344,54 +360,55 @@ class Attempt:
         running: StreamingQuery,
         lease: Lease,
         sinks: Sequence[Sink],
-        threads: Sequence[Batches | LagMonitor | LeasedThread],
-        waits: WaitWatch,
+        threads: Sequence[BatchHandler | LagMonitor | LeasedThread],
+        wait_watch: WaitWatch,
     ) -> None:
-        looked = time.monotonic()
+        """Check the query and all threads twice a second. Raises the first failure."""
+        secrets_checked_at = time.monotonic()
         batches = self._batches if self._ends_when_light else None
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
                 metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
-            is_active = running.isActive  # read before the failures: if the query has ended, its cause is already set
+            is_active = running.isActive  # before the failures: if the query has ended, a failure may be the cause
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
                     raise thread.failure
-            if time.monotonic() - looked > SECRETS_SECONDS:
-                looked = time.monotonic()
-                if self.outdated:
+            if time.monotonic() - secrets_checked_at > SECRETS_CHECK_SECONDS:
+                secrets_checked_at = time.monotonic()
+                if self.has_outdated_secrets:
                     raise ConfigurationChanged("a secret for Kafka")
-            if batches is not None and batches.seconds_without_large_batch() > LIGHT_SECONDS:
+            if batches is not None and batches.seconds_without_large_batch() > LIGHT_TRAFFIC_SECONDS:
                 raise ConfigurationChanged("the amount of traffic")
             if not is_active:
-                raise QueryFailed(engine.cause(str(running.exception() or "")))
+                raise QueryFailed(engine.innermost_cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
-                present = frozenset() if self._local else executors(spark)
+                present = frozenset() if self._is_local else executors(spark)
                 if self._settings.checkpoint_store is None:
-                    if not self.published:
-                        self._holders |= present
-                    engine.require_states(spark, self._holders, present)
-                lacks = waits.problem if self._local or present else NO_EXECUTOR
-                if lacks is not None and lacks != self._health.readiness_problem():
-                    log.warning("No batch can run", problem=lacks)
-                self._health.set_state(lacks)
+                    if not self.has_published:
+                        self._executors_with_states |= present
+                    engine.require_executors(spark, self._executors_with_states, present)
+                problem = wait_watch.problem if self._is_local or present else NO_EXECUTOR
+                if problem is not None and problem != self._health.readiness_problem():
+                    log.warning("No batch can run", problem=problem)
+                self._health.set_state(problem)
             self._stopping.wait(0.5)
 
 
 def is_light(streams: int, lag: int) -> bool:
-    """Whether a local query that starts with `streams` streams and `lag` unread records is for light traffic."""
+    """Whether a query that starts with `streams` streams and `lag` unread records is for light traffic."""
     return streams <= LIGHT_STREAMS and lag < LIGHT_RECORDS
 
 
-def _add(places: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:
-    for topic, by in places.items():
-        for partition, offsets in by.items():
+def _add_refused(refused: RefusedOffsets, known: dict[str, dict[int, list[int]]]) -> None:
+    for topic, partitions in refused.items():
+        for partition, offsets in partitions.items():
             known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)
 
 
-def _leave_late() -> None:
-    """End the process if it has not ended `LAST_SECONDS` after the signal."""
-    time.sleep(LAST_SECONDS)
-    log.warning("Left what still waited for a server; the next start does it again")
+def _exit_after_timeout() -> None:
+    """End the process `EXIT_TIMEOUT_SECONDS` after the signal, if it has not ended before."""
+    time.sleep(EXIT_TIMEOUT_SECONDS)
+    log.warning("Stopped without waiting for servers that do not answer; the next start repeats the unfinished work")
     os._exit(0)

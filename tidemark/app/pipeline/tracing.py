@@ -1,11 +1,10 @@
-"""Traces of batches for an OpenTelemetry collector, over OTLP/HTTP.
+"""Sends traces of batches to an OpenTelemetry collector over OTLP/HTTP. A thread of the SDK sends them, so batches do
+not wait.
 
-A thread of the SDK sends them, so batches do not wait.
-
-A batch is one trace. The ID of the trace is computed from query and number of the batch, so attempts at one batch are
-in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), with the
-times of Spark's driver, then one for each sink and one for the dead letters. A query for light traffic has one stage:
-its shards measure when `state` begins.
+A batch is one trace. The trace ID is computed from the query and the number of the batch, so all attempts at a batch
+are in one trace. The span `batch` has the child spans `read` (records to runs) and `state` (the state machine), then
+one for each sink and one for the dead letters. The times of `read` and `state` are those of Spark's stages. A query for
+light traffic has only one stage, so its shards measure when `state` begins.
 """
 
 import time
@@ -36,23 +35,29 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-SECONDS = 2.0  # timeout of the collector: the pipeline must end within ten seconds
-MS = 1_000_000  # ns
-SPARK = ("read", "state")  # the stages of a batch in Spark, in order
+TIMEOUT_SECONDS = 2.0  # for the collector, because the pipeline must end within ten seconds
+NANOSECONDS_PER_MILLISECOND = 1_000_000
+SPARK_STAGES = ("read", "state")  # in order
 
 
-def trace_of(query: str, number: int) -> int:
-    """The ID of the trace of a batch: the first 16 bytes of the SHA-256 of `query/number`."""
+def trace_id(query: str, number: int) -> int:
+    """The trace ID of a batch: the first 16 bytes of the SHA-256 of `query/number`."""
     return int.from_bytes(sha256(f"{query}/{number}".encode()).digest()[:16])
 
 
 @contextmanager
 def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
-    """Trace batches during the block. At the end, unsent spans are sent, or dropped after the timeout."""
-    named = {"service.name": "tidemark-pipeline", "service.instance.id": owner, "service.version": OURS}
+    """Trace batches during the block. At its end, the remaining spans are sent, or dropped after the timeout.
+
+    Args:
+        endpoint: the base URL of OTLP/HTTP.
+        owner: the owner of the lease, for the attribute `service.instance.id`.
+        token: the fencing token of the lease.
+    """
+    attributes = {"service.name": "tidemark-pipeline", "service.instance.id": owner, "service.version": OURS}
     ids = _BatchIds()
-    provider = TracerProvider(resource=Resource.create(named), id_generator=ids, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SECONDS)
+    provider = TracerProvider(resource=Resource.create(attributes), id_generator=ids, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_SECONDS)
     provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked_url(endpoint))))
     try:
         yield partial(_batch, provider.get_tracer("tidemark", OURS), ids, token)
@@ -61,7 +66,7 @@ def collector(endpoint: str, owner: str, token: int) -> "Iterator[Trace]":
 
 
 class _BatchIds(RandomIdGenerator):
-    """Gives each root span the trace ID of the current batch, of which there is only one."""
+    """Gives a root span the trace ID in `trace`, which `_batch` sets before it starts the span."""
 
     trace = 0
 
@@ -93,9 +98,13 @@ class _Exporter(SpanExporter):
 
 @contextmanager
 def _batch(tracer: Tracer, ids: _BatchIds, token: int, query: str, number: int) -> "Iterator[BatchTrace]":
-    ids.trace = trace_of(query, number)
-    named: dict[str, str | int] = {"tidemark.query": query, "tidemark.batch": number, "tidemark.lease_token": token}
-    root = tracer.start_span("batch", Context(), attributes=named)
+    ids.trace = trace_id(query, number)
+    attributes: dict[str, str | int] = {
+        "tidemark.query": query,
+        "tidemark.batch": number,
+        "tidemark.lease_token": token,
+    }
+    root = tracer.start_span("batch", Context(), attributes=attributes)
     try:
         yield _BatchSpans(tracer, root)
     except Exception as error:
@@ -116,8 +125,8 @@ class _BatchSpans:
         stages = [*_stages(batch.sparkSession)]
         if len(stages) == 1:
             stages = _split(stages[0], effects)
-        for name, (began, ended) in zip(SPARK, stages, strict=False):
-            self._span(name, began * MS, ended * MS)
+        for name, (began, ended) in zip(SPARK_STAGES, stages, strict=False):
+            self._span(name, began * NANOSECONDS_PER_MILLISECOND, ended * NANOSECONDS_PER_MILLISECOND)
         streams = [stream for shard in effects for stream in shard.streams]
         self._root.set_attributes(
             {
@@ -129,30 +138,29 @@ class _BatchSpans:
         )
 
     def published(self, published: "Published") -> None:
-        """Record the steps, which ran in sequence. The last one has just ended."""
-        at = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
+        """Record the steps of publishing, which ran in sequence. The last step has just ended."""
+        began = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():
-            at = self._span(name, at, at + int(seconds * 1e9))
+            began = self._span(name, began, began + int(seconds * 1e9))
         self._root.set_attribute("tidemark.repeated", published.repeated)
 
     def _span(self, name: str, began: int, ended: int) -> int:
-        """Record a child span; times are ns since 1970. Returns `ended`."""
+        """Record a child span. Times are nanoseconds since 1970. Returns `ended`."""
         self._tracer.start_span(name, set_span_in_context(self._root), start_time=began).end(ended)
         return ended
 
 
 def _split(stage: tuple[int, int], effects: "Sequence[ShardEffects]") -> list[tuple[int, int]]:
-    """Divide the single stage of a query for light traffic, which reads all records first, into `read` and `state`."""
+    """Split the stage of a query for light traffic, which reads all records first, into `read` and `state`."""
     began, ended = stage
-    between = min((shard.computed_from for shard in effects), default=ended)
-    between = max(began, min(between, ended))
-    return [(began, between), (between, ended)]
+    state_began = min((shard.computed_from for shard in effects), default=ended)
+    state_began = max(began, min(state_began, ended))
+    return [(began, state_began), (state_began, ended)]
 
 
 def _stages(session: "SparkSession") -> Iterator[tuple[int, int]]:
-    """Begin and end (ms since 1970) of each stage of the last job of this thread's query, in order.
-
-    Waits a few ms until Spark has recorded them. Stages without times are left out.
+    """Start and end (milliseconds since 1970) of each stage of the last job of this thread's query, in order. Stages
+    without times are left out. Waits a few milliseconds until Spark has recorded the times.
     """
     context = session.sparkContext
     spark = context._jsc.sc()

@@ -38,11 +38,11 @@ def migrate(*, wait: float) -> None:
 def topics(*, wait: float) -> None:
     """Create the Kafka topics that are missing, and check the others."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})
-    from tidemark.app.pipeline.preflight import ready
+    from tidemark.app.pipeline.preflight import check_topics
     from tidemark.common.backoff import wait_out
     from tidemark.sources.topics import Topics
 
-    created = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
+    created = wait_out(lambda: check_topics(settings, Topics(settings.kafka)), threading.Event(), wait)
     for name, topic in created.items():
         click.echo(f"{name}: {count(len(topic.partitions), 'partition')}")
 

@@ -138,11 +138,11 @@ def _running(stack: LocalStack, *, demo: bool) -> Iterator[Sequence[ServerProces
 def _create_class_archive(java: str) -> Iterator[None]:
     """Create the Java class archive, which makes later starts of the pipeline faster, while the block runs. Failures
     are ignored."""
-    if class_archive.is_whole(class_archive.spark_archive(java)):
+    if class_archive.is_complete(class_archive.spark_archive(java)):
         yield
         return
     maker = subprocess.Popen(
-        ["nice", "-n", "19", *class_archive.MAKER],
+        ["nice", "-n", "19", *class_archive.CREATE_COMMAND],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=child_environment({}),
