@@ -54,7 +54,7 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
 def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[str]) -> None:
     """A quiet stream has none, nor a pipeline that is at work; a dead one has, however good its positions look."""
     assert how.problems() == problems
-    assert how.plain()["problems"] == problems
+    assert how.to_json()["problems"] == problems
 
 
 def test_the_line_says_who_when_and_how_much() -> None:
@@ -72,15 +72,15 @@ def test_kafka_is_asked_what_nobody_read(
     Kafka or a Redis that is gone."""
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
-    assert health.read(store, connection, redis_url).waiting is None
+    assert health.read_condition(store, connection, redis_url).waiting is None
     store.remember(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
     store.set_offsets({prefix: {0: 0}})
     store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
-    found = health.read(store, connection, redis_url, 30.0)
+    found = health.read_condition(store, connection, redis_url, 30.0)
     assert (found.waiting, found.kafka, found.condition.owner) == ({(prefix, 0): 0}, None, "test")
     store.set_offsets({prefix: {0: 5}})
-    assert health.read(store, connection, redis_url, 30.0).waiting == {(prefix, 0): -5}
-    away = health.read(store, KafkaConnection("127.0.0.1:1"), "redis://127.0.0.1:1", 0.5)
+    assert health.read_condition(store, connection, redis_url, 30.0).waiting == {(prefix, 0): -5}
+    away = health.read_condition(store, KafkaConnection("127.0.0.1:1"), "redis://127.0.0.1:1", 0.5)
     assert away.waiting is None
     assert "127.0.0.1:1" in str(away.kafka)
     assert "127.0.0.1:1" in str(away.redis)
@@ -110,7 +110,9 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     board.read[prefix, 0] = 0
 
     def blocked() -> list[str]:
-        return [it for it in health.read(store, connection, redis_url, 30.0).problems() if "transaction" in it]
+        return [
+            it for it in health.read_condition(store, connection, redis_url, 30.0).problems() if "transaction" in it
+        ]
 
     with LagMonitor(topics, topics.identities([prefix]), board, store.note_lagging).running():
         eventually(blocked, 30, lambda: "the transaction that hangs")

@@ -35,7 +35,7 @@ def test_a_command_that_is_shown_is_accepted(
     pipeline.publish(shard.feed(*records))
     monkeypatch.setenv("TIDEMARK_POSTGRES_DSN", dsn)
     begun = {(STREAM, "a", 2)} if verdict == "fenced" else set()
-    found = [it for it in open_ranges.read(shard.states, time.time(), begun=begun) if it.verdict == verdict]
+    found = [it for it in open_ranges.find_open_ranges(shard.states, time.time(), begun=begun) if it.verdict == verdict]
     assert found
     for it in found:
         program, *words = shlex.split(it.verb.replace('"$USER"', "ada"))
@@ -67,7 +67,7 @@ def test_the_statement_that_is_shown_ends_the_transaction(dsn: str) -> None:
         assert "create table public.t ()" in line
         shard = Shard()
         shard.feed(join("shop", 0), rdata("shop", 3, 2, epoch=1), opened("shop", line))
-        (found,) = open_ranges.read(shard.states, 11.0)
+        (found,) = open_ranges.find_open_ranges(shard.states, 11.0)
         operator.execute(found.verb.encode())
         with pytest.raises(psycopg.OperationalError):
             held.execute("select 1")
@@ -102,7 +102,7 @@ def test_a_writer_without_a_relay_is_not_looked_up_in_one() -> None:
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1))
     shard.feed(join("r", 0, timeline=Timeline(database="db", start="t1")), rdata("r", 5, 4, epoch=1))
-    found = {it.writer: it for it in open_ranges.read(shard.states, 3.0)}
+    found = {it.writer: it for it in open_ranges.find_open_ranges(shard.states, 3.0)}
     assert (found["a"].verdict, found["a"].verb) == ("alive", "")
     assert (found["r"].verdict, found["r"].verb) == ("alive", "tidemark relay blockers")
     assert isinstance(found["a"], OpenRange)

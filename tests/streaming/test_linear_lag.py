@@ -108,7 +108,7 @@ def test_the_clock_of_a_writer_proves_nothing_of_its_life(time: int) -> None:
     behind = summarize(shard.stream()).linear_lag
     assert behind is not None
     assert [it.seen for it in behind.blockers] == [1_001_000]
-    assert [it.verdict for it in open_ranges.read(shard.states, 1030.0)] == ["alive"]
+    assert [it.verdict for it in open_ranges.find_open_ranges(shard.states, 1030.0)] == ["alive"]
 
 
 @pytest.mark.parametrize("few", [0, 32])

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from tidemark.app.diagnosis.reader_lag import ReaderLag, ReaderMetrics, SeenPositions
+from tidemark.app.diagnosis.reader_lag import PositionSamples, ReaderLag, ReaderMetrics
 from tidemark.app.logs import beside, shutdown_event
 from tidemark.app.read_side.redis_reader import TOGETHER
 from tidemark.app.serving import http_health
@@ -94,7 +94,7 @@ class ReaderWatch:
     def __init__(self, dsn: Dsn, registry: CollectorRegistry, halt: threading.Event) -> None:
         self._session = reader_session(dsn, "tidemark reader metrics")
         self._places = ReaderPlaces(dsn, "tidemark reader metrics")
-        self._lag = ReaderLag(SeenPositions(self._session))
+        self._lag = ReaderLag(PositionSamples(self._session))
         self._metrics = ReaderMetrics(registry)
         self._halt = halt
 

@@ -236,7 +236,7 @@ def test_what_a_reader_waits_for_is_shown_first(explain: Explain, sql: psycopg.C
     assert lines[2].startswith("last commit ")
     assert lines[3].startswith("events: stuck at 12 from ")
     lines = explain("--reader", "quick").output.splitlines()
-    assert lines[0] == "quick has everything up to 12: it waits for the stream events"
+    assert lines[0] == "quick has read everything up to 12, and waits for new facts of events"
     assert lines[2:] == explain().output.splitlines()
     assert [line for line in explain("--reader", "parts").output.splitlines() if line.startswith("parts")][
         1

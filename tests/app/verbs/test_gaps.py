@@ -16,7 +16,7 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     """The command that is shown is one that the state takes, and the line goes on by it."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = open_ranges.read(shard.states, 302.0)
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0)
     assert gaps.to_text([found], 302.0).splitlines() == [
         "events: w1: no record beyond ID 7 for 5 min; no record for 5 min",
         "    Start w1, or the relay of its database. If it is gone for good:"
@@ -30,25 +30,26 @@ def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
     """Not only after a minute; one that was heard of meanwhile lives, and waits for something."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    assert [it.verdict for it in open_ranges.read(shard.states, 13.0)] == ["silent"]
+    assert [it.verdict for it in open_ranges.find_open_ranges(shard.states, 13.0)] == ["silent"]
     shard.next_offset = 5000  # which is its time too
     shard.now = 9000
     shard.feed(position("w1", 0, 7, epoch=1))
-    assert [it.verdict for it in open_ranges.read(shard.states, 13.0)] == ["alive"]
+    assert [it.verdict for it in open_ranges.find_open_ranges(shard.states, 13.0)] == ["alive"]
 
 
 def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() -> None:
     """Who would start it is told that this needs a higher epoch."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = open_ranges.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
     assert gaps.to_text([found], 302.0).splitlines() == [
         "events: w1: no record beyond ID 7 for 5 min; fenced, last record 5 min ago",
         "    Start w1, in an epoch above 1. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
     assert [
-        it.verdict for it in open_ranges.read(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})
+        it.verdict
+        for it in open_ranges.find_open_ranges(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})
     ] == ["silent"]
 
 
@@ -57,7 +58,9 @@ def test_how_long_a_writer_may_be_silent_its_streams_policy_says() -> None:
     shard = Shard()
     shard.feed(join("w", 0), rdata("w", 3, 2, epoch=1))
     hourly = Policies({STREAM: {"silent_seconds": 3600}})
-    assert [[it.verdict for it in open_ranges.read(shard.states, now, hourly)] for now in (3599.0, 3602.0)] == [
+    assert [
+        [it.verdict for it in open_ranges.find_open_ranges(shard.states, now, hourly)] for now in (3599.0, 3602.0)
+    ] == [
         ["alive"],
         ["silent"],
     ]
@@ -67,13 +70,13 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     """IDs and facts above it, up to the end of the chain; the writer lives, or says whose transaction it is."""
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 5, 4, epoch=1), position("a", 5, 9, epoch=1))
-    found = open_ranges.read(shard.states, 11.0)
+    found = open_ranges.find_open_ranges(shard.states, 11.0)
     assert [(it.low, it.top, it.waiting, it.facts, it.verdict) for it in found] == [
         (0, 2, 3, 2, "alive"),
         (3, 4, 2, 1, "alive"),
     ]
     shard.feed(opened("a", "pid 7: insert"))
-    lines = gaps.to_text(open_ranges.read(shard.states, 11.0), 11.0).splitlines()
+    lines = gaps.to_text(open_ranges.find_open_ranges(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
         "events: a: IDs 1..2 open for 10 s; transaction open, last record 9 s ago; 3 committed IDs are waiting,"
         " 2 with facts",
@@ -88,12 +91,12 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     """It proves from Synapse's tables what an operator's word would skip."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    Start w1, or the relay of its database. If it is gone for good: tidemark synapse retire w1 events"
     ]
     shard.feed(opened("w1", "pid 7"))
-    (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
+    (found,) = open_ranges.find_open_ranges(shard.states, 302.0, bridged={STREAM})
     assert gaps.to_text([found], 302.0).splitlines()[1:] == [
         "    open transaction: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
@@ -104,21 +107,21 @@ def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_tol
     """Nothing is told beyond it, so nobody is seen to wait."""
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
-    assert open_ranges.read(shard.states, 11.0) == []
-    assert gaps.to_text(open_ranges.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
+    assert open_ranges.find_open_ranges(shard.states, 11.0) == []
+    assert gaps.to_text(open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
         "events: a: no record beyond ID 2; transaction open, last record 10 s ago",
         "    open transaction: pid 7",
         "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
     shard.feed(opened("a"))
-    assert open_ranges.read(shard.states, 11.0, bridged={STREAM}) == []
+    assert open_ranges.find_open_ranges(shard.states, 11.0, bridged={STREAM}) == []
 
 
 def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
     shard = Shard()
     shard.feed(join("a", -2), rdata("a", -5, -4, epoch=1), rdata("a", -9, -5, epoch=1))
-    lines = gaps.to_text(open_ranges.read(shard.states, 100.0), 100.0).splitlines()
+    lines = gaps.to_text(open_ranges.find_open_ranges(shard.states, 100.0), 100.0).splitlines()
     assert lines[1:] == [
         "    Start a, or the relay of its database. If it is gone for good:"
         ' tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
@@ -131,7 +134,7 @@ def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
     shard = Shard()
     shard.feed(join("a", 0))
     shard.feed(rdata("-new", -7, -6, epoch=4))
-    found = open_ranges.read(shard.states, 100.0)
+    found = open_ranges.find_open_ranges(shard.states, 100.0)
     assert [(it.writer, it.verdict, it.waiting, it.facts, it.low) for it in found if it.verdict == "unknown"] == [
         ("-new", "unknown", 1, 1, None)
     ]
@@ -146,7 +149,7 @@ def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> 
     """Ten lines and a number; a program gets each."""
     shard = Shard()
     shard.feed(join("a", 0), *(rdata("a", id, epoch=1) for id in range(2, 60, 2)))
-    found = open_ranges.read(shard.states, 5.0)
+    found = open_ranges.find_open_ranges(shard.states, 5.0)
     assert gaps.to_text(found, 5.0).splitlines()[10] == "events: a: 19 more gaps"
     assert len(json.loads(gaps.to_json(found))["gaps"]) == 29
 
@@ -155,9 +158,9 @@ def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
     """Nor a line that waits no longer than a transaction takes."""
     shard = Shard()
     shard.feed(join("a", 0), join("b", 0), position("a", 0, 4, epoch=1), position("b", 0, 4, epoch=1))
-    assert open_ranges.read(shard.states, 9000.0) == []
+    assert open_ranges.find_open_ranges(shard.states, 9000.0) == []
     shard.feed(position("a", 4, 9, epoch=1))
-    assert open_ranges.read(shard.states, 5.0) == []
+    assert open_ranges.find_open_ranges(shard.states, 5.0) == []
 
 
 READS = Reading(0.0, frozenset())
@@ -176,29 +179,29 @@ def relayed(blocked: str = "") -> Shard:
 def test_a_relay_that_sends_no_heartbeat_is_listed_although_nothing_waits() -> None:
     """What its database holds back is in no record. It counts only while a pipeline reads all of its partition."""
     shard = relayed()
-    assert open_ranges.read(shard.states, 66.0, reading=READS) == []
-    found = open_ranges.read(shard.states, 1081.0, reading=READS)
+    assert open_ranges.find_open_ranges(shard.states, 66.0, reading=READS) == []
+    found = open_ranges.find_open_ranges(shard.states, 1081.0, reading=READS)
     assert gaps.to_text(found, 1081.0).splitlines() == [
         "events: shop: no heartbeat for 18 min; position 1",
         "    Start the relay of shop; the end of its log says why it ended.",
     ]
-    bridged = open_ranges.read(shard.states, 1081.0, bridged={STREAM}, reading=READS)
+    bridged = open_ranges.find_open_ranges(shard.states, 1081.0, bridged={STREAM}, reading=READS)
     assert [it.advice for it in bridged] == ["Start the bridge to Synapse; the end of its log says why it ended."]
     for reading in (None, Reading(1030.0, frozenset()), Reading(0.0, frozenset({0}))):
-        assert open_ranges.read(shard.states, 1081.0, reading=reading) == []
+        assert open_ranges.find_open_ranges(shard.states, 1081.0, reading=reading) == []
 
 
 def test_a_writer_that_promised_no_heartbeat_is_judged_as_before() -> None:
     """It is quiet, and its stream is complete as far as anybody knows."""
     shard = Shard()
     shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop"))
-    assert open_ranges.read(shard.states, 1e6, reading=READS) == []
+    assert open_ranges.find_open_ranges(shard.states, 1e6, reading=READS) == []
 
 
 def test_what_a_relay_holds_back_is_listed_with_its_cause() -> None:
     """With the remedy that the relay sent; other writers of the stream need not wait for anything."""
     shard = relayed(blocked="sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1")
-    found = open_ranges.read(shard.states, 61.0, reading=READS)
+    found = open_ranges.find_open_ranges(shard.states, 61.0, reading=READS)
     assert gaps.to_text(found, 61.0).splitlines() == [
         "events: shop: blocked for 60 s; position 1",
         "    sequence append_ids_1 has CACHE 20: run alter sequence append_ids_1 cache 1.",
@@ -217,8 +220,8 @@ def test_the_writers_of_a_relay_live_as_it_does() -> None:
     )
     shard.now = 900_000
     shard.feed(opened("shop", heartbeat=30))
-    (found,) = open_ranges.read(shard.states, 960.0, reading=READS)
+    (found,) = open_ranges.find_open_ranges(shard.states, 960.0, reading=READS)
     assert (found.writer, found.verdict, found.verb) == ("till", "alive", "tidemark relay blockers")
-    found, source = open_ranges.read(shard.states, 1000.0, reading=READS)
+    found, source = open_ranges.find_open_ranges(shard.states, 1000.0, reading=READS)
     assert (found.writer, found.verdict, found.verb) == ("till", "no heartbeat", "")
     assert (source.writer, source.verdict) == ("shop", "no heartbeat")

@@ -100,7 +100,7 @@ def test_a_running_reader_is_current_and_its_copies_are_counted(
         eventually(lambda: len(service.ids()) == 5)
         eventually(lambda: status(readers)["copies"] == 2)
         assert (status(readers)["state"], status(readers)["lag_ids"]) == ("current", 0)
-        assert "it waits for the stream s" in readers("show", "copier", "s").output
+        assert "waits for new facts of s" in readers("show", "copier", "s").output
         assert readers("list", "--check").exit_code == 0
         refused = readers("delete", "copier", "s", *SIGNED)
         assert (refused.exit_code, "2 copies of copier" in refused.output) == (1, True)

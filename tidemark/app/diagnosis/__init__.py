@@ -1,1 +1,1 @@
-"""What blocks a position and what settles it: for the sidecar, the command line and the alerts."""
+"""Finds the causes that block positions, and their remedies, for the sidecar, the command line and the alerts."""

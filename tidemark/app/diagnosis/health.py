@@ -1,6 +1,7 @@
 """The condition of the pipeline: the lease, the last batch, the Kafka lag, and Redis.
 
-Positions stay in Postgres if the pipeline is dead, so every command that shows positions also shows this condition.
+If the pipeline is dead, the positions in Postgres stay as they are. So every command that shows positions also shows
+this condition.
 """
 
 import shlex
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.redis.client import RedisAddress
 
-PATIENCE = 3.0  # seconds for Kafka and for Redis; a person waits for the result
-QUIET_AFTER = 60.0  # seconds without a batch, despite unread records, until that is a problem
+TIMEOUT_SECONDS = 3.0  # for Kafka, and for Redis; a person waits for the result
+MAX_QUIET_SECONDS = 60.0  # without a batch while there are unread records
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,11 @@ class PipelineCondition:
 
     Attributes:
         condition: the condition in Postgres.
-        waiting: number of unread records, by topic and partition; negative if Kafka has fewer records than were read.
-            None if no pipeline has ever started, or if Kafka does not answer.
+        waiting: by topic and partition, the number of unread records; negative if Kafka has fewer records than were
+            read. None if no pipeline has ever started, or if Kafka does not answer.
         kafka: the error of Kafka, or None.
         redis: the error of Redis, or None.
+        bootstrap: the address of Kafka, for the commands in messages.
     """
 
     condition: Condition
@@ -43,10 +45,10 @@ class PipelineCondition:
     kafka: str | None
     redis: str | None = None
     bootstrap: str = "HOST:9092"
-    """The address of Kafka, for the commands in messages."""
 
     @property
     def records(self) -> int:
+        """The number of unread records."""
         return sum(self.waiting.values()) if self.waiting else 0
 
     def problems(self) -> list[str]:
@@ -68,20 +70,20 @@ class PipelineCondition:
                     f"partition {partition} of Kafka topic {topic} is {count(-records, 'record')} shorter than the"
                     " committed offset: records were lost"
                 )
-        if condition.quiet is not None and condition.quiet > QUIET_AFTER and self.records > 0:
+        if condition.quiet is not None and condition.quiet > MAX_QUIET_SECONDS and self.records > 0:
             lag = count(self.records, "record")
             problems.append(f"no batch for {duration(condition.quiet)}, although the Kafka lag is {lag}")
-        problems += [self._blocked(lag) for lag in condition.lagging if lag.blocked_offset is not None]
+        problems += [self._transaction_message(lag) for lag in condition.lagging if lag.blocked_offset is not None]
         return problems
 
-    def _blocked(self, lag: LaggingPartition) -> str:
+    def _transaction_message(self, lag: LaggingPartition) -> str:
         """A message about an open transaction, with Kafka's commands to find its producer and abort it (KIP-664)."""
         tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
         spec = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
         return (
             f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
             f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {count(lag.records, 'record')} cannot be read, and"
-            f" streams whose records are all there are not listed. Find its producer:"
+            f" streams that only these records name are not listed. Find the producer:"
             f" {tool} describe-producers {spec}."
             f" If the producer is gone, abort the transaction: {tool} abort {spec} --start-offset {lag.blocked_offset}"
         )
@@ -94,7 +96,7 @@ class PipelineCondition:
         lag = "unknown" if self.waiting is None else count(self.records, "record")
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         condition = self.condition
         return {
             "owner": condition.owner,
@@ -116,57 +118,67 @@ class PipelineCondition:
         }
 
 
-def read(
-    postgres: Postgres, kafka: KafkaConnection, redis: "RedisAddress | str | None", patience: float = PATIENCE
+def read_condition(
+    postgres: Postgres,
+    kafka: KafkaConnection,
+    redis: "RedisAddress | str | None",
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> PipelineCondition:
-    """Read the condition. Waits up to `patience` seconds for Kafka, and for Redis (None: known to answer).
+    """Read the condition of the pipeline. Errors of Kafka and Redis are part of the result.
+
+    Args:
+        postgres: Tidemark's database.
+        kafka: the connection to Kafka.
+        redis: the address of Redis; None if Redis is known to answer.
+        timeout_seconds: the longest wait for Kafka, and for Redis.
 
     Raises:
-        Unavailable, Refused: Postgres did not answer, or refused the session. Problems of Kafka and Redis are in the
-            result instead.
+        Unavailable, Refused: Postgres did not answer, or refused the session.
     """
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
-        return PipelineCondition(condition, None, None, _redis_error(redis, patience), kafka.bootstrap)
-    known = postgres.offsets()  # before Kafka, so that records that are read meanwhile do not cause a negative lag
+        return PipelineCondition(condition, None, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
+    committed = postgres.offsets()  # before the end offsets, so that the lag is not negative
     try:
-        ends = Topics(kafka, patience).end_offsets(topics)
+        ends = Topics(kafka, timeout_seconds).end_offsets(topics)
     except TidemarkError as problem:
-        return PipelineCondition(condition, None, one_line(problem), _redis_error(redis, patience), kafka.bootstrap)
+        return PipelineCondition(
+            condition, None, one_line(problem), _redis_error(redis, timeout_seconds), kafka.bootstrap
+        )
     waiting = {
         (topic, partition): ends[topic, partition] - offset
-        for topic, partitions in known.items()
+        for topic, partitions in committed.items()
         for partition, offset in partitions.items()
         if (topic, partition) in ends
     }
-    return PipelineCondition(condition, waiting, None, _redis_error(redis, patience), kafka.bootstrap)
+    return PipelineCondition(condition, waiting, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
 
 
-def _redis_error(redis: "RedisAddress | str | None", patience: float) -> str | None:
+def _redis_error(redis: "RedisAddress | str | None", timeout_seconds: float) -> str | None:
     """The error of Redis, or None."""
     if redis is None:
         return None
     from tidemark.sinks.redis.publish import Redis, RedisConfig  # noqa: PLC0415 - redis-py is slow to import
 
     try:
-        with Redis(RedisConfig(redis, timeout=patience)) as sink:
+        with Redis(RedisConfig(redis, timeout=timeout_seconds)) as sink:
             sink.check()
     except TidemarkError as problem:
         return one_line(problem)
     return None
 
 
-def of(settings: "Settings", postgres: Postgres) -> PipelineCondition:
-    """Call `read` with the servers of the settings."""
-    return read(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
+def configured_condition(settings: "Settings", postgres: Postgres) -> PipelineCondition:
+    """The condition of the pipeline, from the servers in the settings. Raises as `read_condition`."""
+    return read_condition(postgres, settings.kafka, None if _answers_ping(settings) else settings.redis)
 
 
 def _answers_ping(settings: "Settings") -> bool:
     """Whether a single Redis server answers PING.
 
-    Avoids importing redis-py, which takes a third of the time of `tidemark status`. Returns False for anything unusual;
-    the caller then uses redis-py, which explains the problem.
+    This avoids the import of redis-py, which takes a third of the time of `tidemark status`. If the answer is False,
+    the caller uses redis-py, whose error explains the problem.
     """
     url = urlsplit(settings.redis_url.get_secret_value())
     if url.scheme not in ("redis", "rediss") or url.query or not url.hostname:
@@ -175,11 +187,11 @@ def _answers_ping(settings: "Settings") -> bool:
     login = [_command("AUTH", *([user] if user else []), password)] if password else []
     calls = [*login, _command("PING")]
     try:
-        with socket.create_connection((url.hostname, url.port or 6379), PATIENCE) as plain:
-            connection = plain
+        with socket.create_connection((url.hostname, url.port or 6379), TIMEOUT_SECONDS) as unencrypted:
+            connection = unencrypted
             if url.scheme == "rediss":
                 context = ssl.create_default_context(cafile=settings.redis_ca_file)
-                connection = context.wrap_socket(plain, server_hostname=url.hostname)
+                connection = context.wrap_socket(unencrypted, server_hostname=url.hostname)
             connection.sendall(b"".join(calls))
             answers = connection.makefile("rb")
             return [answers.readline() for _ in calls][-1] == b"+PONG\r\n"

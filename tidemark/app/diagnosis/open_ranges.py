@@ -1,7 +1,7 @@
-"""The open ranges that block positions, with their causes and remedies, for the verbs and the live page.
+"""The open ranges that block positions, with their causes and remedies, for the commands and the live page.
 
-Only `of` queries a server. `remedy` returns the advice for a blocked writer. `lag_answer` is the linear lag in the
-answers of `tidemark status` and of the sidecar.
+Only `read_open_ranges` queries a server. `lag_answer` is the linear lag in the answers of `tidemark status` and of the
+sidecar.
 """
 
 import re
@@ -31,7 +31,7 @@ _PREPARED = re.compile(r"\bprepared transaction (.+?)(?: in database .*| since .
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """`advice` is a sentence for people; `command` is the command to run, empty if only the writer can act."""
+    """What a person can do. `advice`: a sentence. `command`: the command to run; empty if only the writer can act."""
 
     advice: str
     command: str
@@ -49,16 +49,18 @@ def remedy(
     bridged: bool,
     cause: str = "",
 ) -> Remedy:
-    """The advice and command that settle the open IDs of a writer, or end the wait for it.
+    """The remedy for a writer that blocks a position.
 
     Args:
         verdict: the state of the writer.
-        id: the highest ID that the writer has completed, signed: everything up to it may be settled.
-        epoch: the epoch of the blocked IDs.
-        transactions: the transactions with its open IDs, one line each, in the form of an OPEN record.
-        relayed: whether a relay sends its records, so that `tidemark relay blockers` knows it.
+        stream: the name of the stream.
+        writer: the name of the writer.
+        id: the highest ID that the writer has completed, signed. The remedy may settle all IDs up to it.
+        epoch: the epoch of the open IDs.
+        transactions: the transactions with open IDs of the writer, one line each, as in an OPEN record.
+        relayed: whether a relay sends the writer's records, so that `tidemark relay blockers` lists the writer.
         bridged: whether `tidemark synapse` sends the stream's records.
-        cause: why its relay or bridge sends nothing new, and what to do, in the form of an OPEN record.
+        cause: why the relay or bridge sends nothing new, and what to do, as in an OPEN record.
     """
     if verdict == "blocked":
         return Remedy(f"{cause}.", "")
@@ -67,7 +69,7 @@ def remedy(
         return Remedy(f"Start {program}; the end of its log says why it ended.", "")
     blockers = f"tidemark {'synapse' if bridged else 'relay'} blockers"
     if verdict == "open transaction":
-        if statement := _ending(transactions):
+        if statement := _terminate_statement(transactions):
             return Remedy("End the transaction, by this statement in its own database:", statement)
         return Remedy("In its database, this names the transaction and how to end it:", blockers)
     if verdict == "alive":
@@ -77,37 +79,34 @@ def remedy(
                 blockers,
             )
         return Remedy(f"{writer} is alive and has not completed these IDs: look at its own log.", "")
+    advice = f"{_START_ADVICE[verdict].format(writer, epoch)} If it is gone for good:"
     if bridged:
-        return Remedy(
-            f"{_WAITING[verdict].format(writer, epoch)} If it is gone for good:", _synapse_retire(stream, writer)
-        )
-    named = ["--epoch", str(epoch)] if verdict == "unknown" else []
-    options = shlex.join([*named, f"--id={id}"])
-    command = f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(arguments(stream, writer))}'
-    return Remedy(f"{_WAITING[verdict].format(writer, epoch)} If it is gone for good:", command)
+        return Remedy(advice, _synapse_retire(stream, writer))
+    epoch_option = ["--epoch", str(epoch)] if verdict == "unknown" else []
+    options = shlex.join([*epoch_option, f"--id={id}"])
+    names = shlex.join(shell_arguments(stream, writer))
+    return Remedy(advice, f'tidemark retire {options} --by "$USER" --why "gone for good" {names}')
 
 
-_WAITING = {
+_START_ADVICE = {
     "silent": "Start {0}, or the relay of its database.",
     "fenced": "Start {0}, in an epoch above {1}.",
     "unknown": "Let {0} join.",
 }
 
 
-def arguments(*words: str) -> list[str]:
-    """Quote names for a shell command, so that no name is parsed as an option."""
+def shell_arguments(*words: str) -> list[str]:
+    """The words, with `--` before them if a word could be parsed as an option."""
     return [*(["--"] if any(word.startswith("-") for word in words) else []), *words]
 
 
 def _synapse_retire(stream: str, writer: str) -> str:
-    """The remedy for a writer of Synapse: the bridge checks in Synapse's tables that the writer is gone."""
-    return f"tidemark synapse retire {shlex.join(arguments(writer, stream))}"
+    """The command that retires a writer of Synapse. It checks in Synapse's tables that the writer is gone."""
+    return f"tidemark synapse retire {shlex.join(shell_arguments(writer, stream))}"
 
 
-def _ending(transactions: Sequence[str]) -> str:
-    """The statement that ends the first transaction, the oldest one; empty if its line does not identify the
-    session.
-    """
+def _terminate_statement(transactions: Sequence[str]) -> str:
+    """The statement that ends the first transaction, which is the oldest. Empty if its line names no session."""
     if not transactions:
         return ""
     if match := _PROCESS.search(transactions[0]):
@@ -122,32 +121,34 @@ Name = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
 class LagCauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A writer that blocks the linear position below the allocated position, with a gap or without one."""
+    """A writer that blocks the linear position below the allocated ID, with or without a gap."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
     reason: Annotated[
         BlockReason,
         Meta(
-            description="`transaction`: the writer reported an open one; `gap`: it completed IDs above open ones;"
-            " `silent`: it has sent nothing beyond `position`; `unknown`: it never joined."
+            description="`transaction`: the writer reported an open transaction. `gap`: it completed IDs above open"
+            " IDs. `silent`: it has sent nothing beyond `position`. `unknown`: it never joined."
         ),
     ]
-    position: Annotated[StreamId | None, Meta(description="Position of the writer; null if it never joined.")]
+    position: Annotated[StreamId | None, Meta(description="The position of the writer; null if it never joined.")]
     since: Annotated[
-        datetime | None, Meta(description="Since when it blocks the linear position; null if that was not noted.")
+        datetime | None, Meta(description="Since when the writer has blocked the linear position; null if not known.")
     ]
     last_seen: Annotated[
-        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
+        datetime | None, Meta(description="When the pipeline read the writer's newest record; null if not known.")
     ]
 
 
 class LinearLagAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below the allocated position. `blockers` has the ten lowest of `blocker_count` writers."""
+    """The linear position is below the allocated ID. `blockers`: the ten writers with the lowest positions, of
+    `blocker_count`."""
 
-    ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
+    ids: Annotated[int, Meta(ge=0, description="The distance in IDs.")]
     since: Annotated[
-        datetime | None, Meta(description="When IDs beyond it were first seen; null if that was not noted.")
+        datetime | None,
+        Meta(description="Since when there have been IDs beyond the linear position; null if not known."),
     ]
     blockers: list[LagCauseAnswer]
     blocker_count: Annotated[int, Meta(ge=0)]
@@ -171,7 +172,7 @@ def lag_answer(lag: LinearLag | None) -> LinearLagAnswer | None:
 
 
 def last_seen(milliseconds: int) -> datetime | None:
-    """The time of the writer's last record; None if it is not known."""
+    """The time of a writer's newest record. `milliseconds`: 0 if it is not known."""
     return moment(milliseconds) if milliseconds else None
 
 
@@ -185,10 +186,19 @@ NO_POLICIES = Policies()
 
 @dataclass(frozen=True, slots=True)
 class OpenRange:
-    """The IDs in `(low, top]` of `writer`, which are missing. `top` is None if the writer has sent nothing beyond
-    `low`; both are None if it never joined. IDs are signed. Above the range, `waiting` IDs, `facts` of them with a
-    fact, are complete and buffered. `verb`: a command or statement that settles the range, empty if only the writer
-    can; `advice`: when to use it.
+    """The IDs in `(low, top]` of `writer`, which are not complete. IDs are signed.
+
+    Attributes:
+        low: None if the writer never joined.
+        top: None if the writer has sent nothing beyond `low`, or never joined.
+        since: since when the range has been open, if known.
+        waiting: the number of complete IDs above the range, which wait for it.
+        facts: how many of these IDs have a fact.
+        last_seen: when the pipeline read the writer's newest record, if known.
+        transactions: the reported transactions with open IDs of the writer.
+        verdict: the state of the writer.
+        advice: what to do.
+        verb: the command or statement for the advice; empty if only the writer can act.
     """
 
     stream: str
@@ -206,7 +216,7 @@ class OpenRange:
     verb: str = ""
 
 
-def read(
+def find_open_ranges(
     stored: Mapping[str, bytes],
     now: float,
     policies: Policies = NO_POLICIES,
@@ -214,14 +224,21 @@ def read(
     bridged: Collection[str] = (),
     reading: Reading | None = None,
 ) -> list[OpenRange]:
-    """The open ranges in the encoded states at `now` (s since 1970), by stream, longest first. Omits short waits for a
-    silent writer, which a transaction may cause. `begun`: (stream, writer, epoch) of epochs that an operator began; a
-    silent writer in such an epoch is fenced. `bridged`: streams that `tidemark synapse` sends. `reading`: None: no
-    heartbeat counts as missed."""
+    """The open ranges of streams, by stream, the oldest first. Short waits for a writer without a gap are left out,
+    because a running transaction may cause them.
+
+    Args:
+        stored: the encoded states, by stream.
+        now: seconds since 1970.
+        policies: the policies of the streams.
+        begun: the epochs that an operator began, as (stream, writer, epoch). A silent writer in one of them is fenced.
+        bridged: the streams that `tidemark synapse` sends.
+        reading: how far the pipeline has read; None: no heartbeat counts as missed.
+    """
     open_ranges: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         stream = codec.decode(data)
-        ranges = [*_of_stream(name, stream, now, silence(policies, name), reading)]
+        ranges = [*_of_stream(name, stream, now, silent_after_seconds(policies, name), reading)]
         ranges += _sources(name, stream, now, reading, {open_range.writer for open_range in ranges})
         of_stream = [_fenced(span) if (name, span.writer, span.epoch) in begun else span for span in ranges]
         if name in bridged:
@@ -233,43 +250,52 @@ def read(
     return open_ranges
 
 
-def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]) -> list[OpenRange]:
-    """Call `read` with the policies (on top of `defaults`), the operators' epochs and the bridges in `postgres`."""
-    policies, asked = Policies(postgres.policies.given(), defaults), postgres.conditions
-    return read(stored, now, policies, asked.begun(), asked.bridges(), asked.reading())
+def read_open_ranges(
+    postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]
+) -> list[OpenRange]:
+    """The open ranges in the states. Reads the other arguments of `find_open_ranges` from `postgres`.
+
+    Args:
+        postgres: Tidemark's database.
+        stored: the encoded states, by stream.
+        now: seconds since 1970.
+        defaults: the settings of streams without a policy.
+    """
+    policies, conditions = Policies(postgres.policies.given(), defaults), postgres.conditions
+    return find_open_ranges(stored, now, policies, conditions.begun(), conditions.bridges(), conditions.reading())
 
 
-def silence(policies: Policies, stream: str) -> float:
-    """Seconds without a record after which a writer of the stream is silent."""
+def silent_after_seconds(policies: Policies, stream: str) -> float:
+    """After how many seconds without a record a writer of the stream counts as silent."""
     return policies.value(stream, "silent_seconds") or 0
 
 
 def _of_stream(
     name: str, stream: StreamState, now: float, silent: float, reading: Reading | None
 ) -> Iterator[OpenRange]:
-    holding = linear_lag(stream)
+    lag = linear_lag(stream)
     stream.writers.open_waiting()
     for (writer, epoch), unjoined in stream.unjoined.items():
         yield _unknown(name, stream, writer, epoch, unjoined)
-    owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
-    for writer, known in owing.items():
-        yield from _gaps(name, stream, writer, known, life(stream, writer, known.seen, now, silent, reading))
-    for blocker in holding.blockers if holding else ():
-        if blocker.reason == "unknown" or blocker.writer in owing or is_brief(blocker.since, now):
+    with_gaps = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
+    for writer, known in with_gaps.items():
+        yield from _gaps(name, stream, writer, known, writer_verdict(stream, writer, known.seen, now, silent, reading))
+    for blocker in lag.blockers if lag else ():
+        if blocker.reason == "unknown" or blocker.writer in with_gaps or is_brief(blocker.since, now):
             continue
         transactions = stream.transactions.get(blocker.writer, [])
         since, seen = None if blocker.since is None else moment(blocker.since), last_seen(blocker.seen)
-        # Before the linear position was blocked, the writer was not the cause.
-        since_it_waits = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
-        how = life(stream, blocker.writer, since_it_waits, now, silent, reading)
+        # A record from before the linear position was blocked does not show that the writer is alive.
+        seen_since_blocked = blocker.seen if blocker.since is None or blocker.seen > blocker.since else 0
+        state = writer_verdict(stream, blocker.writer, seen_since_blocked, now, silent, reading)
         yield OpenRange(
-            name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, how
+            name, blocker.writer, blocker.epoch, blocker.position, None, since, 0, 0, seen, transactions, state
         )
 
 
 def source_of(stream: StreamState, writer: str) -> Source | None:
-    """The relay or bridge that sends the writer's records, if it sends OPEN records: all its writers have the same
-    start.
+    """The relay or bridge that sends the writer's records, if it sends OPEN records. All writers of a relay have joined
+    with the same start.
     """
     known = stream.writers.get(writer)
     start = None if known is None else known.start
@@ -279,19 +305,21 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
     return None
 
 
-def missed(source: Source, home: int | None, now: float, reading: Reading | None) -> float | None:
-    """Seconds since the last record of a source that has missed its heartbeat. None if it has not, or if that is
-    unknown, because no pipeline is active or the stream's partition `home` has unread records.
+def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: Reading | None) -> float | None:
+    """Seconds since the newest record of a source, if the source has missed its heartbeat. None if it has not, or if
+    that is not known, because no pipeline is active or the stream's partition `home` has unread records.
     """
     if reading is None or home in reading.lagging:
         return None
     return source.overdue(now, reading.since)
 
 
-def problem(source: Source, home: int | None, now: float, reading: Reading | None, *, bridged: bool = False) -> str:
-    """The problem of a source as text, or empty."""
+def source_problem(
+    source: Source, home: int | None, now: float, reading: Reading | None, *, bridged: bool = False
+) -> str:
+    """A message if a source is silent or blocked; else empty."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
-    if (seconds := missed(source, home, now, reading)) is not None:
+    if (seconds := missed_heartbeat_seconds(source, home, now, reading)) is not None:
         return f"no heartbeat from {name} for {duration(seconds)}: is it running?"
     if source.report.blocked:
         age = duration(now - source.report.since / 1000)
@@ -302,24 +330,24 @@ def problem(source: Source, home: int | None, now: float, reading: Reading | Non
 def source_problems(
     stored: Mapping[str, bytes], now: float, reading: Reading | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
-    """The problems of the streams' sources, one line each. Streams without reports are not decoded."""
+    """A message for each source that is silent or blocked. Only streams with OPEN records are decoded."""
     for name, data in sorted(stored.items()):
         if codec.decode_stored(data).reports:
             stream = codec.decode(data)
             for source in sources(stream):
-                if text := problem(source, stream.home, now, reading, bridged=name in bridged):
+                if text := source_problem(source, stream.home, now, reading, bridged=name in bridged):
                     yield f"{name}: {text}"
 
 
 def _sources(
     name: str, stream: StreamState, now: float, reading: Reading | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
-    """Sources that send nothing although no position is blocked: their unsent facts are in no record."""
+    """The sources that are silent or blocked while no position is blocked. They may have unsent facts."""
     for source in sources(stream):
-        if source.writer in known or not problem(source, stream.home, now, reading):
+        if source.writer in known or not source_problem(source, stream.home, now, reading):
             continue
         writer = stream.writers[source.writer]
-        is_silent = missed(source, stream.home, now, reading) is not None
+        is_silent = missed_heartbeat_seconds(source, stream.home, now, reading) is not None
         yield OpenRange(
             name,
             source.writer,
@@ -336,7 +364,7 @@ def _sources(
 
 
 def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
-    """Open ranges without a pending edge above them, because a bridge sends nothing beyond them."""
+    """The open ranges of writers with a reported transaction and no gap: a bridge sends nothing beyond them."""
     for writer, transactions in stream.transactions.items():
         if transactions and (known := stream.writers.get(writer)) is not None:
             low, seen = stream.direction.signed(known.position), last_seen(known.seen)
@@ -367,7 +395,7 @@ def _fenced(span: OpenRange) -> OpenRange:
     return replace(span, verdict="fenced") if span.verdict == "silent" else span
 
 
-def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, how: Verdict) -> Iterator[OpenRange]:
+def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, state: Verdict) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
     seen = last_seen(known.seen)
     waiting = known.chain.waiting
@@ -384,7 +412,7 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, how: 
             facts,
             seen,
             transactions,
-            how,
+            state,
         )
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
 
@@ -397,15 +425,24 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: 
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown")
 
 
-def life(
+def writer_verdict(
     stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: Reading | None = None
 ) -> Verdict:
-    """The verdict on a writer that joined. `seen`: time (ms) of its last record; 0 if unknown."""
+    """The state of a writer that joined.
+
+    Args:
+        stream: the state of the stream.
+        writer: the name of the writer.
+        seen: when its newest record was read (milliseconds since 1970); 0 if unknown.
+        now: seconds since 1970.
+        silent: after how many seconds without a record a writer counts as silent.
+        reading: how far the pipeline has read; None: no heartbeat counts as missed.
+    """
     transactions = stream.transactions.get(writer, [])
     source = source_of(stream, writer)
     if source is None:
         return verdict(last_seen(seen), transactions, now, silent)
-    if missed(source, stream.home, now, reading) is not None:
+    if missed_heartbeat_seconds(source, stream.home, now, reading) is not None:
         return "no heartbeat"
     if source.report.blocked:
         return "blocked"
@@ -415,9 +452,7 @@ def life(
 
 
 def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
-    """The verdict on a writer that joined, at `now` (s since 1970), from its last record and its reported transactions.
-    A writer without a record for `silent` seconds is silent.
-    """
+    """The state of a writer that joined, without regard to its relay. Arguments as for `writer_verdict`."""
     if transactions:
         return "open transaction"
     return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"

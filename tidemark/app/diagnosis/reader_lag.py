@@ -1,7 +1,7 @@
-"""The status of readers: the lag of each one behind its stream, in IDs and time, and whether a process runs it.
+"""The status of readers: how far each reader lags behind its stream, in IDs and time, and whether a process runs it.
 
-Places are in the readers' own database. Positions and their history are in Tidemark's database. `tidemark follow`,
-which copies positions to the readers' database, uses the times at which it saw them.
+The places of readers are in the readers' database. Positions and their history are in Tidemark's database. `tidemark
+follow`, which copies positions to the readers' database, uses the times at which it read them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ from tidemark.streaming.values.direction import beyond
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
 
-MAX_SEEN = 256  # positions of a stream that are remembered
-STUCK = 60.0  # seconds without a commit after which a reader that lags is stuck
+MAX_SAMPLES = 256  # positions of a stream that are remembered
+STUCK_SECONDS = 60.0  # without a commit, after which a reader that lags is stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,20 @@ class ReaderStatus:
     """A reader of a stream.
 
     Attributes:
-        reader: its name, with its partition if it has any, such as `mailer[3/8]`.
-        partition: the number of its partition, from 0, of `partitions`; None without partitions.
-        token: up to which the reader has read; None if it has not begun.
-        linear: the linear position of the reader; `stream_linear` is the stream's; None if unknown.
-        lag_ids: IDs between the two positions; 0 if the reader has everything.
-        lag_seconds: seconds since the stream passed the reader's place; None if the history does not have that time.
-        last_commit: when the reader stored its place.
-        copies: number of processes that run the reader; None if they cannot be counted.
-        busy_since: when a copy began its current batch, if that is visible.
-        parked: number of parked facts; `retried` of them will be handed over again.
-        late: number of late completions that the reader does not have yet.
+        reader: the name of the reader, with its partition if there are partitions, such as `mailer[3/8]`.
+        partition: the number of the reader's partition, from 0; None without partitions.
+        partitions: the number of partitions; None without partitions.
+        token: the token up to which the reader has read; None if it has read nothing.
+        linear: the linear position up to which the reader has read; None if it has read nothing.
+        stream_linear: the linear position of the stream; None if the stream is not known.
+        lag_ids: the IDs between these positions; 0 if the reader has read everything.
+        lag_seconds: seconds since the stream passed the place of the reader; None if the history is too short.
+        last_commit: when the reader last stored its place.
+        copies: the number of copies, which are processes that run the reader; None if they cannot be counted.
+        busy_since: when a copy began its current batch, if known.
+        parked: the number of parked facts.
+        retried: how many of the parked facts will be given to the reader again.
+        late: the number of late completions that the reader has not read yet.
     """
 
     reader: str
@@ -60,39 +63,44 @@ class ReaderStatus:
 
 
 class PositionHistory(Protocol):
-    """The linear positions of streams and the times at which they were reached: `LagHistory` or `SeenPositions`."""
+    """The linear positions of streams, now and in the past: `LagHistory` or `PositionSamples`."""
 
-    def linear(self, streams: Collection[str]) -> dict[str, int]: ...
-    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]: ...
-    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None: ...
+    def linear(self, streams: Collection[str]) -> dict[str, int]:
+        """The linear positions now."""
+
+    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """By (stream, number), the number of late completions of the stream with higher numbers."""
+
+    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
+        """When the linear position passed `id`; None if not known. `since`: a time before, which bounds the search."""
 
 
-class SeenPositions:
-    """The history of the positions in a database of readers, recorded by this object at each call of `linear`."""
+class PositionSamples:
+    """The history of the positions in a database of readers. Each call of `linear` adds a sample."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
-        self._seen: dict[str, list[tuple[datetime, int]]] = {}
+        self._samples: dict[str, list[tuple[datetime, int]]] = {}
 
     def linear(self, streams: Collection[str]) -> dict[str, int]:
         positions = {
             stream: known.linear for stream, known in known_streams(self._session).items() if stream in streams
         }
         now = datetime.now(UTC)
-        self._seen = {stream: self._seen.get(stream, []) for stream in positions}
+        self._samples = {stream: self._samples.get(stream, []) for stream in positions}
         for stream, linear in positions.items():
-            seen = self._seen[stream]
-            if not seen or seen[-1][1] != linear:
-                seen.append((now, linear))
-            if len(seen) > MAX_SEEN:
-                del seen[1 : MAX_SEEN // 2 : 2]  # thins out the older half
+            samples = self._samples[stream]
+            if not samples or samples[-1][1] != linear:
+                samples.append((now, linear))
+            if len(samples) > MAX_SAMPLES:
+                del samples[1 : MAX_SAMPLES // 2 : 2]  # every second one of the older half
         return positions
 
     def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
         return late_after(self._session, pairs)
 
     def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
-        return next((time for time, linear in self._seen.get(stream, ()) if beyond(linear, id)), None)
+        return next((time for time, linear in self._samples.get(stream, ()) if beyond(linear, id)), None)
 
 
 class ReaderMetrics:
@@ -129,7 +137,7 @@ class ReaderMetrics:
         )
 
     def show(self, statuses: Sequence[ReaderStatus]) -> None:
-        """Show the statuses, and remove the series of readers that no longer exist."""
+        """Set the metrics, and remove the series of readers that no longer exist."""
         gauges = (self.position, self.lag_ids, self.lag_seconds, self.parked)
         for gauge in gauges:
             gauge.clear()
@@ -141,7 +149,7 @@ class ReaderMetrics:
 
 
 class ReaderLag:
-    """Compares places with positions. Caches the times at which streams passed places, so frequent calls are cheap."""
+    """Compares the places of readers with positions. Caches when streams passed places, so frequent calls are cheap."""
 
     def __init__(self, history: PositionHistory) -> None:
         self._history = history
@@ -150,13 +158,14 @@ class ReaderLag:
     def statuses(
         self, stored_places: Sequence[StoredPlace], positions: Mapping[str, int] | None = None
     ) -> list[ReaderStatus]:
-        """The status of each place.
+        """The status of each reader.
 
         Args:
-            positions: the linear positions of streams; None: read them from Tidemark's Postgres.
+            stored_places: the places of the readers.
+            positions: the linear positions of the streams; None: read them from the history.
 
         Raises:
-            Unavailable, Refused: Tidemark's Postgres does not answer.
+            Unavailable, Refused: the database of the history does not answer, or refuses the session.
         """
         if positions is None:
             positions = self._history.linear({stored.stream for stored in stored_places})
@@ -200,12 +209,12 @@ class ReaderLag:
         )
 
     def _since(self, stored: StoredPlace) -> datetime | None:
-        """The time at which the stream passed the place."""
-        known = self._passed.get(_key(stored))
-        if known is not None and known[0] == stored.linear:
-            return known[1]
-        moved_on = known is not None and beyond(stored.linear, known[0])
-        since = self._history.passed(stored.stream, stored.linear, known[1] if known and moved_on else None)
+        """When the stream passed the place."""
+        cached = self._passed.get(_key(stored))
+        if cached is not None and cached[0] == stored.linear:
+            return cached[1]
+        has_advanced = cached is not None and beyond(stored.linear, cached[0])
+        since = self._history.passed(stored.stream, stored.linear, cached[1] if cached and has_advanced else None)
         if since is not None:
             self._passed[_key(stored)] = stored.linear, since
         return since
@@ -229,11 +238,17 @@ def _state(
     if stored.copies == 0:
         return "not running"
     quiet = (now - stored.committed_at).total_seconds() if stored.committed_at else 0.0
-    return "stuck" if min(quiet, seconds or 0.0) >= STUCK else "reading"
+    return "stuck" if min(quiet, seconds or 0.0) >= STUCK_SECONDS else "reading"
 
 
 def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datetime) -> Iterator[str]:
-    """Sentences for people that explain the reader's state."""
+    """Sentences for people that explain the reader's state.
+
+    Args:
+        status: the status of the reader.
+        duration: formats seconds.
+        now: the current time.
+    """
     name, stream = status.reader, status.stream
     match status.state:
         case "stream unknown":
@@ -246,7 +261,7 @@ def sentences(status: ReaderStatus, duration: Callable[[float], str], now: datet
                 " was restored, or the place belongs to another database"
             )
         case "current":
-            yield f"{name} has everything up to {status.linear}: it waits for the stream {stream}"
+            yield f"{name} has read everything up to {status.linear}, and waits for new facts of {stream}"
         case _:
             age = "" if status.lag_seconds is None else f", for {duration(status.lag_seconds)}"
             yield f"{name} is at {status.linear} and {stream} at {status.stream_linear}: the reader lags{age}"

@@ -213,7 +213,7 @@ def _open_ranges(
     reading = reading or postgres.conditions.reading()
     for name, stored in busy.items():
         with suppress(StateTooNew):
-            yield from open_ranges.read({name: stored}, now, policies, starts, bridges, reading)
+            yield from open_ranges.find_open_ranges({name: stored}, now, policies, starts, bridges, reading)
 
 
 def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: Reading | None) -> bool:

@@ -150,12 +150,14 @@ def _versions() -> str:
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:
-    how = health.of(settings, postgres)
+    how = health.configured_condition(settings, postgres)
     return status.to_json(status.of(postgres, postgres.states()), time.time(), how)
 
 
 def _gaps(settings: Settings, postgres: Postgres) -> str:
-    return gaps.to_json(open_ranges.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
+    return gaps.to_json(
+        open_ranges.read_open_ranges(postgres, postgres.states(), time.time(), settings.policy_defaults)
+    )
 
 
 def _redis(settings: Settings) -> str:

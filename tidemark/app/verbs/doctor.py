@@ -422,7 +422,7 @@ def _pipeline(settings: "Settings") -> Iterator[Check]:
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        condition, asked = health.of(settings, postgres), postgres.conditions
+        condition, asked = health.configured_condition(settings, postgres), postgres.conditions
         problems = open_ranges.source_problems(postgres.states(), time.time(), asked.reading(), asked.bridges())
         sources = [*itertools.islice(problems, SHOWN)]
     for problem in condition.problems():

@@ -329,6 +329,8 @@ def explain(
     echo(to_text(explanations, now) if explanations else "the stream was never blocked for ten seconds or longer")
     if at is None and between is None:
         with Postgres(PostgresConfig(settings.postgres)) as postgres:
-            open_now = open_ranges.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+            open_now = open_ranges.read_open_ranges(
+                postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults
+            )
         if open_now:
             echo(gaps.to_text(open_now, now.timestamp()))

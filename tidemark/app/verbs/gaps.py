@@ -8,7 +8,7 @@ import click
 
 from tidemark.app.commands import CHECK_FAILED, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.open_ranges import OpenRange, arguments
+from tidemark.app.diagnosis.open_ranges import OpenRange, shell_arguments
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
@@ -73,7 +73,7 @@ def _remedy(gap: OpenRange) -> Iterator[str]:
     yield from (f"    open transaction: {transaction}" for transaction in gap.transactions)
     yield f"    {gap.advice} {gap.verb}".rstrip()
     if gap.verdict in ("silent", "fenced") and gap.low is not None and gap.top is not None:
-        words = shlex.join(arguments(gap.stream, gap.writer, id_range(gap.low, gap.top)))
+        words = shlex.join(shell_arguments(gap.stream, gap.writer, id_range(gap.low, gap.top)))
         yield f'    If it still runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
 
 
@@ -88,7 +88,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
-        open_gaps = open_ranges.of(postgres, stored, time.time(), settings.policy_defaults)
+        open_gaps = open_ranges.read_open_ranges(postgres, stored, time.time(), settings.policy_defaults)
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
     if as_json:

@@ -27,7 +27,7 @@ from tidemark.app.commands import (
     until_seen,
 )
 from tidemark.app.diagnosis import open_ranges
-from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, Verdict, last_seen, silence
+from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, Verdict, last_seen, silent_after_seconds
 from tidemark.app.output import as_object, count, duration, id_range, ids
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.kafka_records import produce_lines
@@ -107,7 +107,7 @@ class Trial:
             yield blocker.writer, life, blocker.last_seen
         known = self.before.writers.get(self.act.writer)
         if not self.waiting and known is not None and known.retired is None:
-            how = open_ranges.life(self.before, self.act.writer, known.seen, self.now, self.silent)
+            how = open_ranges.writer_verdict(self.before, self.act.writer, known.seen, self.now, self.silent)
             yield self.act.writer, how, last_seen(known.seen)
 
     def dangers(self) -> Iterator[str]:
@@ -216,14 +216,18 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     effects = advance(0, States(states), [packet], milliseconds, Bounds())
     for bad in effects.rejected:
         reason, before = Reason(bad.reason), codec.decode(stored)
-        how = _retire_conflict(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
+        how = (
+            _retire_conflict(act, before, now, silent_after_seconds(policies, act.stream))
+            if reason is Reason.CONFLICT
+            else None
+        )
         raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit the state of the stream"))
     (done,) = effects.streams
     (forced,) = done.overrides
     act = msgspec.structs.replace(act, epoch=forced.epoch)
     waiting = [
         blocker
-        for blocker in open_ranges.read({act.stream: stored}, now, policies)
+        for blocker in open_ranges.find_open_ranges({act.stream: stored}, now, policies)
         if (
             blocker.verdict == "unknown"
             if act.writer == ANY_WRITER
@@ -231,7 +235,13 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
         )
     ]
     trial = Trial(
-        act, codec.decode(stored), codec.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
+        act,
+        codec.decode(stored),
+        codec.decode(states[act.stream]),
+        done,
+        waiting,
+        now,
+        silent_after_seconds(policies, act.stream),
     )
     if isinstance(act, records.Skip) and not trial.settled():
         raise BadRecord("not_a_gap", "no ID of the writer is open there: `tidemark gaps` shows the open ones")
@@ -253,7 +263,7 @@ def _retire_conflict(act: records.Marker, before: StreamState, now: float, silen
     if known.retired is not None:
         return f"{act.writer} has retired, at {signed(known.position)}"
     settles = f"--id={signed(known.chain.reach)} settles its open IDs"
-    if open_ranges.life(before, act.writer, known.seen, now, silent) == "silent":
+    if open_ranges.writer_verdict(before, act.writer, known.seen, now, silent) == "silent":
         return settles
     return f"{act.writer} is alive, {_seen(seen, now)}: stop it first; then {settles}"
 

@@ -123,7 +123,7 @@ def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineConditi
 
 
 def plain(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
-    return {"pipeline": health.plain(), "streams": [_plain(stream, now) for stream in streams]}
+    return {"pipeline": health.to_json(), "streams": [_plain(stream, now) for stream in streams]}
 
 
 def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def _problem(stream: StreamStatus, source: Source, now: float) -> str:
-    return open_ranges.problem(source, stream.home, now, stream.reading, bridged=stream.bridge is not None)
+    return open_ranges.source_problem(source, stream.home, now, stream.reading, bridged=stream.bridge is not None)
 
 
 def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
@@ -302,7 +302,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         statuses = of(postgres, postgres.states(), stream)
-        pipeline = health.of(settings, postgres)
+        pipeline = health.configured_condition(settings, postgres)
     if stream is not None and not statuses:
         raise CommandFailed(no_stream(stream))
     if as_json:
@@ -327,10 +327,10 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
         for query in itertools.count(1):
             try:
                 stored = postgres.states(None if stream is None else [stream])
-                pipeline = health.of(settings, postgres)
+                pipeline = health.configured_condition(settings, postgres)
                 now = time.time()
                 statuses = of(postgres, stored)
-                open_now = open_ranges.of(postgres, stored, now, settings.policy_defaults)
+                open_now = open_ranges.read_open_ranges(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:
