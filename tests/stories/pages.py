@@ -30,11 +30,20 @@ def told(page: str) -> list[str]:
     return [_alike(entry) for block in _BLOCK.findall(page) for entry in _prompts(block)]
 
 
+def shown(page: str) -> list[tuple[str, str]]:
+    """Each prompt of a page, with what is printed below it."""
+    found = []
+    for block in _BLOCK.findall(page):
+        prompts = [*_prompts(block)]
+        found += [*zip(prompts, _ENTRY.split(block)[1:], strict=True)]
+    return found
+
+
 def differs(page: str, entries: Sequence[Entry]) -> str:
     """Where the page shows other commands than were typed; empty where it does not."""
-    shown, typed = told(page), [_alike(entry.prompt) for entry in entries]
+    wanted, typed = told(page), [_alike(entry.prompt) for entry in entries]
     printed = "\n".join(map(str, entries))
-    return "" if shown == typed else f"the page shows {shown}\nthe story typed {typed}\n{printed}"
+    return "" if wanted == typed else f"the page shows {wanted}\nthe story typed {typed}\n{printed}"
 
 
 def made_anew(page: str, entries: Sequence[Entry]) -> str:

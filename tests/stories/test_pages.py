@@ -2,11 +2,13 @@
 
 import re
 
+import pytest
 import yaml
 
 from tests.helm.tools import alert_rules
 from tests.stories.hasty import FASTER, hastened
-from tests.stories.pages import FOLDER, Entry, differs, made_anew, told
+from tests.stories.pages import FOLDER, Entry, differs, made_anew, shown, told
+from tidemark.app.verbs import dead_letters, late, override_log, status
 
 INDEX = (FOLDER / "README.md").read_text()
 STORIES = {line.split("(")[1].split(")")[0]: line for line in INDEX.splitlines() if line.startswith("| [")}
@@ -33,12 +35,12 @@ def test_the_index_has_twelve_stories_with_the_alerts_of_their_pages() -> None:
     known = {f"alert: {rule['alert']}, {rule['labels']['severity']}" for rule in rules}
     assert len(STORIES) == 12
     for name, line in STORIES.items():
-        shown = told((FOLDER / name).read_text())
-        woken = {prompt for prompt in shown if prompt.startswith("alert: ")}
+        prompts = told((FOLDER / name).read_text())
+        woken = {prompt for prompt in prompts if prompt.startswith("alert: ")}
         assert woken <= known
         named = set(re.findall(r"Tidemark\w+", line)) | {"TidemarkForced"}
         assert {prompt.split()[1].rstrip(",") for prompt in woken} <= named, name
-        assert [prompt for prompt in shown if prompt.startswith("$ tidemark ")]
+        assert [prompt for prompt in prompts if prompt.startswith("$ tidemark ")]
 
 
 def test_a_page_gets_what_was_printed_below_what_was_typed() -> None:
@@ -55,6 +57,22 @@ def test_a_page_gets_what_was_printed_below_what_was_typed() -> None:
     assert differs(PAGE, entries) == ""
     assert "the story typed" in differs(PAGE, entries[:2])
     assert "the story typed" in differs(PAGE, [*entries[:2], Entry("$ tidemark wait returns 12", "")])
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_page_shows_the_texts_of_today(name: str) -> None:
+    """Alerts have the texts of the chart but for labels and values, and tables the headings of the command line."""
+    rules = {rule["alert"]: rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]}
+    headings = {verb.HEADINGS for verb in (dead_letters, late, override_log, status)}
+    for prompt, printed in shown((FOLDER / name).read_text()):
+        if alert := re.fullmatch(r"alert: (\w+), \w+", prompt):
+            texts = rules[alert[1]]["annotations"]
+            expected = f"{texts['summary']}\nfirst: {texts['command']}\n{texts['action']}\n"
+            pattern = ".+?".join(map(re.escape, re.split(r"\{\{.*?\}\}", expected)))
+            assert re.fullmatch(pattern, printed), f"{printed}\n{expected}"
+        for line in printed.splitlines():
+            if re.fullmatch(r"[A-Z ]+", line):
+                assert tuple(re.split(r"  +", line.strip())) in headings, line
 
 
 def test_all_times_of_the_rules_are_shortened_alike() -> None:
