@@ -22,7 +22,9 @@ VISIBLE_SECONDS = 180.0
 """A bound for a test that hangs, on a machine with other tests."""
 NOT_TYPED = re.compile(r"make (?:run|up)\b|.*pip install ")
 """The stack runs already, and packages are installed."""
-LOOKS = re.compile(r"tidemark (?:status|gaps|explain)\b|redis-cli ")
+LOOKS = re.compile(
+    r"tidemark (?:status|gaps|top|explain|trace|verify|(?:readers|overrides|late|dead-letters) list)\b|redis-cli "
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
+    """The blocks of a page, without the indentation of the list to which a block belongs."""
     text = (ROOT / page).read_text()
-    for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        yield Block(found[1], found[2], text[: found.start()].rstrip().rpartition("\n\n")[2])
+    for found in re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+        lines = re.sub(rf"^{found[1]}", "", found[3], flags=re.MULTILINE)
+        yield Block(found[2], lines, text[: found.start()].rstrip().rpartition("\n\n")[2])
 
 
 def commands(block: str) -> Iterator[tuple[str, Sequence[str]]]:
@@ -51,7 +55,7 @@ def commands(block: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 def alike(line: str) -> str:
     """A line without what differs from run to run: numbers, times, and the widths of columns."""
-    line = re.sub(r"\d+(?: min| h)?", "0", line)
+    line = re.sub(r"\d+(?: s| min| h)?\b|\d+", "0", line)
     return " ".join(line.split())
 
 
@@ -63,8 +67,10 @@ class Shell:
     folder: Path
     programs: Sequence[Path] = ()
     """Directories that come first on the PATH, such as that of an activated virtual environment."""
-    ports: Mapping[str, str] = field(default_factory=dict)
-    """The ports of this stack, by those that pages name."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Ports and other numbers of this stack, by those that pages name."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names that pages print, by those of this stack."""
     psql: "subprocess.Popen[str] | None" = field(default=None)
 
     def typed(self, command: str, patience: float = VISIBLE_SECONDS) -> str:
@@ -81,7 +87,7 @@ class Shell:
         wanted = {alike(line) for line in lines}
         if not LOOKS.search(command):
             once = self.typed(command, patience)
-            assert wanted <= {alike(line) for line in once.splitlines()}, f"{command}\n{once}"
+            assert wanted <= {alike(line) for line in once.splitlines()}, f"{command}\n{wanted}\n{once}"
             return
         printed: list[str] = []
 
@@ -164,10 +170,10 @@ class Shell:
     def _words(self, command: str) -> str:
         program = re.sub(r"(?:\.\./)?\.venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/", command)
         program = program.replace("~/.cache/tidemark/stack.env", shlex.quote(str(self.terminal.home.stack_env)))
-        return re.sub(r"\b\d{4,5}\b", lambda found: self.ports.get(found[0], found[0]), program)
+        return re.sub(r"\b\d{4,}\b", lambda found: self.numbers.get(found[0], found[0]), program)
 
     def _run(self, command: str, patience: float) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        done = subprocess.run(
             ["bash", "-c", self._words(command)],
             env=self._environment,
             cwd=self.folder,
@@ -177,6 +183,9 @@ class Shell:
             timeout=patience,
             check=False,
         )
+        for name, shown in self.names.items():
+            done.stdout = done.stdout.replace(name, shown)
+        return done
 
     def _started(self, command: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -203,10 +212,11 @@ def typed_page(shell: Shell, page: str) -> None:
             if command.endswith("books.py"):
                 shell.follow(command, lines)
             else:
-                shell.shows(_today(command), lines)
+                shell.shows(today(command), lines)
 
 
-def _today(command: str) -> str:
+def today(command: str) -> str:
     """A command whose times are those of this run."""
     now = datetime.now(UTC)
-    return command.replace("10:00 10:30", f"{now - timedelta(hours=1):%Y-%m-%dT%H:%MZ} {now:%Y-%m-%dT%H:%M:%SZ}")
+    times = f"--between {now - timedelta(hours=1):%Y-%m-%dT%H:%MZ} {now:%Y-%m-%dT%H:%M:%SZ}"
+    return re.sub(r"--between \d\d:\d\d \d\d:\d\d", times, command)

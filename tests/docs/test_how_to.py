@@ -1,8 +1,8 @@
 """Every command of the how-to pages exists: it is parsed as bash does, and by the program that it calls. Commands that
 need only the local stack are typed there word for word.
 
-`make stories` runs the runbooks with a cause (`docs/how-to/runbooks`), and test_commands.py types README and tutorials.
-The other commands need what a test does not have: `OTHER_PAGES`, `NOT_TYPED` and `ELSEWHERE` say what that is.
+test_every_block.py says where the blocks of the other pages are typed. `NOT_TYPED` and `ELSEWHERE` say what the other
+commands need that a test does not have.
 """
 
 import re
@@ -20,13 +20,18 @@ import pytest
 from psycopg.rows import dict_row
 from psycopg.sql import Literal
 
-from tests.docs.shell import ROOT, VISIBLE_SECONDS, Block, Shell, alike, blocks, commands, typed_page
+from tests.docs.shell import ROOT, VISIBLE_SECONDS, Block, Shell, alike, blocks, commands, today, typed_page
+from tests.docs.untyped import untyped
 from tests.helm.tools import CHART
 from tests.waiting import eventually
-from tidemark.app.cli import main
+from tidemark.app.cli import EXAMPLES, main
 from tidemark.app.stack.processes import free_port
 
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/how-to").rglob("*.md"))
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("how-to", "explanation", "reference")
+    for path in (ROOT / "docs" / folder).rglob("*.md")
+)
 ELSEWHERE = {
     "docker": "pushes to a registry",
     "git": "tags and pushes a release",
@@ -38,29 +43,23 @@ ELSEWHERE = {
     "python": "runs at the build of an image",
 }
 """Programs whose commands are not run by a test of these pages, and why."""
-LOCAL = {"tidemark", "echo", "curl", "redis-cli", "nc", "psql", "make", "export", "cat"}
+LOCAL = {"tidemark", "check-jsonschema", "echo", "curl", "redis-cli", "nc", "psql", "make", "export", "cat", "."}
 """Programs that are on the machine of whoever runs the stack."""
 SHELLS = {"console", "sh", "bash"}
 TYPED_PAGES = (
-    "read-from-redis",
-    "write-facts",
-    "read-facts",
-    "read-in-any-language",
-    "read-over-http",
-    "deploy",
-    "secrets",
-    "settle-by-hand",
-    "run-spark",
-    "run-relay",
+    "how-to/read-from-redis",
+    "reference/protocol",
+    "how-to/write-facts",
+    "how-to/read-facts",
+    "how-to/read-in-any-language",
+    "how-to/read-over-http",
+    "how-to/deploy",
+    "how-to/secrets",
+    "how-to/settle-by-hand",
+    "how-to/run-spark",
+    "how-to/run-relay",
 )
 """Each begins with what the pages before it left, and the first one with the stream of the first tutorial."""
-OTHER_PAGES = {
-    "inject-faults": "kills servers for a minute; tests/torture and tests/app/simulation run the command",
-    "kubernetes": "needs a cluster; tests/helm/installs.py runs it",
-    "release": "needs the rights and the key of a release; tests/helm/check_package.py signs a chart",
-    "synapse": "needs a homeserver; tests/sources/synapse runs the bridge",
-}
-"""Pages whose commands need more than the local stack, or leave none."""
 NOT_TYPED = {
     r"pip install ": "the package is installed",
     r"export TIDEMARK_(KAFKA_BOOTSTRAP_SERVERS|REDIS_URL)=|export TIDEMARK_POSTGRES_DSN='": "names another server",
@@ -81,20 +80,25 @@ class Endless:
     """Whether the stack runs one already, so that this one needs other ports, as on another host."""
 
 
+CONNECTED = "import psycopg\nconnection = psycopg.connect()\n{}\nconnection.commit()\n"
+"""Around an example that has a connection."""
 SALE = "SELECT tidemark.append('sales', '{\"total\": 12}')"
 NO_SALE = "BEGIN; SELECT tidemark.append('sales', '{}'); ROLLBACK"
+SALE_OF_SHOP, NO_SALE_OF_SHOP = (statement.replace("append(", "append_as('shop', ") for statement in (SALE, NO_SALE))
 ENDLESS = {
     "tidemark pipeline": Endless("Waiting for the lease", elsewhere=True),
     "tidemark sidecar": Endless("The sidecar listens", elsewhere=True),
     "tidemark relay --metrics": Endless("Another process works on this database", elsewhere=True),
     "tidemark listen": Endless("sales"),
-    "(echo REPLICATE; cat) | nc": Endless("POSITION sales", [SALE, NO_SALE, NO_SALE, NO_SALE]),
+    "(echo REPLICATE; cat) | nc": Endless(
+        "POSITION sales", [SALE, NO_SALE, NO_SALE, NO_SALE, SALE_OF_SHOP, NO_SALE_OF_SHOP]
+    ),
     "curl -N": Endless("event: snapshot"),
 }
 """By the beginning of the command."""
 GIVEN = {
-    "read-in-any-language": "ALTER TABLE orders ADD customer text, ADD instance text DEFAULT 'tidemark'",
-    "deploy": "CREATE ROLE relay",
+    "how-to/read-in-any-language": "ALTER TABLE orders ADD customer text, ADD instance text DEFAULT 'tidemark'",
+    "how-to/deploy": "CREATE ROLE relay",
 }
 """What a page takes as given, beside the stack."""
 LONG_SECONDS = 900.0
@@ -172,6 +176,14 @@ def test_verbs_take_these_options(page: str, tmp_path: Path, monkeypatch: pytest
                     pytest.fail(f"{command}: {error.format_message()}")
 
 
+def test_examples_of_the_help_are_commands() -> None:
+    """The parser of `tidemark` accepts each."""
+    examples = re.findall(r"^  tidemark (.*?)  ", EXAMPLES, re.MULTILINE)
+    assert len(examples) > 3
+    for example in examples:
+        parse(example.split())
+
+
 def parse(arguments: Sequence[str]) -> None:
     """Parse as `tidemark` does, and run nothing."""
     found: click.Command = main
@@ -217,15 +229,12 @@ def test_values_of_helm_exist() -> None:
 
 
 def named(page: str) -> str:
-    return f"docs/how-to/{page}.md"
+    return f"docs/{page}.md"
 
 
-def test_each_page_is_typed_or_listed() -> None:
+def test_each_command_that_is_not_typed_is_there() -> None:
     """No entry of the lists is superfluous."""
-    pages = {path.stem: path.read_text() for path in (ROOT / "docs/how-to").glob("*.md")}
-    with_commands = {name for name, text in pages.items() if re.search(r"```(?:console|sh|sql)\n", text)}
-    assert with_commands == {*TYPED_PAGES, *OTHER_PAGES}
-    found = [command for page in TYPED_PAGES for command in CALLS.get(named(page), ())]
+    found = [command for page in TYPED_PAGES for command in shell_commands(named(page))]
     for pattern in NOT_TYPED:
         assert any(re.match(pattern, command) for command in found), pattern
     for beginning in ENDLESS:
@@ -273,7 +282,7 @@ def test_the_pages_typed_word_for_word(shell: Shell) -> None:
     settings = shell.terminal.stack_env
     shell.programs = [Path(sys.executable).parent]
     lines = settings["TIDEMARK_LINES_LISTEN"].rpartition(":")[2]
-    shell.ports = {
+    shell.numbers = {
         "16379": settings["TIDEMARK_REDIS_URL"].rpartition(":")[2].partition("/")[0],
         "19481": lines,
         "9484": str(free_port()),
@@ -288,22 +297,28 @@ def test_the_pages_typed_word_for_word(shell: Shell) -> None:
 
 def typed(shell: Shell, page: str, block: Block) -> None:
     database = Database(shell.terminal.stack_env["TIDEMARK_POSTGRES_DSN"])
-    if block.language == "python" and "SHOP_DSN" in block.text:
+    if untyped(named(page), block):
+        pass
+    elif block.language == "python" and "SHOP_DSN" in block.text:
         keeps_books(shell, block.text)
+    elif block.language == "python":
+        (shell.folder / "example.py").write_text(CONNECTED.format(block.text))
+        shell.typed("python example.py")
     elif block.language == "sql" and "\\watch" in block.text:
         (shell.folder / "billing.sql").write_text(block.text)
         with shell.running("psql -v ON_ERROR_STOP=1 -f billing.sql", "INSERT 0"):
             pass
     elif block.language == "sql":
         database.execute(block.text)
-    elif block.language == "console":
+    else:
+        assert block.language == "console", f"{page} has a block that no test types: {block.text}"
         for command, lines in commands(block.text):
             if any(re.match(pattern, command) for pattern in NOT_TYPED):
                 continue
             print(f"{page}: {command}", flush=True)  # noqa: T201
             endless = next((found for beginning, found in ENDLESS.items() if command.startswith(beginning)), None)
             if endless is None:
-                shell.shows(command, lines, LONG_SECONDS)
+                shell.shows(today(command), lines, LONG_SECONDS)
             else:
                 runs(shell, database, command, endless, lines)
 

@@ -1,0 +1,58 @@
+"""Each code block of each page is typed by a test of this folder or by the stories, or is listed with a reason."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.docs import test_how_to, test_runbooks, test_simulate
+from tests.docs.shell import ROOT, Block, blocks
+from tests.docs.untyped import UNTYPED, untyped
+from tests.stories.test_pages import STORIES
+
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "helm").rglob("*.md"))
+)
+COMMANDS, PROGRAMS = {"console", "sql"}, {"python"}
+TYPED: Mapping[str, set[str]] = {
+    "README.md": COMMANDS | PROGRAMS,
+    "docs/tutorials/first-stream.md": COMMANDS | PROGRAMS,
+    "docs/tutorials/blocked-stream.md": {"console", "psql"},
+    "docs/tutorials/django.md": COMMANDS | PROGRAMS,
+    **{f"docs/{page}.md": COMMANDS | PROGRAMS for page in test_how_to.TYPED_PAGES},
+    **{f"docs/{page}.md": COMMANDS for page in test_runbooks.PAGES},
+    **{page: {"console"} for page in test_simulate.PAGES},
+    **{f"docs/how-to/runbooks/{page}": {"console"} for page in STORIES},
+}
+"""The languages of the blocks that a test types, by page."""
+
+
+def all_blocks() -> Iterator[tuple[str, Block]]:
+    for page in PAGES:
+        for block in blocks(page):
+            yield page, block
+
+
+def test_blocks_are_found() -> None:
+    """A change of the format of the pages must not hide their blocks."""
+    fences = sum(len(re.findall(r"^ *```", (ROOT / page).read_text(), re.MULTILINE)) for page in PAGES)
+    assert len([*all_blocks()]) == fences / 2 > 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_block_is_typed_or_listed(page: str) -> None:
+    """Either a test types it, or `UNTYPED` says why none does."""
+    for block in blocks(page):
+        is_typed = block.language in TYPED.get(page, ())
+        assert is_typed or untyped(page, block), f"neither typed nor listed, in {page}:\n{block.text}"
+
+
+def test_no_entry_is_superfluous() -> None:
+    """Each entry of the lists fits a block, and the tests that a reason names are there."""
+    for pattern, reason in UNTYPED.items():
+        assert any(re.match(pattern, f"{page} {block.language} {block.text}") for page, block in all_blocks()), pattern
+        for named in re.findall(r"[\w/]+\.py", reason):
+            assert (ROOT / named).exists() or (ROOT / "tests/docs" / named).exists(), named
+    for page, languages in TYPED.items():
+        assert any(block.language in languages for block in blocks(page)), page
