@@ -87,8 +87,8 @@ def settled(site: Site) -> None:
 def verified(site: Site) -> None:
     """`tidemark verify --history` finds nothing."""
     with Audit(site.dsn) as audit, Redis(RedisConfig(site.redis_url)) as redis:
-        report = verify.compared(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
-        verify.with_history(audit, report)
+        report = verify.compare_copies(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
+        verify.add_history(audit, report)
     assert report.alike, verify.to_text(report)
 
 

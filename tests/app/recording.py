@@ -5,7 +5,7 @@ from typing import Self
 
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.verbs.replay import packed
+from tidemark.app.verbs.replay import make_packets
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordReader
@@ -79,7 +79,7 @@ class Recording:
             _, end = self._kafka.bounds(topic, 0)
             messages += [*self._kafka.between(topic, 0, first, end)]
             self._next[topic] = end
-        effects = advance(0, States(self.states), packed(messages, self._roles), now, Bounds())
+        effects = advance(0, States(self.states), make_packets(messages, self._roles), now, Bounds())
         batch = Batch("query", self._number, self._pipeline.lease.token, [effects])
         self._pipeline.mirror.publish(batch, self._pipeline.store.apply(batch))
 

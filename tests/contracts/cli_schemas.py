@@ -19,7 +19,7 @@ from tidemark.app.verbs.doctor import Check
 from tidemark.app.verbs.explain import Explanation
 from tidemark.app.verbs.kafka_records import RecordedLine
 from tidemark.app.verbs.overrides import Outcome
-from tidemark.app.verbs.replay import Parting, ReplayReport
+from tidemark.app.verbs.replay import Divergence, ReplayReport
 from tidemark.app.verbs.reseed import Reseed
 from tidemark.app.verbs.status import WriterStatus
 from tidemark.app.verbs.trace import IdTrace
@@ -286,7 +286,7 @@ class LateOutput(msgspec.Struct):
     late: list[LateFact]
 
 
-_PARTING: Final = _changed(Parting, record=RecordedLine | None)
+_PARTING: Final = _changed(Divergence, record=RecordedLine | None)
 
 OUTPUTS: Final[dict[str, Any]] = {
     "bundle": BundleOutput,

@@ -294,4 +294,4 @@ def test_ctrl_c_while_the_effect_is_awaited_takes_nothing_back(operator: Operato
     """Whoever is in a hurry is told so, and where to look; it is sent once."""
     code, said = operator.interrupted("skip", STREAM, "a", "3..4", "--yes", at=b"noted as override")
     assert (code, len(operator.sent())) == (130, 1)
-    assert said.splitlines()[-1] == "the override is sent and cannot be taken back: see `tidemark overrides show 1`"
+    assert said.splitlines()[-1] == "the override was sent and cannot be undone: see `tidemark overrides show 1`"

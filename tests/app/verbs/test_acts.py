@@ -54,7 +54,7 @@ def test_what_an_act_would_do_is_shown_with_the_epoch_that_it_means(stored: byte
         "the linear position of events moves from 2 to 6",
     ]
     join = Join(stream=STREAM, writer="b", epoch=2, id=6, by="ada", why="host is gone")
-    assert shown(stored, join)[1:] == ["nothing moves; the linear position of events stays at 2"]
+    assert shown(stored, join)[1:] == ["no position moves; the linear position of events stays at 2"]
 
 
 def test_what_is_taken_back_is_shown() -> None:
@@ -90,7 +90,7 @@ def test_what_is_asked_wrongly_is_refused_with_what_to_do(stored: bytes) -> None
 
 def test_only_what_is_open_can_be_skipped(stored: bytes) -> None:
     """An ID that is complete is no gap; of a range that goes beyond one, what is open is named."""
-    assert "no ID of the writer is open there" in refusal(stored, skip(4, 5))
+    assert "no ID of the writer is open in that range" in refusal(stored, skip(4, 5))
     assert overrides.attempt(stored, skip(0, 5), 1000.0).settled() == [(2, 4)]
 
 
@@ -99,7 +99,7 @@ def test_what_waits_and_what_would_be_lost_is_said_before(stored: bytes) -> None
     assert [*overrides.attempt(stored, skip(2, 4), 1000.0).warnings()] == [
         "a: silent, last record 16 min ago; 1 committed ID waiting, 1 with facts",
         "Tidemark cannot verify that IDs 3..4 of a are empty.",
-        "If a row appears there later, readers have already passed it: you must repair them by hand.",
+        "If such a row is committed later, readers have already passed it: you must repair them by hand.",
     ]
     (warning,) = overrides.attempt(stored, retire("b"), 1000.0).warnings()
     assert warning.startswith("The linear position no longer waits for b")
@@ -150,19 +150,22 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
         return str(problem.value)
 
     settles = "--id=5 settles its open IDs"
-    assert f"a is alive, last record 29 s ago: stop it first; then {settles}" in refused(retire("a"), 30.0)
+    assert f"a is alive, last record 29 s ago: stop the writer first; then {settles}" in refused(retire("a"), 30.0)
     assert refused(retire("a"), 300.0).endswith(f"conflict: {settles}")
     at_5, at_9 = (Retire(stream=STREAM, writer="a", id=id, by="ada", why="gone") for id in (5, 9))
     assert overrides.attempt(shard.states[STREAM], at_5, 300.0).settled() == [(2, 4)]
     shard.feed(builders.retire("a", 5))
-    assert refused(at_9, 300.0).endswith("a has retired, at 5")
+    assert refused(at_9, 300.0).endswith("a has already retired, at position 5")
 
 
 def test_a_worker_of_synapse_retires_by_its_bridge_unless_that_is_overruled() -> None:
     """Which looks what it has written; an operator would skip that, and the bridge go on waiting."""
-    (objection,) = overrides.of_a_bridge(retire("event1"), {STREAM})
+    (objection,) = overrides.bridge_objections(retire("event1"), {STREAM})
     assert "use `tidemark synapse retire`" in objection
-    assert [*overrides.of_a_bridge(retire("event1"), {"others"}), *overrides.of_a_bridge(skip(2, 4), {STREAM})] == []
+    assert [
+        *overrides.bridge_objections(retire("event1"), {"others"}),
+        *overrides.bridge_objections(skip(2, 4), {STREAM}),
+    ] == []
 
 
 def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> None:
@@ -187,12 +190,12 @@ def test_a_fence_ends_the_epoch_where_the_writer_stands(stored: bytes) -> None:
     """It settles what is open below, and says from which epoch on the writer counts again; what comes of the old one
     is refused from then on."""
     tried = fence(stored, 1000.0)
-    assert (tried.act.epoch, tried.act.id, tried.settled(), [*tried.dangers()]) == (8, 5, [(2, 4)], [])
+    assert (tried.record.epoch, tried.record.id, tried.settled(), [*tried.dangers()]) == (8, 5, [(2, 4)], [])
     assert [*tried.warnings()][2:] == [
         "Records of a in an epoch below 8 are rejected from now on.",
-        "Its next start needs an epoch above 8; the linear position waits for it.",
+        "The writer's next start needs an epoch above 8; the linear position waits for that start.",
     ]
-    assert fence(stored, 1000.0, epoch=99).act.epoch == 99
+    assert fence(stored, 1000.0, epoch=99).record.epoch == 99
 
 
 def test_a_fence_never_begins_a_timeline(stored: bytes) -> None:
@@ -218,7 +221,7 @@ def test_only_an_epoch_that_lives_can_be_ended(stored: bytes) -> None:
     """A stranger has none, and an epoch below ends nothing."""
     for wrong, why in (
         (("zoe", None), "the writer has no open epoch"),
-        (("a", 7), "epoch 7 is open: give a higher one"),
+        (("a", 7), "epoch 7 is open: give a higher epoch"),
     ):
         with pytest.raises(BadRecord, match=why):
             fence(stored, 1000.0, writer=wrong[0], epoch=wrong[1])

@@ -42,8 +42,8 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
         "the linear position of events moves from 2 to 5",
     ]
     assert not tried.is_settled()
-    assert dead_letters.replay(letter(FACT), "facts", tried.done.state, 9.0).is_settled()
-    assert tried.act("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
+    assert dead_letters.replay(letter(FACT), "facts", tried.effects.state, 9.0).is_settled()
+    assert tried.override("ada", "mended") == OperatorOverride("a", 1, "REPLAY", 2, 3, "ada", "mended")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_what_a_replay_would_do_is_shown_before(stored: bytes) -> None:
         (FACT.replace(b"RDATA", b"POSITION"), "a moves from 2 to 5: facts 1, empty 1"),
         (
             b'{"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":5,"ids":[6,8],"rows":[[{}],[]]}',
-            "nothing moves; the linear position of events stays at 2; counted as: applied 2",
+            "no position moves; the linear position of events stays at 2; counted as: applied 2",
         ),
         (
             FACT.replace(b'"epoch":1', b'"epoch":4'),
-            "nothing moves; the linear position of events stays at 2; counted as: buffered 1",
+            "no position moves; the linear position of events stays at 2; counted as: buffered 1",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_is_true_at_its_place_alone_never_comes_again(stored: bytes, value:
 
 def test_an_act_and_what_is_gone_are_not_replayed(stored: bytes) -> None:
     """The one has a verb that looks again, of the other nothing is left."""
-    assert "repeat an override by its command" in refusal(letter(FACT, topic="control"), stored)
+    assert "run its command again" in refusal(letter(FACT, topic="control"), stored)
     assert refusal(letter(None, gone="removed by retention"), stored) == "gone: removed by retention"
 
 

@@ -37,7 +37,7 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     recording.batch(fact("a", 13, 12), acts=[refused, skip])
     recording.batch(fact("b", 9, 8), Retire(stream=STREAM, writer="b", epoch=1, id=13), fact("a", 15, 13))
     recording.send(fact("a", 16, 15))
-    expected = "17 records give the stored history of 1 of 1 stream (5 batches)\n"
+    expected = "17 records reproduce the stored history of 1 of 1 stream (5 batches)\n"
     assert (run(recording, "replay").output, run(recording, "replay").exit_code) == (expected, 0)
     file = tmp_path / "recorded"
     lines = recorded(recording, file)
@@ -48,8 +48,8 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
     assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
     none = run(recording, "tail", "none")
-    assert (none.stdout, "none of the last 10 records of each partition is of none" in none.stderr) == ("", True)
-    assert "no record in Kafka is of none" in run(recording, "tail", "none", "--all").stderr
+    assert (none.stdout, "none of the last 10 records of each partition is of stream none" in none.stderr) == ("", True)
+    assert "no record in Kafka is of stream none" in run(recording, "tail", "none", "--all").stderr
 
 
 def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:
@@ -75,7 +75,7 @@ def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: ps
         " empty) in the replay",
     )
     assert f"{recording.facts}/0 6 RUN of a in events: " in record
-    assert last == "10 records give the stored history of 0 of 1 stream (3 batches)"
+    assert last == "10 records reproduce the stored history of 0 of 1 stream (3 batches)"
     sql.execute("update tidemark.packed_advances set facts = array[2]::bigint[] where batch = 3")
     sql.execute("update tidemark.stream_positions set position = 11 where writer = 'a'")
     end = json.loads(run(recording, "replay", "--json").output)["parted"][0]
@@ -109,7 +109,7 @@ def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_wa
     assert done.output.splitlines() == [
         "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because the recording begins at offset 2;"
         " linear positions beyond 5",
-        "8 records give the stored history of 1 of 1 stream (1 batch)",
+        "8 records reproduce the stored history of 1 of 1 stream (1 batch)",
     ]
     assert done.exit_code == 0
     (part,) = json.loads(run(recording, "replay", "--json").output)["parts"].values()
@@ -120,7 +120,7 @@ def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_wa
     nothing = run(recording, "replay")
     assert (nothing.exit_code, nothing.output.splitlines()[0]) == (
         3,
-        "events: not compared: the recording begins at offset 9, and after every later batch some ID was open",
+        "events: not compared: the recording begins at offset 9, and some ID was open after every later batch",
     )
 
 
@@ -138,7 +138,7 @@ def test_a_stream_whose_first_days_are_dropped_is_compared_from_there(
         "events: equal in part: after batch 3 of 2026-09-21 14:16:20.000Z, because older history was dropped; linear"
         " positions beyond 5",
         "without a record: 1 stream: idle",
-        "10 records give the stored history of 1 of 1 stream (1 batch)",
+        "10 records reproduce the stored history of 1 of 1 stream (1 batch)",
     ]
     assert done.exit_code == 0
 
@@ -153,7 +153,7 @@ def test_a_recording_older_than_the_history_is_compared_to_its_end(recording: Re
     done = run(recording, "replay", str(file))
     assert done.output.splitlines() == [
         "events: equal in part: up to batch 3 of 2026-09-21 14:16:20.000Z, where the recording ends (1 later)",
-        "7 records give the stored history of 1 of 1 stream (2 batches)",
+        "7 records reproduce the stored history of 1 of 1 stream (2 batches)",
     ]
     assert done.exit_code == 0
 

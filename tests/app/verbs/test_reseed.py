@@ -30,7 +30,7 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     before = store.states()
 
     done = reseed(dsn, "--dry-run")
-    said = "streams that are seeded from Postgres: 2\nshards: 8 in place of 16\n"
+    said = "streams that the next start loads from Postgres: 2\nshards: 8 instead of 16\n"
     assert (done.exit_code, done.stdout) == (0, said)
     assert (store.states(), store.remembered().shards) == (before, 16)
 
@@ -54,7 +54,7 @@ def test_a_pipeline_that_runs_is_named_and_left_alone(
     pipeline: Pipeline, store: Postgres, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 6: two that write one database never work at a time."""
-    monkeypatch.setattr(reseeding, "PATIENCE", 0.5)
+    monkeypatch.setattr(reseeding, "LEASE_TIMEOUT_SECONDS", 0.5)
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     store.remember(RememberedSetup(16, {}))
     done = reseed(dsn)

@@ -72,11 +72,11 @@ def test_whether_a_bridge_tells_a_stream_is_said() -> None:
         "afar: sent by a bridge to Synapse; only the primary of this Postgres knows whether the bridge runs",
         "guarded: sent by a bridge to Synapse",
         "spoken: sent by a bridge to Synapse, connected for 5 min",
-        "stopped: its bridge to Synapse is not connected; last record 5 min ago",
+        "stopped: the bridge to Synapse is not connected; last record 5 min ago",
     ]
     bridges = {"new": BridgeStatus(False, None)}
     text = status.to_table(status.read(states, bridges=bridges), 302.0)
-    assert "new: its bridge to Synapse is not connected; no record was ever read" in text
+    assert "new: the bridge to Synapse is not connected; no record was ever read" in text
     told = {it["stream"]: it["bridge"] for it in json.loads(status.to_json(found, 302.0, WELL))["streams"]}
     assert (told["spoken"], told["new"]) == ({"speaks": True, "since": "1970-01-01T00:00:02Z"}, None)
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
-from tidemark.app.verbs.status import fitting
+from tidemark.app.verbs.status import fit_terminal
 from tidemark.common.environment import child_environment
 
 
@@ -36,10 +36,10 @@ def test_each_look_shows_what_is_held_before_what_stands(pipeline: Pipeline, dsn
 def test_a_narrow_terminal_is_not_scrolled() -> None:
     """What is held stands first, and long lines take several rows of it."""
     lines = ["x" * 41, "", "x" * 40, "x"]
-    assert fitting(lines, 40, 6) == lines
-    assert fitting(lines, 40, 5) == lines[:3]
-    assert (fitting(lines, 40, 3), fitting(lines, 40, 2)) == (lines[:1], [])
-    assert fitting(lines, 80, 3) == lines[:2]
+    assert fit_terminal(lines, 40, 6) == lines
+    assert fit_terminal(lines, 40, 5) == lines[:3]
+    assert (fit_terminal(lines, 40, 3), fit_terminal(lines, 40, 2)) == (lines[:1], [])
+    assert fit_terminal(lines, 80, 3) == lines[:2]
 
 
 @pytest.mark.parametrize("terminal", ["dumb", "xterm"])

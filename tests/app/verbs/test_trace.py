@@ -32,15 +32,15 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
     """Also of one among many in a record; what its writer sent is shown so that no terminal obeys it."""
     assert lines(traced(recording, "4"), recording.facts) == [
         "events 4: passed; linear position 8",
-        "  now POSITION of b (epoch 1) at facts/0 5: this writer has no fact there",
+        "  now POSITION of b (epoch 1) at facts/0 5: this writer has no fact with this ID",
         '      {"kind":"POSITION","stream":"events","writer":"b","epoch":1,"prev":3,"id":5}',
-        "  now RUN of a (epoch 1) at facts/0 6: it has the fact",
+        "  now RUN of a (epoch 1) at facts/0 6: has the fact of this ID",
         '      {"kind":"RUN","stream":"events","writer":"a","epoch":1,"prev":1,"ids":[2,4],"rows":[[],["x\\x9b2J"]]}',
         "  minute 16 settled in batch 3: a (epoch 1) moved from 1 to 5: facts 2 (seen), empty 1 (void or announced as"
         " empty)",
         "    the batch read facts/0 6",
         "  in the gap 2..4 of a, open from minute 15 to minute 16 (60 s): its IDs completed",
-        "  minute 16 the linear position passed it in batch 3, to 5",
+        "  minute 16 the linear position passed the ID in batch 3, to 5",
         "  now published in Redis (by its clock)",
     ]
     assert "RUN of a (epoch 1) at facts/0 6: the ID was rolled back" in "\n".join(
@@ -50,8 +50,8 @@ def test_the_life_of_an_id_is_told_from_its_record_to_where_it_shows(recording: 
     assert "  above the gap 2..4 of a, open from minute 15 to minute 16 (60 s): its IDs completed" in held
     late = lines(traced(recording, "3"), recording.facts)
     assert late[-3:] == [
-        "  minute 16 the linear position passed it in batch 3, to 5",
-        "    to see what blocked it until then: tidemark explain events --at 2026-09-21T14:15:20.000+00:00",
+        "  minute 16 the linear position passed the ID in batch 3, to 5",
+        "    to see what blocked the stream until then: tidemark explain events --at 2026-09-21T14:15:20.000+00:00",
         "  now published in Redis (by its clock)",
     ]
     told = json.loads(traced(recording, "5", "--json").output)
@@ -67,19 +67,19 @@ def test_what_is_not_settled_is_told_with_who_holds_it(recording: Recording) -> 
     owed = lines(traced(recording, "9"), recording.facts)
     assert [line for line in owed if " at facts/" not in line and "{" not in line] == [
         "events 9: not passed yet; linear position 8",
-        "  no record has the ID in facts/0, offsets 0..9",
+        "  no record of facts/0 has the ID: read offsets 0..9",
         "  minute 17 passed in batch 4: a (epoch 1) moved from 5 to 12: empty 7 (void or announced as empty)",
         "    the batch read facts/0 7..9",
         "  in the gap 9..10 of b, open from minute 17 until now",
         "  b (epoch 1) the ID is in 9..10, open since minute 17",
-        "  to see what to do: tidemark gaps events",
+        "  to see the remedy: tidemark gaps events",
     ]
     waits = lines(traced(recording, "12"), recording.facts)
     assert "  b (epoch 1) has completed the ID and waits for 9..10 since minute 17" in waits
     recording.send(fact("b", 13, 12))
     recording.send_bytes((b'{"kind":"RDATA","id":14,', S))
     unread = traced(recording, "13")
-    assert (unread.exit_code, "it has the fact, not read by a batch yet" in unread.output) == (1, True)
+    assert (unread.exit_code, "has the fact of this ID, not read by a batch yet" in unread.output) == (1, True)
     assert unread.output.startswith("events 13: not allocated; highest ID 12,")
     assert "unreadable, but contains the number" in traced(recording, "14").output
     assert traced(recording, "-3").output == "events -3: wrong sign: the highest ID is 12\n"
@@ -103,9 +103,9 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
     for done in admin.delete_records([place]).values():
         done.result(60)
     told = lines(traced(recording, "4"), recording.facts)
-    assert "  no record has the ID in facts/0, no offset" in told
-    assert "  retention removed offsets below 7, which may have had its record" in told
-    assert "  minute 16 the linear position passed it in batch 3, to 5" in told
+    assert "  no record of facts/0 has the ID: read no offset" in told
+    assert "  retention removed offsets below 7, which may have contained the record" in told
+    assert "  minute 16 the linear position passed the ID in batch 3, to 5" in told
     nowhere = f"127.0.0.1:{free_port()}"
     alone = traced(recording, "4", TIDEMARK_KAFKA_BOOTSTRAP_SERVERS=nowhere, TIDEMARK_REDIS_URL=f"redis://{nowhere}/0")
     assert alone.exit_code == 0

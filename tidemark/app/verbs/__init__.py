@@ -1,1 +1,1 @@
-"""What operators type: each verb's command, and what it does. docs/how-to/runbooks/ has a page for each."""
+"""The commands that operators type, each with its implementation. docs/how-to/runbooks/ has a page for each."""

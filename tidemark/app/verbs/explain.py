@@ -1,7 +1,7 @@
 """`tidemark explain`: why a stream was stuck at a given time, which writer blocked it, and what unblocked it.
 
-The history has advances, gaps and operator overrides. It has nothing of a writer without an advance: a writer that had
-not joined can be seen only by what it did later.
+The history contains advances, gaps and operator overrides, but nothing about a writer without an advance. So a writer
+that had not joined at that time is known only from its later advances.
 """
 
 import re
@@ -34,8 +34,8 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Evidence
 
-STAYS = 20  # between two times: the first ones
-SHOWN = 10  # writers and gaps of one of them
+MAX_STAYS = 20  # between two times: the first ones are explained
+MAX_SHOWN = 10  # writers and advances of one explanation
 
 EVIDENCE = {
     "facts": "seen",
@@ -53,8 +53,15 @@ CLOSED = {
 
 @dataclass(frozen=True, slots=True)
 class PastBlocker:
-    """A writer that had not passed the linear position, with its nearest open gap (None: it had sent nothing beyond its
-    position). `retired`: when it retired, if that unblocked the stream."""
+    """A writer whose position kept the linear position from moving.
+
+    Attributes:
+        writer: its name.
+        epoch: its epoch.
+        position: its position at the time, signed.
+        gap: its nearest open gap; None if it had sent nothing beyond its position.
+        retired: when it retired, if that unblocked the stream.
+    """
 
     writer: str
     epoch: int
@@ -65,10 +72,20 @@ class PastBlocker:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the linear position stayed at one ID. `idle`: no higher ID was allocated, so there are no `blockers`.
+    """Why the linear position stayed at one ID. The fields after `blockers` describe the batch that unblocked the
+    stream.
 
-    `moved`, `retired` and `overrides` are of the batch that unblocked the stream. That batch read `offsets`;
-    `joined` are the writers of which it read the first record.
+    Attributes:
+        stream: its name.
+        stay: the linear position, and the times between which it stayed.
+        idle: no higher ID was allocated, so there are no blockers.
+        blockers: the writers that kept the linear position from moving.
+        moved: the advances beyond the linear position.
+        joined: the writers of which the batch read the first record.
+        retired: the writers that retired.
+        overrides: the operator overrides.
+        batch: the number of the batch.
+        offsets: the offsets that the batch read.
     """
 
     stream: str
@@ -84,18 +101,19 @@ class Explanation:
 
 
 def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
-    """The explanation for the time `when`; None if the stored history begins later."""
+    """Explain the state of a stream at the time `when`. `encoded` is its current state. Returns None if the stored
+    history begins later."""
     stay, now = past.stand(stream, when), codec.decode(encoded)
     if stay is None:
         return None
     line = now.direction.signed(now.linear.position)
     if stay.until is None and beyond(line, stay.linear):
         stay = replace(stay, went_to=line)
-    return _explained(past, stream, now, stay, when)
+    return _explain_stay(past, stream, now, stay, when)
 
 
 def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
-    """When writers retired that had not passed the linear position during its stay, if the state still has them."""
+    """By name, when blockers of this stay retired during it, as far as the state still has them."""
     return {
         name: time
         for name, known in now.writers.items()
@@ -107,31 +125,34 @@ def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
 def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
-    """An explanation of each stay of ten seconds or longer between the two times, while the stream was blocked."""
+    """Explain each stay of ten seconds or longer between two times during which the stream was blocked."""
     times = [since, *past.moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
     explanations: dict[int, Explanation] = {}
     for time in times:
         explanation = explain_at(past, stream, encoded, time)
         if explanation is not None and not explanation.idle and _seconds(explanation.stay, until) >= BRIEF_WAIT:
             explanations.setdefault(explanation.stay.linear, explanation)
-        if len(explanations) == STAYS:
+        if len(explanations) == MAX_STAYS:
             break
     return [*explanations.values()]
 
 
-def _explained(past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime) -> Explanation:
-    # All blockers are known just before the stream was unblocked; of a stream that is still stuck, now.
+def _explain_stay(
+    past: StreamInspection, stream: str, now: StreamState, stay: LinearStay, when: datetime
+) -> Explanation:
+    # All blockers are known only just before the stream was unblocked. If it is still stuck: at `when`.
     moment = when if stay.until is None else stay.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
     for gap in past.gaps(stream, moment if stay.until is None else stay.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
     retired = _retirements(now, stay)
-    alone = None if stay.until is None else past.lone_move(stream, stay.until)
-    epochs = {} if alone is None else alone.retired
-    if alone is not None and stay.until is not None:
-        retired |= dict.fromkeys(alone.retired, stay.until)
-    holders = [
+    # A batch that moved only the linear position, because writers retired.
+    linear_move = None if stay.until is None else past.lone_move(stream, stay.until)
+    epochs = {} if linear_move is None else linear_move.retired
+    if linear_move is not None and stay.until is not None:
+        retired |= dict.fromkeys(linear_move.retired, stay.until)
+    blockers = [
         PastBlocker(
             writer.writer,
             epochs.get(writer.writer, writer.epoch),
@@ -140,20 +161,20 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
             retired.get(writer.writer),
         )
         for writer in past.behind(stream, moment, stay.linear)
-        if writer.writer in retired or _was_there(writer, now, moment, gaps)
+        if writer.writer in retired or _was_blocker(writer, now, moment, gaps)
     ]
     moved = [] if stay.until is None else past.batch(stream, stay.until)
-    batch = moved[0].batch if moved else None if alone is None else alone.batch
+    batch = moved[0].batch if moved else None if linear_move is None else linear_move.batch
     return Explanation(
         stream,
         stay,
         not beyond(past.farthest(stream, moment), stay.linear),
-        holders,
+        blockers,
         [advance for advance in moved if beyond(advance.id, stay.linear)],
         [
             advance.writer
             for advance in moved
-            if advance.prev == 0 and advance.writer not in {blocker.writer for blocker in holders}
+            if advance.prev == 0 and advance.writer not in {blocker.writer for blocker in blockers}
         ],
         sorted(name for name, time in retired.items() if time == stay.until),
         [] if stay.until is None else past.overrides(stream, stay.until),
@@ -162,9 +183,9 @@ def _explained(past: StreamInspection, stream: str, now: StreamState, stay: Line
     )
 
 
-def _was_there(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
-    """Whether the stream waited for a writer that had not passed the linear position: not if it had retired, nor if the
-    writer was not there yet, as far as the history shows."""
+def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps: dict[str, StoredGap]) -> bool:
+    """Whether a writer at or below the linear position blocked the stream: it had not retired, and, as far as the
+    history shows, existed already."""
     known = now.writers.get(writer.writer)
     if (
         known is not None
@@ -195,11 +216,11 @@ def _lines(explanation: Explanation, now: datetime) -> Iterator[str]:
     if explanation.idle:
         yield "  not blocked: no higher ID was allocated"
     else:
-        yield from (f"  blocked by {_blocker(blocker)}" for blocker in explanation.blockers[:SHOWN])
-        if len(explanation.blockers) > SHOWN:
-            yield f"  blocked by {count(len(explanation.blockers) - SHOWN, 'more writer')}"
+        yield from (f"  blocked by {_blocker(blocker)}" for blocker in explanation.blockers[:MAX_SHOWN])
+        if len(explanation.blockers) > MAX_SHOWN:
+            yield f"  blocked by {count(len(explanation.blockers) - MAX_SHOWN, 'more writer')}"
         if not explanation.blockers:
-            yield "  the history names no blocker: a writer had not joined, or retired meanwhile"
+            yield "  the history names no blocker: a writer had not joined yet, or has retired since"
     yield from _unblocked(explanation)
 
 
@@ -207,7 +228,7 @@ def _blocker(blocker: PastBlocker) -> str:
     if blocker.gap is None:
         until = "" if blocker.retired is None else f", until it retired at {timestamp(blocker.retired)}"
         return f"{blocker.writer} (epoch {blocker.epoch}): no record beyond ID {blocker.position}{until}"
-    gap = blocker.gap  # of the epoch in which the IDs were open: the writer's next advance may be of a later one
+    gap = blocker.gap  # its epoch is that of the open IDs; the writer's next advance may have a later epoch
     span = f"{blocker.writer} (epoch {gap.epoch}): {ids(gap.low, gap.top)} open from {timestamp(gap.opened)}"
     if gap.closed is None:
         return f"{span} until now"
@@ -218,20 +239,21 @@ def _unblocked(explanation: Explanation) -> Iterator[str]:
     stay = explanation.stay
     if stay.until is None:
         if stay.went_to is not None:
-            yield f"  it moved to {stay.went_to}; the stored history does not say when or why"
+            yield f"  the linear position moved to {stay.went_to}; the stored history does not say when or why"
         return
     read = ", ".join(map(offsets, explanation.offsets))
     yield f"  unblocked by batch {explanation.batch}{f' ({read})' if read else ''}: it moved to {stay.went_to}"
-    yield from (f"    {_move(move)}" for move in explanation.moved[:SHOWN])
+    yield from (f"    {_move(move)}" for move in explanation.moved[:MAX_SHOWN])
     if explanation.retired:
-        yield f"    retired: {', '.join(explanation.retired[:SHOWN])}"
+        yield f"    retired: {', '.join(explanation.retired[:MAX_SHOWN])}"
     if explanation.joined:
-        yield f"    first record of {', '.join(explanation.joined[:SHOWN])}"
+        yield f"    first record of {', '.join(explanation.joined[:MAX_SHOWN])}"
     for act in explanation.overrides:
         yield f"    {act.kind} of {act.writer} (epoch {act.epoch}) up to ID {act.id}, by {act.by}: {act.why}"
 
 
 def offsets(span: OffsetRange) -> str:
+    """The offsets that a batch read of one partition, as text."""
     if span.first is None:
         return f"{span.topic}/{span.partition} up to {span.last}"
     return f"{span.topic}/{span.partition} {span.first}" + (f"..{span.last}" if span.last > span.first else "")
@@ -242,7 +264,7 @@ def _move(move: BatchAdvance) -> str:
 
 
 def evidence(counts: Evidence) -> str:
-    """In the words of docs/design.md 1."""
+    """The evidence of an advance as text, in the vocabulary of docs/design.md 1."""
     parts = [
         f"{name} {number} ({EVIDENCE[name]})" for name, number in zip(EVIDENCE, counts.counts, strict=True) if number
     ]
@@ -250,12 +272,12 @@ def evidence(counts: Evidence) -> str:
 
 
 def _reader(reader: str, stream: str) -> list[ReaderStatus]:
-    with readers.opened(None) as databases:
+    with readers.open_databases(None) as databases:
         return databases.existing(reader, stream)
 
 
 class Moment(click.ParamType[datetime]):
-    """ISO 8601, or a time of today; in UTC unless it has an offset."""
+    """A time in ISO 8601, or a time of day of today. UTC unless the value has an offset."""
 
     name = "TIME"
 
@@ -280,7 +302,7 @@ class Moment(click.ParamType[datetime]):
     metavar="A B",
     help="Explain every stay of ten seconds or longer between two times.",
 )
-@click.option("--reader", help="Say first what this reader of STREAM waits for.")
+@click.option("--reader", help="First show what this reader of STREAM waits for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def explain(
     stream: str,
@@ -297,7 +319,7 @@ def explain(
     now = datetime.now(UTC)
     statuses = [] if reader is None else _reader(reader, stream)
     if min(between or [at or now]) > now:
-        raise click.UsageError("that time is in the future: is it in UTC?")
+        raise click.UsageError("the time is in the future: give it in UTC, or with its offset")
     with StreamInspection(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
@@ -306,11 +328,11 @@ def explain(
             since, until = min(between), min(max(between), now)
             begins = past.begins(stream)
             if begins is None or begins > until:
-                raise CommandFailed(f"the stored history of {stream} begins after that time")
+                raise CommandFailed(f"the stored history of {stream} begins after the given time")
             explanations = explain_between(past, stream, encoded, since, until)
-            if len(explanations) == STAYS and (last := explanations[-1].stay.until) is not None:
+            if len(explanations) == MAX_STAYS and (last := explanations[-1].stay.until) is not None:
                 click.echo(
-                    f"these are the first {len(explanations)} stays; for more, begin --between at {last.isoformat()}",
+                    f"only the first {MAX_STAYS} stays are shown; for more, begin --between at {last.isoformat()}",
                     err=True,
                 )
             if begins > since:
@@ -320,13 +342,17 @@ def explain(
                 explanation for explanation in [explain_at(past, stream, encoded, at or now)] if explanation is not None
             ]
     if not explanations and between is None:
-        raise CommandFailed(f"the stored history of {stream} begins after that time")
+        raise CommandFailed(f"the stored history of {stream} begins after the given time")
     if as_json:
         click.echo(as_object({"stays": explanations} | ({"readers": statuses} if statuses else {})))
         return
     for status in statuses:
         echo(sanitize(sentences(status, duration, now)))
-    echo(to_text(explanations, now) if explanations else "the stream was never blocked for ten seconds or longer")
+    echo(
+        to_text(explanations, now)
+        if explanations
+        else "the stream was not blocked for ten seconds or longer in this time"
+    )
     if at is None and between is None:
         with Postgres(PostgresConfig(settings.postgres)) as postgres:
             open_now = open_ranges.read_open_ranges(

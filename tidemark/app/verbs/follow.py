@@ -1,4 +1,4 @@
-"""`tidemark wait` and `tidemark listen`: follow positions as a reader does."""
+"""`tidemark wait` and `tidemark listen`: wait for positions, and show them as they are published."""
 
 import json
 import math
@@ -18,23 +18,23 @@ from tidemark.common.errors import NotReached, Reject, StreamNotKnown
 @click.command("wait", cls=OurCommand)
 @click.argument("stream")
 @click.argument("token")
-@click.option("--writer", help="TOKEN is an ID of this writer. Default: of any writer.")
-@click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever.")
+@click.option("--writer", help="TOKEN is an ID of this writer. Default: an ID of any writer.")
+@click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: forever.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
     """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID).
 
-    Exit code 1 if the time is over, 2 if there is no such stream or TOKEN is not one of its tokens.
+    Exit code 1 after the timeout, 2 if the stream does not exist or TOKEN is not a token of the stream.
     """
     settings = loaded()
     from tidemark.sinks.reader import Positions
 
-    until = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
-    if writer is not None and isinstance(until, str):
-        raise click.UsageError("with --writer, TOKEN is an ID")
+    target = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
+    if writer is not None and isinstance(target, str):
+        raise click.UsageError("with --writer, TOKEN must be an ID")
     with Positions(settings.redis, settings.postgres()) as positions:
         try:
-            position = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
+            position = positions.wait(stream, target, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
             if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.position is None):
                 raise CommandStopped(no_stream(stream)) from None
@@ -59,9 +59,11 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 @click.argument("address", required=False)
 @click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in each line.")
-@click.option("--server", help="End with exit code 2 if the server has another name.")
+@click.option("--server", help="Expected name of the server; exit code 2 if its name differs.")
 @click.option(
-    "--tls", is_flag=True, help="Use TLS, with the authorities of the system unless TIDEMARK_SIDECAR_CA_FILE is set."
+    "--tls",
+    is_flag=True,
+    help="Use TLS, with the system's certificate authorities unless TIDEMARK_SIDECAR_CA_FILE is set.",
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
     """Show what a sidecar sends over the line protocol at ADDRESS (host:port; default: TIDEMARK_LINES_LISTEN)."""

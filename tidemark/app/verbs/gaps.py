@@ -12,8 +12,8 @@ from tidemark.app.diagnosis.open_ranges import OpenRange, shell_arguments
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, sanitize
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-SHOWN = 10  # gaps of one writer in the text; the JSON has all
-NONE = "no gaps: nothing is blocked"
+MAX_SHOWN = 10  # gaps of one writer in the text; the JSON has all
+NO_GAPS = "no gaps: nothing is blocked"
 
 
 def to_json(open_gaps: Sequence[OpenRange]) -> str:
@@ -21,15 +21,15 @@ def to_json(open_gaps: Sequence[OpenRange]) -> str:
 
 
 def to_text(open_gaps: Sequence[OpenRange], now: float) -> str:
-    """Text for people: a line for each open range, and after the last one of a writer the remedy."""
+    """Text for people: a line for each open range, and after the last range of a writer the remedy."""
     lines: list[str] = []
     writers: dict[tuple[str, str, int], list[OpenRange]] = {}
     for gap in open_gaps:
         writers.setdefault((gap.stream, gap.writer, gap.epoch), []).append(gap)
     for ranges in writers.values():
-        lines += [_line(gap, now) for gap in ranges[:SHOWN]]
-        if len(ranges) > SHOWN:
-            lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - SHOWN, 'more gap')}")
+        lines += [_line(gap, now) for gap in ranges[:MAX_SHOWN]]
+        if len(ranges) > MAX_SHOWN:
+            lines.append(f"{ranges[0].stream}: {ranges[0].writer}: {count(len(ranges) - MAX_SHOWN, 'more gap')}")
         lines += _remedy(ranges[0])
     return sanitize(lines)
 
@@ -49,11 +49,11 @@ def _line(gap: OpenRange, now: float) -> str:
     if gap.waiting:
         facts = f", {gap.facts} with facts" if gap.facts < gap.waiting else ""
         waiting = f"; {count(gap.waiting, 'committed ID')} {'is' if gap.waiting == 1 else 'are'} waiting{facts}"
-    return f"{gap.stream}: {writer}: {state}; {_life(gap, now)}{waiting}"
+    return f"{gap.stream}: {writer}: {state}; {_verdict(gap, now)}{waiting}"
 
 
-def _life(gap: OpenRange, now: float) -> str:
-    """The verdict on the writer."""
+def _verdict(gap: OpenRange, now: float) -> str:
+    """The verdict on the writer as text, with the age of its newest record."""
     if gap.last_seen is None:
         return "no record was ever read"
     age = duration(now - gap.last_seen.timestamp())
@@ -74,7 +74,7 @@ def _remedy(gap: OpenRange) -> Iterator[str]:
     yield f"    {gap.advice} {gap.verb}".rstrip()
     if gap.verdict in ("silent", "fenced") and gap.low is not None and gap.top is not None:
         words = shlex.join(shell_arguments(gap.stream, gap.writer, id_range(gap.low, gap.top)))
-        yield f'    If it still runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
+        yield f'    If the writer runs and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
 
 
 @click.command("gaps", cls=OurCommand)
@@ -94,6 +94,6 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     if as_json:
         click.echo(to_json(open_gaps))
     else:
-        echo(to_text(open_gaps, time.time()) if open_gaps else NONE)
+        echo(to_text(open_gaps, time.time()) if open_gaps else NO_GAPS)
     if check and open_gaps:
         context.exit(CHECK_FAILED)

@@ -33,7 +33,7 @@ DELIVERY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """The result for the lines; `last` is the partition and offset of the record that was acknowledged last."""
+    """The result of `produce_lines`. `last`: partition and offset of the record that was acknowledged last."""
 
     sent: int
     refused: int
@@ -49,10 +49,19 @@ class Produced:
 def produce_lines(
     connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
 ) -> Produced:
-    """Send the valid lines, and call `refuse` for each invalid one with its number and reason. Blank lines are skipped.
+    """Send the valid lines to a topic. Skips blank lines.
 
-    Raises `TopicMissing`, and `Unavailable` if Kafka does not accept the records within half a minute. Then some lines
-    may have arrived; if all are sent again, Tidemark counts duplicates and ignores them.
+    Args:
+        connection: how to connect to Kafka.
+        topic: the topic's name.
+        role: whether the records are facts or operator overrides.
+        lines: one JSON record in each line.
+        refuse: called for each invalid line with a message that has its number and the reason.
+
+    Raises:
+        TopicMissing: the topic does not exist.
+        Unavailable: Kafka did not accept all records within `DELIVERY_SECONDS`. Some may have arrived. All may be sent
+            again: Tidemark ignores duplicates.
     """
     Topics(connection).describe([topic])
     producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
@@ -73,10 +82,12 @@ def produce_lines(
     return Produced(producer.delivered, refused, producer.last)
 
 
-LINE: Final = 200  # characters of a record
+MAX_SHOWN_CHARS: Final = 200  # of a record's value
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
+    """A line of `tidemark tail --json`. `time` is in milliseconds since 1970, -1 if unknown."""
+
     topic: str
     partition: Annotated[int, Meta(ge=0, lt=2**31)]
     offset: Annotated[int, Meta(ge=0, lt=2**63 - 1)]
@@ -108,7 +119,8 @@ def to_line(message: RecordedMessage) -> str:
 
 
 def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> Iterator[RecordedMessage]:
-    """Records of the lines. Raises what `refuse` returns for an invalid line; empty lines are skipped."""
+    """Parse lines of `tidemark tail --json`. Skips blank lines. For an invalid line, raises the exception that `refuse`
+    makes of a message."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -126,16 +138,16 @@ def from_lines(lines: Iterable[bytes], refuse: Callable[[str], Exception]) -> It
 
 
 def to_text(message: RecordedMessage) -> str:
-    """One line for people."""
+    """A record as one line of text."""
     name = "unreadable"
     with suppress(BadRecord):
         record = records.decode(message.value)
         name = f"{records.kind_of(record).name} of {record.writer} in {record.stream}"
     value = (message.value or b"").decode(errors="replace")
-    cut = "..." if len(value) > LINE else ""
+    shown, ellipsis = value[:MAX_SHOWN_CHARS], "..." if len(value) > MAX_SHOWN_CHARS else ""
     when = timestamp(datetime.fromtimestamp(max(message.time, 0) / 1000, UTC))
     return (
-        f"{when} {message.topic}/{message.partition} {message.offset} {printable(name)}: {printable(value[:LINE])}{cut}"
+        f"{when} {message.topic}/{message.partition} {message.offset} {printable(name)}: {printable(shown)}{ellipsis}"
     )
 
 
@@ -143,9 +155,9 @@ def to_text(message: RecordedMessage) -> str:
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send override records to the control topic instead.")
 def produce(file: BinaryIO, *, control: bool) -> None:
-    """Send records from FILE, or standard input, to Kafka: a JSON object in each line. The key is added.
+    """Send records from FILE, or standard input, to Kafka: one JSON object in each line. Tidemark adds the key.
 
-    Invalid lines are reported and not sent; then the exit code is 1.
+    Invalid lines are reported and not sent. The exit code is 1 if any line is invalid.
     """
     settings = loaded()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
@@ -177,32 +189,34 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     show = to_line if as_json else to_text
     key = None if stream is None else stream.encode()
     with RecordReader(settings.kafka) as kafka:
-        places = topic_bounds(settings, kafka)
-        nexts = {place: low if everything else max(low, high - last) for place, (low, high) in places.items()}
+        partitions = topic_bounds(settings, kafka)
+        next_offsets = {
+            partition: low if everything else max(low, high - last) for partition, (low, high) in partitions.items()
+        }
         shown = 0
         while True:
-            for place, first in nexts.items():
-                _, end = kafka.bounds(*place)
-                for message in kafka.between(*place, first, end):
+            for partition, first in next_offsets.items():
+                _, end = kafka.bounds(*partition)
+                for message in kafka.between(*partition, first, end):
                     if key in (None, message.key):
                         click.echo(show(message))
                         shown += 1
-                nexts[place] = max(first, end)
+                next_offsets[partition] = max(first, end)
             if not follow:
                 if stream is not None and not shown:
-                    looked = (
+                    searched = (
                         "no record in Kafka" if everything else f"none of the last {last} records of each partition"
                     )
-                    more = (
+                    hint = (
                         "`tidemark status` shows all streams" if everything else "use --last or --all for older records"
                     )
-                    click.echo(f"{looked} is of {stream}; {more}", err=True)
+                    click.echo(f"{searched} is of stream {stream}; {hint}", err=True)
                 return
             time.sleep(0.5)
 
 
 def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int], tuple[int, int]]:
-    """The first and the next offset of each partition of the two topics."""
+    """By (topic, partition) of the facts and control topics: the first offset, and the offset after the last record."""
     topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
     return {
         (topic, partition): kafka.bounds(topic, partition)
@@ -212,21 +226,25 @@ def topic_bounds(settings: Settings, kafka: RecordReader) -> dict[tuple[str, int
 
 
 def read_file(name: str) -> Iterator[RecordedMessage]:
+    """Read a file of `tidemark tail --json`; `-` is standard input. Raises `CommandFailed` for an invalid line."""
     with click.open_file(name, "rb") as lines:
         yield from from_lines(lines, CommandFailed)
 
 
-def read_topics(settings: Settings, facts: str, most: int) -> Iterator[RecordedMessage]:
+def read_topics(settings: Settings, facts: str, max_records: int) -> Iterator[RecordedMessage]:
+    """Read all records of the topic `facts` and of the control topic. Raises `CommandFailed` if there are more than
+    `max_records`."""
     with RecordReader(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})
-        places = topic_bounds(changed, kafka)
-        number = sum(high - low for low, high in places.values())
-        if number > most:
+        partitions = topic_bounds(changed, kafka)
+        number = sum(high - low for low, high in partitions.values())
+        if number > max_records:
             raise CommandFailed(
-                f"Kafka has about {number} records, and --records={most}: raise it if they fit in memory"
+                f"Kafka has about {number} records, more than --records={max_records}: raise --records if the records"
+                " fit in memory"
             )
         with progress("reading Kafka", number, "record") as advance:
-            for place, bounds in places.items():
-                for record in kafka.between(*place, *bounds):
+            for partition, bounds in partitions.items():
+                for record in kafka.between(*partition, *bounds):
                     yield record
                     advance(1)

@@ -1,4 +1,4 @@
-"""`tidemark late`: completions that came after their range was settled, and which of them are resolved."""
+"""`tidemark late`: list completions that came after their range was settled, and mark them as resolved."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,25 +22,25 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 
 @click.group("late", cls=CommandGroup)
 def late() -> None:
-    """List facts that came after readers may have passed them, and mark them as resolved."""
+    """List facts that completed after readers may have passed them, and mark them as resolved."""
 
 
 @late.command("list")
 @click.argument("stream", required=False)
-@click.option("--all", "everything", is_flag=True, help="Also resolved ones.")
+@click.option("--all", "everything", is_flag=True, help="Also list resolved ones.")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
-@click.option("--check", is_flag=True, help="End with exit code 3 if any is not resolved.")
+@click.option("--check", is_flag=True, help="Exit code 3 if any late completion is not resolved.")
 @_as_json
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM."""
     with _database() as database:
         completions = database.newest(stream, limit, resolved=everything)
-        holds = database.newest(stream, 1, resolved=False)
+        unresolved = database.newest(stream, 1, resolved=False)
     if as_json:
         click.echo(as_object({"late": completions}))
     else:
         click.echo(_table(completions, time.time()) if completions else "no unresolved late completions")
-    if check and holds:
+    if check and unresolved:
         raise SystemExit(CHECK_FAILED)
 
 
@@ -51,9 +51,9 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Mark late completions of STREAM, by their NUMBERs, as resolved: readers processed them, or need not.
+    """Mark late completions of STREAM, by their NUMBERs, as resolved: readers have processed the facts, or need not.
 
-    This changes no position and notifies no reader: process the facts first.
+    This changes no position and notifies no reader, so process the facts first.
     """
     with _database() as database:
         completions = database.numbered(stream, numbers)

@@ -1,4 +1,4 @@
-"""`tidemark overrides`: what operators settled by hand: who, as which user of Postgres, why, and with which outcome."""
+"""`tidemark overrides`: list operator overrides, with author, Postgres user, reason and outcome."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: o
 
 @click.group("overrides", cls=CommandGroup)
 def overrides() -> None:
-    """List operator overrides: which user of Postgres, when, why, and with which outcome."""
+    """List operator overrides: author, Postgres user, time, reason and outcome."""
 
 
 @overrides.command("list")
@@ -30,11 +30,13 @@ def overrides() -> None:
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Newest entries to show.")
 @_as_json
 def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
-    """List the newest overrides of all streams, or of STREAM, also those that other programs sent."""
+    """List the newest overrides of all streams, or of STREAM, including those that other programs sent."""
     with _database() as database:
         entries = database.newest(stream, limit)
         if stream is not None and not entries and not database.is_stream(stream):
-            raise CommandFailed(f"there is no stream {stream}, and no override of it; `tidemark status` shows all")
+            raise CommandFailed(
+                f"there is no stream {stream} and no override of it; `tidemark status` shows all streams"
+            )
     if as_json:
         click.echo(as_object({"overrides": entries}))
     else:
@@ -50,7 +52,7 @@ def overrides_show(number: int, *, as_json: bool) -> None:
         entry = database.numbered(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
-    click.echo(as_object(entry) if as_json else sanitize(_whole(entry)))
+    click.echo(as_object(entry) if as_json else sanitize(_details(entry)))
 
 
 @contextmanager
@@ -91,14 +93,14 @@ def _table(entries: "Sequence[OverrideEntry]", now: float) -> list[str]:
     return table(HEADINGS, rows, {"NUMBER"})
 
 
-def _whole(entry: "OverrideEntry") -> Iterator[str]:
+def _details(entry: "OverrideEntry") -> Iterator[str]:
     stream = "all streams" if entry.stream == EVERY_STREAM else entry.stream
-    whose = f"{entry.writer} (epoch {entry.epoch}) of {stream}" if entry.writer else stream
-    yield f"{entry.kind} of {whose} {_ids(entry)}".rstrip()
+    subject = f"{entry.writer} (epoch {entry.epoch}) of {stream}" if entry.writer else stream
+    yield f"{entry.kind} of {subject} {_ids(entry)}".rstrip()
     yield f"when: {timestamp(entry.time)}"
     yield f"who: {entry.by}; user {entry.seen_as} of Postgres, from {entry.seen_from or 'a local socket'}"
     yield f"why: {entry.why}"
-    if entry.writer:  # only an override of a writer is sent
+    if entry.writer:  # only overrides of a writer are sent to Kafka
         yield "sent: " + (
             "not known to be" if entry.topic is None else f"{entry.topic}/{entry.partition} {entry.offset}"
         )

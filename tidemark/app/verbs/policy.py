@@ -15,22 +15,29 @@ if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.postgres.store import Postgres
 
-SHOWN: Final = 5  # streams by name that a policy fits
-NAME: Final = 255  # characters of a stream's name
+MAX_SHOWN: Final = 5  # names of streams that a policy fits
+MAX_NAME_CHARS: Final = 255  # of a stream's name
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 
 
 def _name(_: click.Context, param: click.Parameter, name: str) -> str:
-    plain = name.removesuffix("*")
-    if not name or len(plain) > NAME or not plain.isprintable() or any(letter.isspace() for letter in plain):
+    prefix = name.removesuffix("*")
+    if (
+        not name
+        or len(prefix) > MAX_NAME_CHARS
+        or not prefix.isprintable()
+        or any(letter.isspace() for letter in prefix)
+    ):
         raise click.BadParameter(f"{name!r} is neither the name of a stream nor a prefix followed by *", param=param)
     return name
 
 
-def _known(setting: str) -> str:
+def _known_setting(setting: str) -> str:
     if setting not in POLICY_SETTINGS:
-        raise click.BadParameter(f"{setting!r} is not a setting of a policy: {', '.join(POLICY_SETTINGS)}")
+        raise click.BadParameter(
+            f"{setting!r} is not a setting of a policy; the settings are {', '.join(POLICY_SETTINGS)}"
+        )
     return setting
 
 
@@ -38,11 +45,11 @@ def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> d
     values: dict[str, int] = {}
     for word in words:
         setting, _equals, text = word.partition("=")
-        most = POLICY_SETTINGS[_known(setting)].most
+        maximum = POLICY_SETTINGS[_known_setting(setting)].most
         if setting in values:
             raise click.BadParameter(f"{setting} is given twice", param=param)
-        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
-            raise click.BadParameter(f"{word!r}: {setting} is a whole number from 1 to {most}", param=param)
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(maximum)) and 1 <= int(text) <= maximum):
+            raise click.BadParameter(f"{word!r}: {setting} must be a whole number from 1 to {maximum}", param=param)
         values[setting] = int(text)
     return values
 
@@ -73,7 +80,7 @@ def policy_list(*, as_json: bool) -> None:
 @click.argument("stream", callback=_name)
 @_as_json
 def policy_show(stream: str, *, as_json: bool) -> None:
-    """Show the settings of STREAM and the policy of each; the stream need not exist yet."""
+    """Show the settings of STREAM and the policy that each comes from. The stream need not exist yet."""
     with _database() as (settings, postgres):
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
     sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
@@ -108,13 +115,13 @@ def policy_set(
 @policy.command("unset")
 @click.argument("name", callback=_name)
 @click.argument(
-    "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_known(word) for word in words[2]]
+    "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_known_setting(word) for word in words[2]]
 )
 @answering
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Remove settings of the policy NAME, or all of them. Then the next policy that fits counts, else the default."""
+    """Remove settings of the policy NAME, or all of them. Then the next policy that fits applies, or the default."""
     _change(name, dict.fromkeys(settings), by, why, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
@@ -138,23 +145,27 @@ def _change(
         if missing or not changes:
             raise CommandFailed(f"the policy {name} has no {', '.join(missing) or 'settings'}")
         streams = [stream for stream in postgres.streams() if name in fitting(stream)]
-        for line in _would(name, changes, streams, given):
+        for line in _effects(name, changes, streams, given):
             click.echo(line, err=as_json)
-        act, done = None, ""
+        number, text = None, ""
         if not dry_run:
             confirmed(name, "the policy's name", yes=yes)
-            act, done = postgres.policies.change(name, changes, by, why)
+            number, text = postgres.policies.change(name, changes, by, why)
     if as_json:
-        echo_result(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
+        echo_result(
+            as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": number})
+        )
     elif not dry_run:
-        echo_result(f"{done}; noted as override {act}. A running pipeline follows within seconds")
+        echo_result(f"{text}; noted as override {number}. A running pipeline applies it within seconds")
 
 
-def _would(
+def _effects(
     name: str, changes: Mapping[str, int | None], streams: Sequence[str], given: Mapping[str, Mapping[str, int]]
 ) -> Iterator[str]:
-    """Which streams are changed and at what cost: shown before the confirmation."""
-    named = ", ".join(streams[:SHOWN]) + (f" and {len(streams) - SHOWN} more" if len(streams) > SHOWN else "")
+    """The streams that a change affects, and the cost of the change, as lines shown before the confirmation."""
+    named = ", ".join(streams[:MAX_SHOWN]) + (
+        f" and {len(streams) - MAX_SHOWN} more" if len(streams) > MAX_SHOWN else ""
+    )
     yield f"the policy {name} fits {named}" if streams else f"no stream fits {name} yet"
     after = {setting: value for setting, value in {**given.get(name, {}), **changes}.items() if value is not None}
     before = Policies(given).bounds()

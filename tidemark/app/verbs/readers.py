@@ -1,7 +1,7 @@
-"""`tidemark readers`: how far readers are behind their streams, and how to move, reset and delete their places.
+"""`tidemark readers`: show the lag of readers; move, reset and delete their places.
 
-Places are in the readers' own database. Each change and its author are first noted in Tidemark's database, as for
-overrides.
+A place is the stored position of a reader, in the readers' own database. Each change is first noted in the audit table
+of Tidemark's database, like an operator override.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ HEADINGS: Final = (
 )  # fmt: skip
 PARKED_HEADINGS: Final = ("READER", "STREAM", "ID", "PARKED", "RETRY", "REASON")
 _RIGHT: Final = {"LAG (IDS)", "COPIES", "PARKED", "LATE", "ID"}
-TOKEN_WIDTH: Final = 24  # characters of a place in the list: a token names every writer that is ahead
-LATE: Final = 10_000  # late completions that a reader reads again after a seek
+MAX_TOKEN_CHARS: Final = 24  # of a place in the list: a token names every writer beyond the linear position
+MAX_LATE: Final = 10_000  # late completions that a reader reads again after a seek
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 _dsn = click.option(
@@ -51,7 +51,7 @@ _dsn = click.option(
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The two databases: that of the places, and Tidemark's."""
+    """The readers' database (`store`) and Tidemark's database (the other fields)."""
 
     store: ReaderPlaces
     history: LagHistory
@@ -71,16 +71,18 @@ class Readers:
         )
 
     def place(self, reader: str, stream: str) -> StoredPlace:
-        """The place of a reader without partitions, or of one partition."""
+        """The place of a reader without partitions, or of one partition. Raises `CommandFailed`."""
         listed = self.store.places(reader, stream)
         if not listed:
             self._missing(reader, stream)
         if len(listed) > 1:
-            raise CommandFailed(f"{reader} of {stream} has {len(listed)} partitions: name one, as '{listed[0].reader}'")
+            raise CommandFailed(
+                f"{reader} of {stream} has {len(listed)} partitions: name one of them, such as '{listed[0].reader}'"
+            )
         return listed[0]
 
-    def noted(self, stored: StoredPlace, action: "Action") -> int:
-        """Carry out a change, and note it before, with its outcome. Returns the number of the override."""
+    def apply(self, stored: StoredPlace, action: "Action") -> int:
+        """Note a change in the audit table, apply it, and note its outcome. Returns the number of the override."""
         span = (stored.linear, action.goal) if action.goal else (0, 0)
         kind = f"READER {action.kind}"
         override = OperatorOverride(stored.reader, 0, kind, *span, action.by, action.why)
@@ -96,7 +98,15 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A change of what is stored of a reader. `goal`: the linear position to which the place moves; 0: none."""
+    """A change of a reader's place or its parked facts.
+
+    Attributes:
+        kind: the kind of the override, without `READER`.
+        by: the author.
+        why: the reason.
+        run: applies the change.
+        goal: the linear position to which the place moves; 0 if it does not move.
+    """
 
     kind: str
     by: str
@@ -107,17 +117,17 @@ class Action:
 
 @click.group("readers", cls=CommandGroup)
 def readers() -> None:
-    """Show how far readers are behind their streams; move, reset and delete their places; settle parked facts."""
+    """Show the lag of readers; move, reset and delete their places; retry or drop parked facts."""
 
 
 @readers.command("list")
 @click.argument("stream", required=False)
-@click.option("--check", is_flag=True, help="End with exit code 3 if a reader is stuck, not running or ahead.")
+@click.option("--check", is_flag=True, help="Exit code 3 if a reader is stuck, not running or ahead.")
 @_dsn
 @_as_json
 def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: bool) -> None:
     """List the readers of all streams, or of STREAM: place, lag, last commit, copies, parked and late facts."""
-    with opened(dsn) as databases:
+    with open_databases(dsn) as databases:
         statuses = databases.statuses(None, stream)
         where = databases.store.where
         if stream is not None and not statuses and not databases.overrides.is_stream(stream):
@@ -136,14 +146,14 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
 @_dsn
 @_as_json
 def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) -> None:
-    """Show what READER of STREAM waits for, and all that is stored of it: of one partition, or of all."""
-    with opened(dsn) as databases:
+    """Show what READER of STREAM waits for, and everything that is stored about it, for each of its partitions."""
+    with open_databases(dsn) as databases:
         statuses = databases.existing(reader, stream)
     if as_json:
         click.echo(as_object({"readers": statuses}))
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(sanitize(_whole(status, now)) for status in statuses))
+        click.echo("\n\n".join(sanitize(_details(status, now)) for status in statuses))
 
 
 @readers.command("seek")
@@ -157,10 +167,10 @@ def readers_seek(
 ) -> None:
     """Move the place of READER of STREAM to a token such as m7, to `now` or to the `beginning`.
 
-    A place that moves back has its facts handed over again: their effects come twice unless the service removes them
-    first. A place that moves on skips facts. Copies may run meanwhile.
+    If the place moves back, the reader receives facts again: their effects come twice unless the service first removes
+    them. If the place moves forward, the reader skips facts. Copies of the reader may run during the change.
     """
-    with opened(dsn) as databases:
+    with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
         linear = databases.history.linear([stream]).get(stream)
         if linear is None:
@@ -168,7 +178,7 @@ def readers_seek(
         goal = _goal(token, stored, linear)
         again = [
             (late.writer, late.prev, late.id)
-            for late in databases.late.newest(stream, LATE, resolved=True)
+            for late in databases.late.newest(stream, MAX_LATE, resolved=True)
             if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
         ]
         would = f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance(stored.linear, goal.linear)}"
@@ -186,13 +196,13 @@ def readers_seek(
 def readers_reset(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Forget the place of READER of STREAM: the reader begins again where its service says (`since`).
+    """Delete the place of READER of STREAM: the reader starts again at the `since` of its service.
 
-    Parked facts are forgotten too. Copies may run meanwhile.
+    Parked facts are deleted too. Copies of the reader may run during the change.
     """
-    with opened(dsn) as databases:
+    with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
-        would = f"{reader} of {stream} forgets its place {stored.token} and {count(stored.parked, 'parked fact')}"
+        would = f"{reader} of {stream} loses its place {stored.token} and {count(stored.parked, 'parked fact')}"
         _change(
             databases, stored, Action("RESET", by, why, lambda: databases.store.reset(stored)),
             would, dry_run=dry_run, yes=yes, as_json=as_json,
@@ -207,11 +217,14 @@ def readers_reset(
 def readers_delete(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Delete everything that is stored of READER of STREAM, whose service is gone for good. Stop its copies first."""
-    with opened(dsn) as databases:
+    """Delete everything that is stored about READER of STREAM, if its service no longer exists. First stop its
+    copies."""
+    with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
         if stored.copies:
-            raise CommandFailed(f"{count(stored.copies, 'copy')} of {reader} would start again: stop them first")
+            raise CommandFailed(
+                f"{count(stored.copies, 'copy')} of {reader} would create the place again: first stop all copies"
+            )
         would = f"{reader} of {stream} at {stored.token} is deleted, with {count(stored.parked, 'parked fact')}"
         _change(
             databases, stored, Action("DELETE", by, why, lambda: databases.store.delete(stored)),
@@ -221,7 +234,7 @@ def readers_delete(
 
 @readers.group("parked", cls=CommandGroup)
 def readers_parked() -> None:
-    """List facts that readers have parked, have them handed over again, or drop them."""
+    """List facts that readers have parked; retry or drop them."""
 
 
 @readers_parked.command("list")
@@ -231,7 +244,7 @@ def readers_parked() -> None:
 @_dsn
 @_as_json
 def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn: str | None, *, as_json: bool) -> None:
-    """List the facts that were parked last, by all readers, or by READER of STREAM."""
+    """List the newest parked facts of all readers, or of READER of STREAM."""
     with ReaderPlaces(_address(dsn)) as store:
         facts = store.parked(reader, stream, limit)
     if as_json:
@@ -250,9 +263,10 @@ def _change_parked(
     kind: str, outcome: str, change: Callable[[ReaderPlaces, Sequence[ParkedFact]], object], *, reader: str,
     stream: str, ids: Sequence[int], dsn: str | None, by: str, why: str, dry_run: bool, yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """`kind` is that of the override. `outcome` is a format: what happens to the number of facts."""
-    with opened(dsn) as databases:
-        stored, facts = databases.place(reader, stream), _named(databases.store, reader, stream, ids)
+    """Apply `change` to parked facts. `kind` is the kind of the override. `outcome` is a format string for the count of
+    facts, which tells what happens to them."""
+    with open_databases(dsn) as databases:
+        stored, facts = databases.place(reader, stream), _parked_facts(databases.store, reader, stream, ids)
         would = f"{reader} of {stream} {outcome.format(count(len(facts), 'parked fact'))}"
         action = Action(kind, by, why, lambda: change(databases.store, facts))
         _change(databases, stored, action, would, facts, dry_run=dry_run, yes=yes, as_json=as_json)
@@ -261,9 +275,10 @@ def _change_parked(
 @readers_parked.command("retry")
 @_parked_arguments
 def readers_parked_retry(**options: Any) -> None:
-    """Have parked facts handed over to READER of STREAM again, after their cause is repaired.
+    """Let READER of STREAM receive parked facts again, after their cause is repaired.
 
-    A running copy does so within seconds. The batch has `is_retry` set; a fact that fails again is parked again.
+    A running copy receives them within seconds, in a batch with `is_retry` set. A fact that fails again is parked
+    again.
     """
     _change_parked("RETRY", "gets {} again", ReaderPlaces.retry, **options)
 
@@ -271,13 +286,13 @@ def readers_parked_retry(**options: Any) -> None:
 @readers_parked.command("drop")
 @_parked_arguments
 def readers_parked_drop(**options: Any) -> None:
-    """Forget parked facts of READER of STREAM: their effects were made by hand, or are not needed."""
-    _change_parked("DROP", "forgets {}", ReaderPlaces.drop, **options)
+    """Delete parked facts of READER of STREAM, if their effects were made by hand or are not needed."""
+    _change_parked("DROP", "drops {}", ReaderPlaces.drop, **options)
 
 
 @contextmanager
-def opened(dsn: str | None) -> Iterator[Readers]:
-    """Both databases, while the block runs."""
+def open_databases(dsn: str | None) -> Iterator[Readers]:
+    """Connect to the readers' database (`dsn`, or that of the settings) and to Tidemark's while the block runs."""
     settings = loaded(other_database=dsn is not None)
     with (
         ReaderPlaces(dsn or settings.readers) as store,
@@ -292,7 +307,12 @@ def _address(dsn: str | None) -> Dsn:
 
 
 def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
-    """The token to which a place shall move."""
+    """The token to which a place moves. `text`: the argument of the command. `linear`: the stream's linear position.
+
+    Raises:
+        UsageError: the text is not a token.
+        CommandFailed: the place must not move to this token.
+    """
     try:
         goal = {"now": Token(linear), "beginning": ZERO}.get(text) or Token.parse(text)
         goal.compare(Token(linear))
@@ -300,21 +320,21 @@ def _goal(text: str, stored: StoredPlace, linear: int) -> Token:
         raise click.UsageError(str(problem)) from None
     if beyond(goal.linear, linear):
         raise CommandFailed(
-            f"{stored.stream} is at {linear}, so {goal} is beyond it: facts that come up to there would be missed"
+            f"{goal} is beyond the linear position {linear} of {stored.stream}: the reader would miss facts"
         )
     if goal.positions and stored.mode == "linear":
-        raise CommandFailed(f"{stored.reader} reads by the linear position: give m{goal.linear}, without writers")
+        raise CommandFailed(f"{stored.reader} reads in linear mode: give a token without writers, m{goal.linear}")
     return goal
 
 
 def _distance(before: int, after: int) -> str:
     if before == after:
-        return "the facts beyond it are read again"
+        return "the facts beyond this position are read again"
     ids = count(abs(abs(after) - abs(before)), "ID")
     return f"{ids} are skipped" if beyond(after, before) else f"{ids} are read again"
 
 
-def _named(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
     facts = store.numbered(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
     if missing:
@@ -333,12 +353,12 @@ def _change(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Show what would happen, ask, note it, and do it."""
+    """Show what would happen, ask for confirmation, and apply the change."""
     click.echo(sanitize([would]), err=as_json)
     number = None
     if not dry_run:
         confirmed(stored.reader, "the reader's name", yes=yes)
-        number = databases.noted(stored, action)
+        number = databases.apply(stored, action)
     if as_json:
         echo_result(
             as_object(
@@ -379,14 +399,14 @@ def _table(statuses: Sequence[ReaderStatus], now: datetime) -> list[str]:
 def _short(token: str | None) -> str:
     if token is None:
         return ""
-    return token if len(token) <= TOKEN_WIDTH else f"{token.partition('~')[0]}~…"
+    return token if len(token) <= MAX_TOKEN_CHARS else f"{token.partition('~')[0]}~…"
 
 
 def _number(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def _whole(status: ReaderStatus, now: datetime) -> Iterator[str]:
+def _details(status: ReaderStatus, now: datetime) -> Iterator[str]:
     yield from sentences(status, duration, now)
     yield f"place: {status.token or 'none'}"
     yield f"mode: {status.mode}"
@@ -394,7 +414,7 @@ def _whole(status: ReaderStatus, now: datetime) -> Iterator[str]:
     if status.last_commit is not None:
         yield f"last commit: {timestamp(status.last_commit)}"
     yield f"copies: {'not known' if status.copies is None else status.copies}"
-    yield f"parked: {status.parked}" + (f", of which {status.retried} are handed over again" if status.retried else "")
+    yield f"parked: {status.parked}" + (f", of which {status.retried} are retried" if status.retried else "")
     yield f"late: {0 if status.late is None else status.late}"
 
 
@@ -405,7 +425,7 @@ def _parked_table(facts: Sequence[ParkedFact], now: datetime) -> list[str]:
             fact.stream,
             str(fact.id),
             f"{duration((now - fact.parked_at).total_seconds())} ago",
-            "" if fact.retry_at is None else f"asked {duration((now - fact.retry_at).total_seconds())} ago",
+            "" if fact.retry_at is None else f"requested {duration((now - fact.retry_at).total_seconds())} ago",
             fact.reason,
         )
         for fact in facts

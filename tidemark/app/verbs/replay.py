@@ -1,7 +1,7 @@
 """`tidemark replay`: apply recorded records again, without Spark, and compare the positions with the stored history.
 
-The positions do not depend on how records are divided into batches. So a batch of the history ends at the first record
-with which the replay reaches the batch's positions; there both must be equal.
+The positions do not depend on how records are divided into batches. So for each batch of the history, the replay
+applies records until it reaches the positions of the batch. Then all positions must be equal.
 """
 
 import re
@@ -35,19 +35,28 @@ from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Topic
 from tidemark.streaming.wire.runs import Packet
 
-NOTHING: Final = Evidence()
+NO_EVIDENCE: Final = Evidence()
 
 
-class _Named(msgspec.Struct):
+class _StreamName(msgspec.Struct):
     stream: str = ""
 
 
-_named = msgspec.json.Decoder(_Named)
+_stream_decoder = msgspec.json.Decoder(_StreamName)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The state of a stream in a replay; `counts` are the sums of each writer's evidence."""
+    """The state of a stream in a replay.
+
+    Attributes:
+        stream: its name.
+        bounds: the limits with which the pipeline ran.
+        encoded: the encoded state; None before the first record.
+        linear: the linear position, signed.
+        positions: by writer, the position, signed.
+        counts: by writer, the sum of its evidence.
+    """
 
     stream: str
     bounds: Bounds
@@ -56,69 +65,70 @@ class Replayed:
     positions: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, Evidence] = field(default_factory=dict)
 
-    def fed(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
-        """The stream after more records, as one batch at `now` (ms)."""
+    def apply(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
+        """The stream after a batch of more records. `roles`: by topic. `now`: batch time, milliseconds since 1970."""
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
-        effects = advance(0, States(states), packed(messages, roles), now, self.bounds)
-        for done in effects.streams:
-            if done.stream == self.stream:
+        batch = advance(0, States(states), make_packets(messages, roles), now, self.bounds)
+        for effects in batch.streams:
+            if effects.stream == self.stream:
                 positions, counts = dict(self.positions), dict(self.counts)
-                for move in done.advances:
+                for move in effects.advances:
                     positions[move.writer] = move.id
-                    counts[move.writer] = counts.get(move.writer, NOTHING) + move.evidence
+                    counts[move.writer] = counts.get(move.writer, NO_EVIDENCE) + move.evidence
                 return replace(
-                    self, encoded=states[self.stream], linear=done.linear, positions=positions, counts=counts
+                    self, encoded=states[self.stream], linear=effects.linear, positions=positions, counts=counts
                 )
         return self
 
-    def with_new_counts(self) -> "Replayed":
+    def without_counts(self) -> "Replayed":
         return replace(self, counts={})
 
     def reaches(self, batch: StoredBatch) -> bool:
-        """Whether all positions are at least those after that batch."""
+        """Whether all positions have reached those after the batch."""
         return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
 
 
 def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
-    """The records in their order, by the stream of the key and by the stream of the value: a rejected record may belong
-    to either."""
+    """Group records by stream, in order. If key and value name different streams, a record belongs to both: it was
+    rejected, and either stream may count it."""
     streams: dict[str, list[RecordedMessage]] = defaultdict(list)
     for message in messages:
-        keyed = (message.key or b"").decode(errors="replace")
+        key_stream = (message.key or b"").decode(errors="replace")
         try:
-            named = _named.decode(message.value or b"").stream or keyed
+            value_stream = _stream_decoder.decode(message.value or b"").stream or key_stream
         except (ValueError, RecursionError):
-            named = keyed
-        for stream in {keyed, named}:
+            value_stream = key_stream
+        for stream in {key_stream, value_stream}:
             streams[stream].append(message)
     return streams
 
 
-def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
-    """Packets as the pipeline makes them of records of any partitions; `roles` has the role of each topic."""
-    parted: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
+def make_packets(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
+    """Make packets of records of any partitions, as the pipeline does. `roles`: by topic."""
+    by_partition: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for message in messages:
-        parted[message.topic, message.partition].append(message)
+        by_partition[message.topic, message.partition].append(message)
     packets: list[Packet] = []
-    for (topic, partition), records_of in parted.items():
+    for (topic, partition), partition_messages in by_partition.items():
         decoder = Decoder(roles[topic])
-        decoder.add(_fetched(records_of))
+        decoder.add(_record_batch(partition_messages))
         packets += [packet for _, packet in pack(topic, partition, decoder, 1)]
     return packets
 
 
-def _fetched(messages: Sequence[RecordedMessage]) -> RecordBatch:
+def _record_batch(messages: Sequence[RecordedMessage]) -> RecordBatch:
     numbers = np.array([(message.offset, message.time) for message in messages], np.int64)
     return RecordBatch.of([message.key for message in messages], [message.value for message in messages], *numbers.T)
 
 
 @dataclass(frozen=True, slots=True)
 class SeedWriter:
-    """A writer after one batch, by the history. `later`: known only from later rows, as its epoch may be."""
+    """A writer after one batch, according to the history. `later`: only rows of later batches name the writer, so its
+    epoch may be a later one."""
 
     writer: str
     epoch: int
@@ -128,8 +138,15 @@ class SeedWriter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """The first `skipped` batches are not compared; `after` is the last of them. Linear positions are compared once the
-    replay has passed `highest` and each writer of `joining` has joined."""
+    """The batch at which a comparison starts, if older records or older history are missing.
+
+    Attributes:
+        skipped: number of batches that are not compared.
+        after: the last of these batches.
+        replayed: the state of the stream after that batch.
+        highest: the highest position in that state.
+        joining: by writer that joins later, its position in that state.
+    """
 
     skipped: int
     after: StoredBatch
@@ -137,76 +154,92 @@ class ReplayStart:
     highest: int
     joining: Mapping[str, int]
 
-    def tells_line(self, now: Replayed) -> bool:
+    def has_linear(self, now: Replayed) -> bool:
+        """Whether the linear position of the replay can be compared: the replay has passed `highest`, and each
+        writer of `joining` has joined."""
         return not beyond(self.highest, now.linear) and all(
             now.positions.get(writer, position) != position for writer, position in self.joining.items()
         )
 
 
-def start_of(
-    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, cut: bool
+def find_start(
+    past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, *, is_truncated: bool
 ) -> ReplayStart | None:
-    """The earliest start; None if there is none. `cut`: records before the first of `facts` are missing, so the start
-    is a batch that certainly read beyond them."""
-    seen = {fact for message in facts for fact in _facts(_record(message))} if cut else set()
-    read = not cut
+    """Find the first batch after which no gap was open.
+
+    Args:
+        past: the stored history of the stream.
+        stream: its name.
+        facts: the records of the facts topic.
+        bounds: the limits with which the pipeline ran.
+        is_truncated: records before the first of `facts` are missing. Then the batch must have read one of `facts`.
+
+    Returns:
+        None if there is no such batch.
+    """
+    recorded = {fact for message in facts for fact in _facts(_record(message))} if is_truncated else set()
+    has_read = not is_truncated
     for number, batch in enumerate(past.batches, 1):
         # Only facts count: IDs that a JOIN or an operator settled may have no record.
-        read = read or any(
-            (move.writer, move.id) in seen and not any(move.evidence.counts[1:]) for move in batch.advances
+        has_read = has_read or any(
+            (move.writer, move.id) in recorded and not any(move.evidence.counts[1:]) for move in batch.advances
         )
-        if read and not any(
+        if has_read and not any(
             gap.opened <= batch.time and (gap.closed is None or gap.closed > batch.time) for gap in past.gaps
         ):
-            return _seeded(past, stream, facts, bounds, number)
+            return _start_after(past, stream, facts, bounds, number)
     return None
 
 
-def _seeded(
+def _start_after(
     past: StreamBatches, stream: str, facts: Sequence[RecordedMessage], bounds: Bounds, skipped: int
 ) -> ReplayStart:
-    after, marks = past.batches[skipped - 1], dict[str, Record]()
+    """Make the state after the first `skipped` batches: send a JOIN for each writer, and a RETIRE if it has retired."""
+    after, first_records = past.batches[skipped - 1], dict[str, Record]()
     parsed = [record for message in facts if (record := _record(message)) is not None]
     for record in parsed:
-        marks.setdefault(record.writer, record)
+        first_records.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}
     joined, retired, joining = list[Join](), list[Retire](), dict[str, int]()
     for writer in _writers_at(past, skipped):
         if writer.later and not writer.position and (writer.writer, writer.epoch) in joins:
             continue
-        # The JOIN of an epoch that began after the batch is still to come.
-        comes = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
-        epoch = writer.epoch - 1 if comes and writer.epoch else writer.epoch
+        # If the epoch began after the batch, the recording has its JOIN: seed the writer with the epoch before.
+        joins_later = writer.later and not beyond(writer.position, joins.get((writer.writer, writer.epoch), 0))
+        epoch = writer.epoch - 1 if joins_later and writer.epoch else writer.epoch
         joined.append(Join(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
-        first = marks.get(writer.writer)
+        first = first_records.get(writer.writer)
         if isinstance(first, Join) and first.epoch > epoch:
             joining[writer.writer] = writer.position
         elif first is None and writer.writer in past.retired:
             retired.append(Retire(stream=stream, writer=writer.writer, epoch=epoch, id=writer.position))
-    joined.sort(key=lambda join: (abs(join.id), join.writer))  # else a high JOIN lets the linear position pass others
-    marked: list[Join | Retire] = [*joined, *retired]
+    joined.sort(
+        key=lambda join: (abs(join.id), join.writer)
+    )  # ascending: a high JOIN first would let the linear position pass other writers
+    markers: list[Join | Retire] = [*joined, *retired]
     topic = facts[0].topic if facts else ""
     seeds = [
         RecordedMessage(topic, 0, offset, 0, stream.encode(), records.encode(marker))
-        for offset, marker in enumerate(marked)
+        for offset, marker in enumerate(markers)
     ]
-    now = Replayed(stream, bounds).fed(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
+    now = Replayed(stream, bounds).apply(seeds, {topic: Topic.FACTS}, int(after.time.timestamp() * 1000))
     highest = max((join.id for join in joined), key=abs, default=0)
-    return ReplayStart(skipped, after, now.with_new_counts(), highest, joining)
+    return ReplayStart(skipped, after, now.without_counts(), highest, joining)
 
 
 def _writers_at(past: StreamBatches, skipped: int) -> Iterator[SeedWriter]:
-    before, then = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
+    """The writers of the stream after the first `skipped` batches."""
+    before, later = dict[str, BatchAdvance](), dict[str, tuple[int, int]]()
     for batch in past.batches[:skipped]:
         before |= {move.writer: move for move in batch.advances}
     for batch in past.batches[skipped:]:
         for move in batch.advances:
-            then.setdefault(move.writer, (move.epoch, move.prev))
+            later.setdefault(move.writer, (move.epoch, move.prev))
     for writer, position in past.positions.items():
         if writer in before:
             yield SeedWriter(writer, before[writer].epoch, before[writer].id, later=False)
         else:
-            epoch, at = then.get(writer, (past.epochs[writer], position))
+            epoch, at = later.get(writer, (past.epochs[writer], position))
             yield SeedWriter(writer, epoch, at, later=True)
 
 
@@ -224,14 +257,23 @@ def _facts(record: Record | None) -> Iterator[tuple[str, int]]:
         yield from ((record.writer, id) for id, rows in zip(record.ids, record.rows, strict=True) if rows)
 
 
-AT_ONCE: Final = 4096  # records that are tried together while the history is far ahead
+MAX_CHUNK: Final = 4096  # records that are try_records together
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """The first divergence of a stream, at `record` (None: after the last record). The position of `writer` (None: the
-    linear position) is `replayed`, and `history` after the batch of that number and time (None: at the end). If the
-    positions are equal, `evidence` has the counts of both."""
+class Divergence:
+    """The first difference between a stream's history and its replay.
+
+    Attributes:
+        stream: its name.
+        record: the record after which they differ; None if after the last record.
+        writer: the writer whose position differs; None for the linear position.
+        history: the position in the history.
+        replayed: the position in the replay.
+        batch: the number of the batch of the history; None at the end of the history.
+        time: the time of that batch.
+        evidence: if the positions are equal, the evidence in the history and in the replay.
+    """
 
     stream: str
     record: RecordedMessage | None
@@ -244,10 +286,16 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True)
-class PartCompared:
-    """Which part of a stream was compared. `after`: the comparison begins after this batch, because records before
-    `offset` or older history are missing; linear positions are compared beyond `line_from` (None: not at all). `upto`:
-    the batch at which the records end; `behind`: batches after it."""
+class ComparedPart:
+    """The part of a stream that was compared.
+
+    Attributes:
+        after: the comparison starts after this batch, because records or history are missing; None: at the beginning.
+        offset: records before this offset are missing.
+        line_from: linear positions are compared beyond this ID; None: not at all.
+        upto: the batch at which the records end; None: at the end of the history.
+        behind: number of batches after `upto`, which were not compared.
+    """
 
     after: StoredBatch | None = None
     offset: int = 0
@@ -258,26 +306,42 @@ class PartCompared:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """`parts`: streams that were compared in part and are equal there. `unknown`: why a stream could not be compared.
-    `absent`: streams without a record."""
+    """The result of a replay.
+
+    Attributes:
+        records: number of records that were applied.
+        batches: number of batches that were compared.
+        alike: streams that are equal, at least in the part that was compared.
+        parted: the first difference of each stream that differs.
+        parts: by stream of which only a part was compared, that part.
+        unknown: by stream that could not be compared, the reason.
+        absent: streams without a record.
+    """
 
     records: int = 0
     batches: int = 0
     alike: list[str] = field(default_factory=list)
-    parted: list[Parting] = field(default_factory=list)
-    parts: dict[str, PartCompared] = field(default_factory=dict)
+    parted: list[Divergence] = field(default_factory=list)
+    parts: dict[str, ComparedPart] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """`batches` that are equal, up to `last`. Without a `parting` all are equal, or the records end."""
+class _Comparison:
+    """The result for one stream.
+
+    Attributes:
+        batches: number of batches that are equal.
+        last: the last of them.
+        divergence: the first difference; None if all batches are equal, or if the records end.
+        has_linear: whether the linear positions were compared.
+    """
 
     batches: int
     last: StoredBatch | None
-    parting: Parting | None = None
-    line: bool = True
+    divergence: Divergence | None = None
+    has_linear: bool = True
 
 
 def report(
@@ -287,7 +351,15 @@ def report(
     bounds: Bounds,
     only: str | None = None,
 ) -> ReplayReport:
-    """Compare all streams, or `only` one, as far as batches have read the records."""
+    """Compare all streams, or `only` one. Uses only records that batches have read.
+
+    Args:
+        past: the stored history.
+        messages: the recorded records, sorted by topic, partition and offset.
+        roles: by topic.
+        bounds: the limits with which the pipeline ran.
+        only: a stream; None: all streams.
+    """
     upto = past.read_up_to()
     read = [
         message
@@ -303,10 +375,10 @@ def report(
     for stream, of_stream in sorted(streams.items()):
         history = past.stream(stream)
         if history is None:
-            continue  # nothing of it was ever taken: its records are in the dead letters
+            continue  # all its records are dead letters
         keys = {(message.topic, message.partition) for message in of_stream if roles[message.topic] is Topic.FACTS}
         begins = max((firsts[key] for key in keys), default=0)
-        # A batch that is older than the last record cannot have read beyond it, so the replay must reach the batch.
+        # A batch that is older than the last record has read no later record, so the replay must reach its positions.
         ends = min((lasts[key].time for key in keys if lasts[key].offset + 1 < upto.get(key, 0)), default=None)
         _compare(result, history, stream, of_stream, roles, bounds, begins, ends)
     return result
@@ -322,46 +394,46 @@ def _compare(
     begins: int,
     ends: int | None,
 ) -> None:
-    start, done = None, None
+    start, comparison = None, None
     if past.whole:
-        done = compared(past, stream, messages, roles, bounds, ends)
-    if not past.whole or (begins and done is not None and done.parting is not None):
+        comparison = compare_stream(past, stream, messages, roles, bounds, ends)
+    if not past.whole or (begins and comparison is not None and comparison.divergence is not None):
         facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
-        start = start_of(past, stream, facts, bounds, cut=begins > 0)
+        start = find_start(past, stream, facts, bounds, is_truncated=begins > 0)
         missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
         if start is None or start.skipped == len(past.batches):
-            result.unknown[stream] = f"{missing}, and after every later batch some ID was open"
+            result.unknown[stream] = f"{missing}, and some ID was open after every later batch"
             return
-        done = compared(past, stream, messages, roles, bounds, ends, start)
-        if done.parting is not None and done.parting.record is None:
+        comparison = compare_stream(past, stream, messages, roles, bounds, ends, start)
+        if comparison.divergence is not None and comparison.divergence.record is None:
             result.unknown[stream] = (
-                f"{missing}, and the records do not continue from {named(done.last or start.after)}"
+                f"{missing}, and the records do not continue from {batch_name(comparison.last or start.after)}"
             )
             return
-    assert done is not None
+    assert comparison is not None
     batches = len(past.batches) - (start.skipped if start else 0)
-    if done.parting is not None:
+    if comparison.divergence is not None:
         result.batches += batches
-        result.parted.append(done.parting)
+        result.parted.append(comparison.divergence)
         return
-    result.batches += done.batches
+    result.batches += comparison.batches
     result.alike.append(stream)
-    left = batches - done.batches
+    left = batches - comparison.batches
     if start is not None or left:
-        result.parts[stream] = PartCompared(
+        result.parts[stream] = ComparedPart(
             start.after if start else None,
             begins,
-            start.highest if start is not None and done.line else None,
-            done.last if left else None,
+            start.highest if start is not None and comparison.has_linear else None,
+            comparison.last if left else None,
             left,
         )
 
 
-def named(batch: StoredBatch) -> str:
+def batch_name(batch: StoredBatch) -> str:
     return f"batch {batch.batch} of {timestamp(batch.time)}"
 
 
-def compared(
+def compare_stream(
     past: StreamBatches,
     stream: str,
     messages: Sequence[RecordedMessage],
@@ -369,194 +441,226 @@ def compared(
     bounds: Bounds,
     ends: int | None = None,
     start: ReplayStart | None = None,
-) -> _Compared:
-    """Compare a stream up to its first divergence. `messages` are all records of the stream that batches have read; if
-    `ends` (ms) is given, all up to that time."""
+) -> _Comparison:
+    """Compare a stream up to its first difference.
+
+    Args:
+        past: its stored history.
+        stream: its name.
+        messages: the records of the stream that batches have read.
+        roles: by topic.
+        bounds: the limits with which the pipeline ran.
+        ends: if given, records after this time (milliseconds since 1970) may be missing.
+        start: where the comparison starts; None: at the beginning.
+    """
     facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
-    acts = _applied([message for message in messages if roles[message.topic] is Topic.CONTROL], past.acts)
+    overrides = _applied_overrides(
+        [message for message in messages if roles[message.topic] is Topic.CONTROL], past.acts
+    )
     now, stored = Replayed(stream, bounds), dict[str, Evidence]()
     batches, last, at = past.batches, None, 0
     if start is not None:
         now, batches = start.replayed, batches[start.skipped :]
-        acts = [act for act in acts if act[1] > start.after.time]
+        overrides = [override for override in overrides if override[1] > start.after.time]
     for number, batch in enumerate(batches):
         for move in batch.advances:
-            stored[move.writer] = stored.get(move.writer, NOTHING) + move.evidence
-        due = [acts.pop(0)[0] for _ in [*acts] if acts[0][1] <= batch.time]
+            stored[move.writer] = stored.get(move.writer, NO_EVIDENCE) + move.evidence
+        due = [overrides.pop(0)[0] for _ in [*overrides] if overrides[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
-        goal = batch if start is None or start.tells_line(now) else replace(batch, linear=None)
-        taken, now = _to(goal, now, facts[at:], due, roles, time)
-        at += taken
+        goal = batch if start is None or start.has_linear(now) else replace(batch, linear=None)
+        applied, now = _advance_to(goal, now, facts[at:], due, roles, time)
+        at += applied
         if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
-            return _Compared(number, last, line=goal is batch)
-        divergence = _differs(stream, now, goal, stored)
+            return _Comparison(number, last, has_linear=goal is batch)
+        divergence = _find_divergence(stream, now, goal, stored)
         if divergence is not None:
             record = facts[at - 1] if at and now.reaches(goal) else None
-            return _Compared(number, last, replace(divergence, record=record))
+            return _Comparison(number, last, replace(divergence, record=record))
         last = batch
-    line = start is None or start.tells_line(now)
-    parting = _ends(past, stream, now, facts[at:], [act for act, _ in acts], roles)
-    if parting is not None and (parting.writer is not None or (line and ends is None)):
-        return _Compared(len(batches), last, parting)
-    return _Compared(len(batches), last, line=line)
+    has_linear = start is None or start.has_linear(now)
+    divergence = _check_rest(past, stream, now, facts[at:], [override for override, _ in overrides], roles)
+    if divergence is not None and (divergence.writer is not None or (has_linear and ends is None)):
+        return _Comparison(len(batches), last, divergence)
+    return _Comparison(len(batches), last, has_linear=has_linear)
 
 
 def _beyond(now: Replayed, past: StreamBatches) -> bool:
+    """Whether a position of the replay is beyond the newest position of the history."""
     return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
-def _to(
+def _advance_to(
     batch: StoredBatch,
     now: Replayed,
     facts: Sequence[RecordedMessage],
-    acts: Sequence[RecordedMessage],
+    overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
     time: int,
 ) -> tuple[int, Replayed]:
-    """Apply the fewest records of `facts`, and then `acts`, with which the replay reaches the batch, else all. Returns
-    how many records, and the replay after them."""
+    """Apply the fewest records of `facts` (then all `overrides`) with which the replay reaches the batch; all records
+    if it never does.
 
-    def tried(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
-        return base.fed(more, roles, time).fed(acts, roles, time)
+    Returns:
+        The number of applied records of `facts`, and the replay after them.
+    """
 
-    low, step = 0, 1  # `now` has `low` records, which are too few
-    done = tried(now, [])
-    if done.reaches(batch):
-        return 0, done
+    def try_records(base: Replayed, more: Sequence[RecordedMessage]) -> Replayed:
+        return base.apply(more, roles, time).apply(overrides, roles, time)
+
+    low, step = 0, 1  # `now` contains the first `low` records, which are too few
+    attempt = try_records(now, [])
+    if attempt.reaches(batch):
+        return 0, attempt
     while low < len(facts):
         chunk = facts[low : low + step]
-        done = tried(now, chunk)
-        if not done.reaches(batch):
-            now, low, step = now.fed(chunk, roles, time), low + len(chunk), min(2 * step, AT_ONCE)
+        reached = try_records(now, chunk)
+        if not reached.reaches(batch):
+            now, low, step = now.apply(chunk, roles, time), low + len(chunk), min(2 * step, MAX_CHUNK)
             continue
-        missing, enough = 0, len(chunk)  # `few` are too few, `many` are enough
-        while enough - missing > 1:
-            middle = (missing + enough) // 2
-            attempt = tried(now, chunk[:middle])
-            missing, enough, done = (missing, middle, attempt) if attempt.reaches(batch) else (middle, enough, done)
-        return low + enough, done
-    return low, tried(now, [])
+        too_few, enough = 0, len(chunk)  # binary search: `too_few` records do not reach the batch, `enough` do
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            attempt = try_records(now, chunk[:middle])
+            if attempt.reaches(batch):
+                enough, reached = middle, attempt
+            else:
+                too_few = middle
+        return low + enough, reached
+    return low, try_records(now, [])
 
 
-def _differs(stream: str, now: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]) -> Parting | None:
+def _find_divergence(
+    stream: str, now: Replayed, batch: StoredBatch, stored: Mapping[str, Evidence]
+) -> Divergence | None:
+    """Compare the replay with a batch that it has reached. `stored`: by writer, the evidence up to the batch."""
     for move in batch.advances:
         replayed = now.positions.get(move.writer, 0)
-        counts = stored[move.writer], now.counts.get(move.writer, NOTHING)
+        counts = stored[move.writer], now.counts.get(move.writer, NO_EVIDENCE)
         if replayed != move.id or counts[0] != counts[1]:
             evidence = counts if replayed == move.id else None
-            return Parting(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)
+            return Divergence(stream, None, move.writer, move.id, replayed, batch.batch, batch.time, evidence)
     if batch.linear is not None and now.linear != batch.linear:
-        return Parting(stream, None, None, batch.linear, now.linear, batch.batch, batch.time)
+        return Divergence(stream, None, None, batch.linear, now.linear, batch.batch, batch.time)
     return None
 
 
-def _ends(
+def _check_rest(
     past: StreamBatches,
     stream: str,
     now: Replayed,
     facts: Sequence[RecordedMessage],
-    acts: Sequence[RecordedMessage],
+    overrides: Sequence[RecordedMessage],
     roles: Mapping[str, Topic],
-) -> Parting | None:
-    """Check that the remaining records move nothing, except the linear position if a writer retired."""
-    time = max([message.time for message in (*facts, *acts)], default=0)
-    end = now.fed(facts, roles, time).fed(acts, roles, time)
+) -> Divergence | None:
+    """Apply the remaining records, and compare the positions with the end of the history."""
+    time = max([message.time for message in (*facts, *overrides)], default=0)
+    end = now.apply(facts, roles, time).apply(overrides, roles, time)
     moved = next((writer for writer in end.positions if end.positions[writer] != past.positions.get(writer)), None)
     if moved is None:
         if end.linear == past.linear:
             return None
-        return Parting(stream, None, None, past.linear, end.linear, None, None)
+        return Divergence(stream, None, None, past.linear, end.linear, None, None)
     for number in range(1, len(facts) + 1):
-        if now.fed(facts[:number], roles, time).positions.get(moved) != now.positions.get(moved):
-            return Parting(
+        if now.apply(facts[:number], roles, time).positions.get(moved) != now.positions.get(moved):
+            return Divergence(
                 stream, facts[number - 1], moved, past.positions.get(moved), end.positions[moved], None, None
             )
-    return Parting(stream, None, moved, past.positions.get(moved), end.positions[moved], None, None)
+    return Divergence(stream, None, moved, past.positions.get(moved), end.positions[moved], None, None)
 
 
-def _applied(
+def _applied_overrides(
     messages: Sequence[RecordedMessage], audit: Sequence[AppliedOverride]
 ) -> list[tuple[RecordedMessage, datetime]]:
-    """The override records that were applied, each with the time of its batch. A refused one does nothing."""
-    left, applied = [*audit], []
+    """The records of overrides that were applied, each with the time of its batch. Refused ones are left out."""
+    unmatched, applied = [*audit], []
     for message in messages:
         try:
             record = records.read(message.value, message.key, Topic.CONTROL)
         except BadRecord:
             continue
         assert isinstance(record, records.Marker)
-        for act in left:
-            prev = record.prev if isinstance(record, records.Skip) else act.prev
-            stated = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)
-            if (act.kind, act.writer, act.prev, act.id, act.by, act.why) == stated:
-                left.remove(act)
-                applied.append((message, act.time))
+        for entry in unmatched:
+            prev = record.prev if isinstance(record, records.Skip) else entry.prev
+            fields = (records.kind_of(record).name, record.writer, prev, record.id, record.by, record.why)
+            if (entry.kind, entry.writer, entry.prev, entry.id, entry.by, entry.why) == fields:
+                unmatched.remove(entry)
+                applied.append((message, entry.time))
                 break
     return sorted(applied, key=lambda pair: pair[1])
 
 
-SHOWN: Final = 10  # streams; the JSON has all
+MAX_SHOWN: Final = 10  # streams of a kind in the text; the JSON has all
 
 
 def to_json(result: ReplayReport) -> str:
     parted = [
-        plain(parting) | {"record": None if parting.record is None else msgspec.Raw(to_line(parting.record).encode())}
-        for parting in result.parted
+        plain(divergence)
+        | {"record": None if divergence.record is None else msgspec.Raw(to_line(divergence.record).encode())}
+        for divergence in result.parted
     ]
     return as_object(plain(result) | {"parted": parted})
 
 
 def to_text(report: ReplayReport) -> str:
-    lines = [line for parting in report.parted[:SHOWN] for line in _parting(parting)]
-    if len(report.parted) > SHOWN:
-        lines.append(f"{count(len(report.parted) - SHOWN, 'more stream')} differ from their history")
+    lines = [line for divergence in report.parted[:MAX_SHOWN] for line in _divergence(divergence)]
+    if len(report.parted) > MAX_SHOWN:
+        lines.append(f"{count(len(report.parted) - MAX_SHOWN, 'more stream')} differ from their history")
     unknown = [f"{stream}: not compared: {why}" for stream, why in report.unknown.items()]
     parts = [f"{stream}: equal in part: {_part(part)}" for stream, part in report.parts.items()]
     for shown, result in ((unknown, "not compared"), (parts, "equal in part")):
-        lines += shown[:SHOWN]
-        if len(shown) > SHOWN:
-            lines.append(f"{count(len(shown) - SHOWN, 'more stream')} {result}")
+        lines += shown[:MAX_SHOWN]
+        if len(shown) > MAX_SHOWN:
+            lines.append(f"{count(len(shown) - MAX_SHOWN, 'more stream')} {result}")
     if report.absent:
-        names = ", ".join(report.absent[:SHOWN]) + (", ..." if len(report.absent) > SHOWN else "")
+        names = ", ".join(report.absent[:MAX_SHOWN]) + (", ..." if len(report.absent) > MAX_SHOWN else "")
         lines.append(f"without a record: {count(len(report.absent), 'stream')}: {names}")
-    every = len(report.alike) + len(report.parted) + len(report.unknown)
+    total = len(report.alike) + len(report.parted) + len(report.unknown)
     lines.append(
-        f"{count(report.records, 'record')} give the stored history of {len(report.alike)} of {count(every, 'stream')}"
-        f" ({count(report.batches, 'batch')})"
+        f"{count(report.records, 'record')} reproduce the stored history of {len(report.alike)} of"
+        f" {count(total, 'stream')} ({count(report.batches, 'batch')})"
     )
     return sanitize(lines)
 
 
-def _part(part: PartCompared) -> str:
+def _part(part: ComparedPart) -> str:
     clauses = []
     if part.after is not None:
         missing = f"the recording begins at offset {part.offset}" if part.offset else "older history was dropped"
         line = "no linear position" if part.line_from is None else f"linear positions beyond {part.line_from}"
-        clauses.append(f"after {named(part.after)}, because {missing}; {line}")
+        clauses.append(f"after {batch_name(part.after)}, because {missing}; {line}")
     if part.behind:
-        upto = "no batch" if part.upto is None else named(part.upto)
+        upto = "no batch" if part.upto is None else batch_name(part.upto)
         clauses.append(f"up to {upto}, where the recording ends ({part.behind} later)")
     return ", and ".join(clauses)
 
 
-def _parting(parting: Parting) -> Iterator[str]:
-    where = "after the last record" if parting.record is None else "at the record below"
-    when = "at the end" if parting.time is None else f"after batch {parting.batch} of {timestamp(parting.time)}"
-    whose = "the linear position" if parting.writer is None else parting.writer
-    stored, replayed = str(parting.history), str(parting.replayed)
-    if parting.evidence is not None:
-        before, now = map(evidence, parting.evidence)
-        stored, replayed = f"{parting.history} by {before}", f"by {now}"
-    yield f"{parting.stream}: differs {where}: {when} {whose} is {stored} in the history and {replayed} in the replay"
-    if parting.record is not None:
-        yield f"    {record_text(parting.record)}"
+def _divergence(divergence: Divergence) -> Iterator[str]:
+    where = "after the last record" if divergence.record is None else "at the record below"
+    when = (
+        "at the end" if divergence.time is None else f"after batch {divergence.batch} of {timestamp(divergence.time)}"
+    )
+    subject = "the linear position" if divergence.writer is None else divergence.writer
+    stored, replayed = str(divergence.history), str(divergence.replayed)
+    if divergence.evidence is not None:
+        before, now = map(evidence, divergence.evidence)
+        stored, replayed = f"{divergence.history} by {before}", f"by {now}"
+    yield (
+        f"{divergence.stream}: differs {where}: {when} {subject} is {stored} in the history"
+        f" and {replayed} in the replay"
+    )
+    if divergence.record is not None:
+        yield f"    {record_text(divergence.record)}"
 
 
 @click.command("replay", cls=OurCommand)
 @click.argument("source", metavar="[TOPIC or FILE]", required=False)
-@click.option("--stream", help="Only this stream.")
+@click.option("--stream", help="Compare only this stream.")
 @click.option(
-    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Kafka records to read at most."
+    "--records",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="Maximum number of Kafka records to read.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
@@ -564,27 +668,29 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     """Apply recorded records again, without Spark, and compare the positions with the history in Postgres.
 
     The records come from a FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC,
-    or without it from the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared.
+    by default the facts topic. Exit code 1 if the positions differ, 3 if a stream could not be compared.
     """
     settings = loaded()
-    file = source is not None and (source == "-" or Path(source).is_file())
-    if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
+    is_file = source is not None and (source == "-" or Path(source).is_file())
+    if source is not None and not is_file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
         raise click.BadParameter(
             f"{source!r} is neither an existing file nor the name of a topic", param_hint="TOPIC or FILE"
         )
-    facts = settings.kafka_facts_topic if source is None or file else source
+    facts = settings.kafka_facts_topic if source is None or is_file else source
     roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
     if len(roles) == 1:
-        raise click.UsageError(f"{facts} is the control topic: name the facts topic; its overrides are read too")
+        raise click.UsageError(
+            f"{facts} is the control topic: give the facts topic; the control topic is always read too"
+        )
     with BatchHistory.open(settings.postgres) as past:
         if stream is not None and stream not in past.streams():
             raise CommandFailed(no_stream(stream))
-        read = read_file(source or "-") if file else read_topics(settings, facts, records)
+        read = read_file(source or "-") if is_file else read_topics(settings, facts, records)
         messages = {}
         for message in read:
             if message.topic not in roles:
                 raise CommandFailed(
-                    f"{message.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
+                    f"topic {message.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
                 )
             if stream is None or message.key == stream.encode():
                 messages[message.topic, message.partition, message.offset] = (

@@ -18,12 +18,19 @@ from tidemark.sinks.postgres.operators import EVERY_STREAM, OverrideLog
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.core.effects import OperatorOverride
 
-PATIENCE = 5.0  # seconds to wait for the lease of a pipeline that was killed
+LEASE_TIMEOUT_SECONDS = 5.0  # for the lease of a killed pipeline to expire
 
 
 @dataclass(frozen=True, slots=True)
 class Reseed:
-    """`before` is None if no pipeline has run yet. `act` is its number in `tidemark overrides`; None for a dry run."""
+    """The result of a reseed.
+
+    Attributes:
+        streams: number of streams with a stored state.
+        before: the former number of shards; None if no pipeline has run yet.
+        shards: the new number of shards.
+        act: the number of the override in `tidemark overrides`; None for a dry run.
+    """
 
     streams: int
     before: int | None
@@ -31,46 +38,57 @@ class Reseed:
     act: int | None = None
 
     def to_text(self) -> str:
-        """The changes of a reseed."""
-        lines = [f"streams that are seeded from Postgres: {self.streams}"]
+        lines = [f"streams that the next start loads from Postgres: {self.streams}"]
         if self.before not in {None, self.shards}:
-            lines.append(f"shards: {self.shards} in place of {self.before}")
+            lines.append(f"shards: {self.shards} instead of {self.before}")
         if self.act is not None:
             lines.append(f"noted as override {self.act}")
         return "\n".join(lines)
 
 
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
-    """Under the lease; noted before it is done.
+    """Set the number of shards to that of `settings`. Holds the pipeline's lease, and notes an override first.
 
-    Raises `PrerequisitePending` if a pipeline runs, `VersionSkew`, `Unavailable` and `Refused`. Then nothing is
-    changed.
+    If this raises, nothing is changed.
+
+    Args:
+        settings: of the pipeline.
+        by: the author, for the audit table.
+        why: the reason, for the audit table.
+        dry_run: change nothing, and need no lease.
+
+    Raises:
+        PrerequisitePending: a pipeline runs.
+        VersionSkew: the pipeline's version does not fit this version.
+        Unavailable: Postgres does not answer.
+        Refused: Postgres refuses a statement.
     """
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
         require_successor(postgres.pipeline_version())
         if dry_run:
-            return _found(settings, postgres)
-        with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
-            reseed = _found(settings, postgres)
-            acts = OverrideLog(session)
-            noted = acts.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
+            return _preview(settings, postgres)
+        with _lease_held(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
+            reseed = _preview(settings, postgres)
+            override_log = OverrideLog(session)
+            noted = override_log.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
             if reseed.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
-            acts.close(noted, "applied")
+            override_log.close(noted, "applied")
             return replace(reseed, act=noted.number)
 
 
 @contextmanager
-def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
-    given_up = threading.Event()
-    timer = threading.Timer(PATIENCE, given_up.set)
+def _lease_held(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
+    """Hold the pipeline's lease while the block runs. Raises `PrerequisitePending`."""
+    timed_out = threading.Event()
+    timer = threading.Timer(LEASE_TIMEOUT_SECONDS, timed_out.set)
     timer.start()
     config = LeaseConfig(f"reseed: {why}", version=OURS)
     with ExitStack() as stack:
         stack.callback(timer.cancel)
         try:
-            stack.enter_context(Lease.acquire(settings.postgres, config, given_up))
+            stack.enter_context(Lease.acquire(settings.postgres, config, timed_out))
         except Stopping:
             owner = postgres.conditions.now().owner or "another process"
             raise PrerequisitePending(
@@ -79,7 +97,7 @@ def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
         yield
 
 
-def _found(settings: Settings, postgres: Postgres) -> Reseed:
+def _preview(settings: Settings, postgres: Postgres) -> Reseed:
     return Reseed(len(postgres.states()), postgres.remembered().shards, settings.shards)
 
 

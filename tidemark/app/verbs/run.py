@@ -14,7 +14,7 @@ from tidemark.app.output import count, progress
 
 @click.command("config", cls=OurCommand)
 def config() -> None:
-    """Print the effective settings, secrets masked, and where each came from."""
+    """Print the effective settings, with secrets masked, and the source of each."""
     from tidemark.app.settings import settings_lines
 
     click.echo("\n".join(settings_lines(loaded())))
@@ -28,8 +28,8 @@ def migrate(*, wait: float) -> None:
     from tidemark.common.backoff import wait_out
     from tidemark.sinks.postgres.database import migrate
 
-    shown = partial(progress, "migrating", unit="migration")
-    applied = wait_out(lambda: migrate(settings.postgres, shown), threading.Event(), wait)
+    show_progress = partial(progress, "migrating", unit="migration")
+    applied = wait_out(lambda: migrate(settings.postgres, show_progress), threading.Event(), wait)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
@@ -74,21 +74,25 @@ def sidecar() -> None:
 @click.command("simulate", cls=OurCommand)
 @click.option("--seconds", type=Amount(min=0), default=math.inf, help="Duration in seconds. Default: until Ctrl-C.")
 @click.option(
-    "--rate", type=Amount(0, min_open=True), default=40.0, show_default=True, help="Transactions a second, in total."
+    "--rate",
+    type=Amount(0, min_open=True),
+    default=40.0,
+    show_default=True,
+    help="Transactions per second of all writers together.",
 )
-@click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="Streams.")
-@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the start.")
+@click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="Number of streams.")
+@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Number of writers at the start.")
 @click.option(
     "--workload",
     type=click.Choice(["streams", "rooms"]),
     default="streams",
     show_default=True,
-    help="rooms: a chat server (docs/explanation/rooms.md), without --streams.",
+    help="rooms: a chat server (docs/explanation/rooms.md); --streams has no effect.",
 )
 @click.option("--prefix", default="", help="Prefix of the names of streams and writers.")
-@click.option("--seed", type=int, help="Repeat the script of this seed; timing still differs.")
+@click.option("--seed", type=int, help="Seed of the fault schedule and of random choices; timing still differs.")
 @click.option(
-    "--faults", "named", help="Names separated by commas, or all, or none. Default: all except those of servers."
+    "--faults", "named", help="Names separated by commas, or all, or none. Default: all except faults of servers."
 )
 @click.option(
     "--verify",
@@ -107,11 +111,11 @@ def simulate(
     named: str | None,
     verify: bool,
 ) -> None:
-    """Write and read with real processes that roll back, hang, die, pause, join late and leave.
+    """Run processes that write and read, and inject faults: they roll back, hang, die, pause, join late and leave.
 
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
     postgres-crash, failover, restore, restore-in-place, row-security, sequence-back, sequence-jump, sequence-cache,
-    oversized, control-nul. From postgres-crash on, the services use a Postgres of their own.
+    oversized, control-nul. With postgres-crash or a later one, the services use their own Postgres server.
     """
     settings = loaded()
     from tidemark.app.simulation import simulate

@@ -1,4 +1,4 @@
-"""`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes beside other databases."""
+"""`tidemark relay`, `tidemark follow` and `tidemark synapse`: the processes that connect other databases."""
 
 import threading
 from typing import Literal
@@ -12,13 +12,13 @@ _dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEM
 
 @click.group("relay", cls=CommandGroup, invoke_without_command=True)
 @_dsn
-@click.option("--writer", help="Writer name of this database, fixed for life. Default: the name of the database.")
+@click.option("--writer", help="Writer name of this database; it can never change. Default: the name of the database.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
-    """Send to Kafka what services wrote with `tidemark.append`, until SIGTERM or Ctrl-C.
+    """Send the facts that services wrote with `tidemark.append` to Kafka, until SIGTERM or Ctrl-C.
 
-    Run one relay for each database. A second one waits as a standby. A relay has no state of its own.
+    Run one relay for each database. A second relay waits as a standby. A relay stores no state of its own.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -37,7 +37,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
 @waiting
 @click.pass_obj
 def relay_migrate(
-    given: str | None,
+    group_dsn: str | None,
     dsn: str | None,
     streams: tuple[str, ...],
     direction: Literal["forward", "backward"],
@@ -45,11 +45,11 @@ def relay_migrate(
     wait: float,
 ) -> None:
     """Create or update the tables and functions of `tidemark.append` in a service's database."""
-    settings = loaded(other_database=(dsn or given) is not None)
+    settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
     from tidemark.common.backoff import wait_out
 
-    where = dsn or given or settings.postgres
+    where = dsn or group_dsn or settings.postgres
     wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)
 
 
@@ -59,28 +59,28 @@ def relay_migrate(
 @click.argument("stream", required=False)
 @awaiting_its_end
 @click.pass_obj
-def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
+def relay_retire(group_dsn: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
     """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all its streams.
 
-    The relay first sends all its facts and waits until none of its transactions is open. Then readers and positions
-    no longer wait for it. If it appends again, it joins again.
+    The relay first sends all facts of WRITER and waits until WRITER has no open transaction. Then readers and positions
+    no longer wait for WRITER. If WRITER appends again, it joins again.
     """
-    settings = loaded(other_database=(dsn or given) is not None)
+    settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
     order = relay.RetireOrder(writer, stream, wait)
-    relay.retire(dsn or given or settings.postgres, order, threading.Event(), click.echo)
+    relay.retire(dsn or group_dsn or settings.postgres, order, threading.Event(), click.echo)
 
 
 @relay.command("blockers")
 @_dsn
 @click.pass_obj
-def relay_blockers(given: str | None, dsn: str | None) -> None:
+def relay_blockers(group_dsn: str | None, dsn: str | None) -> None:
     """Show the open transactions that block a stream: process, user, application, state, start, query."""
-    settings = loaded(other_database=(dsn or given) is not None)
+    settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app import relay
 
-    relay.blockers(dsn or given or settings.postgres(), click.echo)
+    relay.blockers(dsn or group_dsn or settings.postgres(), click.echo)
 
 
 @click.group("follow", cls=CommandGroup, invoke_without_command=True)
@@ -89,10 +89,10 @@ def relay_blockers(given: str | None, dsn: str | None) -> None:
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metrics: str | None) -> None:
-    """Keep the published positions in a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
+    """Copy the published positions into a database of readers, for `tidemark_reader.take`, until SIGTERM or Ctrl-C.
 
-    Not needed in a database with a relay: the relay keeps them. Positions come from TIDEMARK_REDIS_URL. Late facts that
-    Redis does not list any more come from TIDEMARK_POSTGRES_DSN, if --dsn is another database.
+    A database with a relay does not need this: the relay copies them. Positions come from TIDEMARK_REDIS_URL. Late
+    facts that Redis no longer lists come from TIDEMARK_POSTGRES_DSN, if --dsn is another database.
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
@@ -107,12 +107,12 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
 @_dsn
 @waiting
 @click.pass_obj
-def follow_migrate(given: str | None, dsn: str | None, *, wait: float) -> None:
+def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float) -> None:
     """Create or update the tables and functions of `tidemark_reader.take` in a database of readers."""
-    settings = loaded(other_database=(dsn or given) is not None)
+    settings = loaded(other_database=(dsn or group_dsn) is not None)
     from tidemark.app.follow_positions import migrate
 
-    migrate(dsn or given or settings.postgres, threading.Event(), wait, click.echo)
+    migrate(dsn or group_dsn or settings.postgres, threading.Event(), wait, click.echo)
 
 
 @click.group("synapse", cls=CommandGroup, invoke_without_command=True)
@@ -123,7 +123,7 @@ def follow_migrate(given: str | None, dsn: str | None, *, wait: float) -> None:
 @click.option(
     "--writers",
     multiple=True,
-    help="stream=worker,worker: all its writers, as in stream_writers. The stream starts when each has sent a record.",
+    help="stream=worker,worker: all writers of the stream, as in stream_writers. It starts when each has sent one.",
 )
 @click.option("--prefix", default="", help="Prefix of the streams' names in Kafka.")
 @click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
@@ -136,9 +136,9 @@ def synapse(
     prefix: str,
     metrics: str | None,
 ) -> None:
-    """Send to Kafka what the workers of a Synapse write, until SIGTERM or Ctrl-C. Synapse is not changed.
+    """Send the streams of a Synapse homeserver to Kafka, until SIGTERM or Ctrl-C. Synapse is not changed.
 
-    TIDEMARK_SYNAPSE_DSN and TIDEMARK_SYNAPSE_REDIS_URL are its addresses. The bridge stores its state in
+    TIDEMARK_SYNAPSE_DSN and TIDEMARK_SYNAPSE_REDIS_URL are Synapse's addresses. The bridge stores its state in
     TIDEMARK_POSTGRES_DSN.
     """
     if ctx.invoked_subcommand is None:
@@ -153,7 +153,7 @@ def synapse(
 @synapse.command("migrate")
 @waiting
 def synapse_migrate(*, wait: float) -> None:
-    """Create or update the tables in which the bridge stores what it has sent, in Tidemark's own database."""
+    """Create or update the bridge's tables in Tidemark's own database."""
     settings = loaded()
     from tidemark.app import synapse
     from tidemark.common.backoff import wait_out
@@ -168,8 +168,8 @@ def synapse_migrate(*, wait: float) -> None:
 def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
 
-    The bridge first sends what the tables have of it. Then readers and positions no longer wait for it. If it sends
-    again, it joins again.
+    The bridge first sends all facts of WRITER in Synapse's tables. Then readers and positions no longer wait for
+    WRITER. If WRITER sends again, it joins again.
     """
     settings = loaded()
     from tidemark.app import synapse

@@ -33,7 +33,17 @@ NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
-    """`last_seen` is when the pipeline read its newest record; None if it never read one."""
+    """The status of one writer. IDs are signed.
+
+    Attributes:
+        writer: its name.
+        epoch: its epoch.
+        position: its position.
+        retired: whether it has retired.
+        pending: number of its pending edges.
+        gaps: its open ranges `(low, top]`, lowest first.
+        last_seen: when the pipeline read its newest record; None if it never read one.
+    """
 
     writer: str
     epoch: int
@@ -46,9 +56,18 @@ class WriterStatus:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks that cannot show
-    the stream. `requeues`: deferred records that are being requeued. `bridge`: if `tidemark synapse` sends the stream.
-    `home`: its Kafka partition. `reading`: whether a pipeline reads.
+    """The status of one stream. IDs are signed.
+
+    Attributes:
+        stream: its name.
+        linear: its linear position.
+        writers: its writers that have joined.
+        summary: counts and blockers.
+        faults: sinks that cannot show the stream.
+        requeues: deferred records that are being requeued.
+        bridge: the bridge that sends the stream; None if `tidemark synapse` does not send it.
+        home: its Kafka partition; None if unknown.
+        reading: whether a pipeline reads; None if unknown.
     """
 
     stream: str
@@ -70,7 +89,7 @@ def read(
     bridges: Mapping[str, BridgeStatus] = {},
     reading: Reading | None = None,
 ) -> list[StreamStatus]:
-    """From the encoded states, by stream name."""
+    """The status of all streams, or of `only` one, sorted by name. `stored`: the encoded states, by stream."""
     return [
         _status(
             name,
@@ -112,13 +131,13 @@ def _status(
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
-    """`read`, with what `postgres` has of sinks without a stream, deferred records, bridges and the pipeline."""
-    asked = postgres.conditions
-    return read(stored, only, asked.faults(), asked.requeues(), asked.bridges(), asked.reading())
+    """The same as `read`, with the faults, requeues, bridges and pipeline that Postgres has."""
+    conditions = postgres.conditions
+    return read(stored, only, conditions.faults(), conditions.requeues(), conditions.bridges(), conditions.reading())
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
-    """One object; `now` (s since 1970) gives ages."""
+    """The JSON of `tidemark status`. `now` in seconds since 1970, to compute ages."""
     return as_object(plain(streams, now, health))
 
 
@@ -166,17 +185,17 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
     }
 
 
-def _lag_object(behind: LinearLag, now: float) -> dict[str, Any]:
-    """As the sidecar has it, and with ages."""
-    plain: dict[str, Any] = msgspec.to_builtins(lag_answer(behind))
-    sinces = [behind.since, *(blocker.since for blocker in behind.blockers)]
+def _lag_object(lag: LinearLag, now: float) -> dict[str, Any]:
+    """The linear lag as the sidecar returns it, with ages."""
+    plain: dict[str, Any] = msgspec.to_builtins(lag_answer(lag))
+    sinces = [lag.since, *(blocker.since for blocker in lag.blockers)]
     for part, since in zip([plain, *plain["blockers"]], sinces, strict=True):
         part["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
     return plain
 
 
 def to_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """Text for people: a table with a line for each writer, and below it what blocks a stream or is wrong with it."""
+    """Text for people: a table with a line for each writer, then lines about blockers and problems of streams."""
     lines = table(HEADINGS, [row for stream in streams for row in _rows(stream, now)], NUMBERS)
     for kind in (_bridge, _sources, _lag, _transactions, _deferred, _requeued, _faults):
         lines += [f"{stream.stream}: {line}" for stream in streams for line in kind(stream, now)]
@@ -184,7 +203,7 @@ def to_table(streams: Sequence[StreamStatus], now: float) -> str:
 
 
 def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
-    """A row for each writer. Figures of the stream are in its first row alone."""
+    """A row for each writer. Only the first row has the figures of the stream."""
     head = [stream.stream, str(stream.linear)]
     oldest = "" if stream.summary.oldest is None else open_ids(stream.summary.oldest, now)
     for writer in stream.writers:
@@ -199,7 +218,7 @@ def _rows(stream: StreamStatus, now: float) -> Iterator[tuple[str, ...]]:
 
 
 def open_ids(blocker: Blocker, now: float) -> str:
-    """The oldest open IDs of a stream: `359 (tidemark, 4 s)`, or that a writer never joined."""
+    """The oldest open IDs of a stream as text, such as `359 (tidemark, 4 s)`, or the writer that has not joined."""
     age = duration(now - blocker.since / 1000)
     if blocker.unknown:
         return f"{blocker.writer} has not joined ({age})"
@@ -218,7 +237,7 @@ def _bridge(stream: StreamStatus, now: float) -> Iterator[str]:
     else:
         seen = max((writer.last_seen.timestamp() for writer in stream.writers if writer.last_seen), default=None)
         last = "no record was ever read" if seen is None else f"last record {duration(now - seen)} ago"
-        yield f"its bridge to Synapse is not connected; {last}"
+        yield f"the bridge to Synapse is not connected; {last}"
 
 
 def _problem(stream: StreamStatus, source: Source, now: float) -> str:
@@ -226,12 +245,13 @@ def _problem(stream: StreamStatus, source: Source, now: float) -> str:
 
 
 def _sources(stream: StreamStatus, now: float) -> Iterator[str]:
-    """Relays that send nothing, and why. Without their records, the completeness of the stream is unknown."""
+    """A line for each relay that sends nothing, with the reason. Without a relay's records, open IDs are unknown."""
     yield from (text for source in stream.summary.sources if (text := _problem(stream, source, now)))
 
 
 def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
-    """Why the linear position is below the allocated ID, unless the wait is no longer than a transaction may take."""
+    """Why the linear position is below the allocated ID. Nothing if it is below for no longer than a usual
+    transaction."""
     lag = stream.summary.linear_lag
     if lag is None or is_brief(lag.since, now):
         return
@@ -244,7 +264,7 @@ def _lag(stream: StreamStatus, now: float) -> Iterator[str]:
 
 
 def waiting_for(cause: LinearBlocker, now: float) -> str:
-    """The writer that blocks a stream, and why."""
+    """The writer that blocks a stream, and the reason, as text."""
     age = duration(now - cause.seen / 1000)
     seen = f"last record {age} ago" if cause.seen else "no record was ever read"
     match cause.reason:
@@ -292,12 +312,10 @@ def _faults(stream: StreamStatus, now: float) -> Iterator[str]:
 @click.command("status", cls=OurCommand)
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-@click.option(
-    "--check", is_flag=True, help="End with exit code 3 if the pipeline that computes the positions has problems."
-)
+@click.option("--check", is_flag=True, help="Exit code 3 if the pipeline that computes the positions has problems.")
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
-    """Show the positions of all streams, or of STREAM, and of their writers, what blocks them, and the pipeline."""
+    """Show the positions of all streams, or of STREAM, their writers and blockers, and the state of the pipeline."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
@@ -317,10 +335,10 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 @click.command("top", cls=OurCommand)
 @click.argument("stream", required=False)
 @click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between two queries.")
-@click.option("--times", type=click.IntRange(1), help="Stop after this many queries; without it, at Ctrl-C.")
+@click.option("--times", type=click.IntRange(1), help="Stop after this many queries. Default: run until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object in a line for each query.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
-    """Show `tidemark status` and `tidemark gaps`, refreshed. If a server does not answer, try again."""
+    """Show `tidemark status` and `tidemark gaps` repeatedly. If a server does not answer, try again."""
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
@@ -340,7 +358,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                     click.echo(msgspec.json.encode({**plain(statuses, now, pipeline), "gaps": open_now}))
                 else:
                     problems = [f"problem: {problem}" for problem in pipeline.problems()]
-                    blocked = gaps.to_text(open_now, now) if open_now else gaps.NONE
+                    blocked = gaps.to_text(open_now, now) if open_now else gaps.NO_GAPS
                     text = [pipeline.line(), *problems, blocked]
                     _show([*text, "", to_table(statuses, now)])
             if query == times:
@@ -349,24 +367,24 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
 
 
 def _show(parts: Sequence[str]) -> None:
-    """Print the parts. On a terminal they replace the last output and are cut at its height."""
+    """Print the parts. On a terminal, they replace the last output and are cut to the height of the terminal."""
     lines = "\n".join(parts).splitlines()
     if sys.stdout.isatty():
-        click.echo(_clearing(), nl=False)
-        lines = fitting(lines, *shutil.get_terminal_size())
+        click.echo(_clear_sequence(), nl=False)
+        lines = fit_terminal(lines, *shutil.get_terminal_size())
     echo("\n".join(lines))
 
 
-def _clearing() -> str:
-    """The sequence that clears this terminal; empty if the terminal cannot be cleared."""
+def _clear_sequence() -> str:
+    """The escape sequence that clears this terminal; empty if the terminal cannot be cleared."""
     try:
         curses.setupterm()
-    except curses.error:  # the terminal is not in the database
+    except curses.error:  # terminfo does not know the terminal
         return "\033[2J\033[1;1H"
     return (curses.tigetstr("clear") or b"").decode()
 
 
-def fitting(lines: Sequence[str], columns: int, rows: int) -> list[str]:
-    """The first lines that fit a terminal of that size, which wraps long lines, with one row left."""
-    taken = itertools.accumulate(max(1, math.ceil(len(line) / max(1, columns))) for line in lines)
-    return [line for line, upto in zip(lines, taken, strict=True) if upto < rows]
+def fit_terminal(lines: Sequence[str], columns: int, rows: int) -> list[str]:
+    """The first lines that fit on a terminal of this size, with one row left. The terminal wraps long lines."""
+    rows_used = itertools.accumulate(max(1, math.ceil(len(line) / max(1, columns))) for line in lines)
+    return [line for line, used in zip(lines, rows_used, strict=True) if used < rows]

@@ -1,8 +1,8 @@
 """`tidemark trace`: the history of one ID, from its record in Kafka to the position that shows it.
 
-Postgres has the batch that settled the ID, and so the offsets between which its record lies. Kafka is read there, and
-if retention removed the record, the output says so. Only the record tells which writer an ID belongs to, because the
-positions of all writers pass it.
+Postgres has the batch that settled the ID, and so the range of offsets that contains its record. This range is read
+from Kafka. If retention removed the record, the output says so. Only the record shows to which writer an ID belongs,
+because the positions of all writers pass the ID.
 """
 
 import shlex
@@ -18,7 +18,7 @@ from tidemark.app.diagnosis.open_ranges import moment
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize, timestamp
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import dead_letters as letters
-from tidemark.app.verbs.dead_letters import LOOKED
+from tidemark.app.verbs.dead_letters import MAX_FILTERED
 from tidemark.app.verbs.explain import CLOSED, evidence, offsets
 from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.dead_letters import DeadLetter, DeadLetterReader, DeadLettersConfig
@@ -32,8 +32,8 @@ from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import Direction, beyond
 from tidemark.streaming.wire import records
 
-MAX_RECORDS: Final = 100  # records
-LONGEST: Final = 16_384  # characters of a record
+MAX_RECORDS: Final = 100  # in the result
+MAX_RECORD_CHARS: Final = 16_384
 
 Statement = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
 IdState = Literal["complete", "open", "silent", "unknown"]
@@ -41,7 +41,17 @@ IdState = Literal["complete", "open", "silent", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class TracedRecord:
-    """A record that is about the ID. `text` is its value; `cut`: only the beginning of the value."""
+    """A record that is about the ID.
+
+    Attributes:
+        time: when Kafka stored the record.
+        kind: the kind of the record; None if it is unreadable.
+        writer: its writer; None if it is unreadable.
+        epoch: its epoch; None if it is unreadable.
+        says: what the record states about the ID.
+        text: its value.
+        cut: `text` has only the beginning of the value.
+    """
 
     topic: str
     partition: int
@@ -57,8 +67,17 @@ class TracedRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriterAtId:
-    """The state of the ID at an active writer: `complete` (above the open gap `(low, top]`), `open` (in that gap),
-    `silent` (the writer sent nothing beyond `low`) or `unknown` (the writer never joined)."""
+    """The state of the ID for a writer that has not passed the ID.
+
+    Attributes:
+        writer: its name.
+        epoch: its epoch.
+        state: `complete` (the ID is above the open gap), `open` (the ID is in the gap), `silent` (the writer sent
+            nothing beyond `low`), or `unknown` (the writer has not joined).
+        low: lower end of the gap `(low, top]`.
+        top: upper end of the gap.
+        since: when the gap opened, or when the first buffered record came.
+    """
 
     writer: str
     epoch: int
@@ -70,8 +89,16 @@ class WriterAtId:
 
 @dataclass(frozen=True, slots=True)
 class SearchedRange:
-    """The offsets `[first, end)` of a partition that were read. The record can be in `[wanted, end)`. Retention
-    removed all offsets below `retained`."""
+    """The offsets of a partition that were searched.
+
+    Attributes:
+        topic: the facts topic.
+        partition: the partition of the stream.
+        first: the first offset that was read.
+        end: the offset after the last one that was read.
+        wanted: the first offset at which the record can be.
+        retained: the first offset that retention has kept.
+    """
 
     topic: str
     partition: int
@@ -83,9 +110,28 @@ class SearchedRange:
 
 @dataclass(slots=True)
 class IdTrace:
-    """All that is known of one ID. `linear`: the linear position now; `highest`: the allocated ID. `writer`: the ID's
-    writer, if a record names it; `unread`: the first offset that no batch has read. `published`: when that writer's
-    position passed the ID in Redis, by Redis's clock. `unknown`: sentences about servers that did not answer."""
+    """Everything that is known about one ID.
+
+    Attributes:
+        linear: the current linear position.
+        highest: the allocated ID of the stream.
+        known: whether the ID is allocated.
+        passed: whether the linear position has passed the ID.
+        writer: the writer of the ID, if a record names it.
+        unread: the first offset that no batch has read.
+        records: the records that are about the ID.
+        searched: the offsets that were searched.
+        settled: the advances that passed the ID, oldest first.
+        offsets: the offsets that the batch of the first advance read.
+        writers: the writers that have not passed the ID.
+        gaps: the gaps that contain the ID, or delayed it.
+        line: when the linear position passed the ID.
+        late: late completions that contain the ID.
+        acts: operator overrides that contain the ID.
+        dead_letters: rejected records that are about the ID.
+        published: when the position of the writer passed the ID in Redis, by Redis's clock.
+        unknown: for each server that did not answer, a sentence.
+    """
 
     stream: str
     id: int
@@ -110,7 +156,7 @@ class IdTrace:
 
 
 def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> IdTrace:
-    """What is in Postgres."""
+    """Start a trace with what Postgres has. `encoded`: the current state of the stream."""
     now = codec.decode(encoded)
     signed = now.direction.signed
     known = not now.direction.opposes(Direction.of(id)) and abs(id) <= now.allocated
@@ -121,12 +167,12 @@ def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> I
     trace.settled = past.settled(stream, id)
     if trace.settled:
         trace.line = past.passed(stream, id, trace.settled[0].time)
-    trace.writers = [*_writers_at(now, id)]
+    trace.writers = [*_writers_below(now, id)]
     trace.late, trace.acts = past.late(stream, id), past.acts_about(stream, id)
     return trace
 
 
-def _writers_at(now: StreamState, id: int) -> Iterator[WriterAtId]:
+def _writers_below(now: StreamState, id: int) -> Iterator[WriterAtId]:
     signed, at = now.direction.signed, abs(id)
     for (name, epoch), buffered in sorted(now.unjoined.items()):
         yield WriterAtId(name, epoch, "unknown", since=moment(buffered.since))
@@ -145,20 +191,23 @@ def _writers_at(now: StreamState, id: int) -> Iterator[WriterAtId]:
 
 
 def home_partition(encoded: bytes) -> int | None:
-    """The partition of the stream's records; None if it is not known yet."""
+    """The Kafka partition of the stream's records; None if it is not known yet."""
     return codec.decode(encoded).home
 
 
-def add_records(trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, most: int) -> None:
-    """Add what at most `most` records of the partition say, and what follows from the ID's writer."""
+def add_records(
+    trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: str, partition: int, max_records: int
+) -> None:
+    """Read at most `max_records` records of the partition, and add those about the ID. If a record names the writer of
+    the ID, remove the results for other writers."""
     retained, end = kafka.bounds(topic, partition)
     trace.unread = past.next_offset(topic, partition) or 0
-    first, last = _range(trace, past, topic, partition)
+    first, last = _record_range(trace, past, topic, partition)
     end = min(end, end if last is None else last)
     wanted = first or 0
-    begin = max(wanted, retained, end - most)
+    begin = max(wanted, retained, end - max_records)
     key = trace.stream.encode()
-    for message in _shown(kafka.between(topic, partition, begin, end), end - begin):
+    for message in _with_progress(kafka.between(topic, partition, begin, end), end - begin):
         if (
             message.key == key
             and (record := record_about(message, trace.id)) is not None
@@ -180,17 +229,17 @@ def add_records(trace: IdTrace, past: IdInspection, kafka: RecordReader, topic: 
         trace.offsets = past.offsets(trace.settled[0].batch, trace.settled[0].time)
 
 
-def _shown(messages: Iterable[RecordedMessage], number: int) -> Iterator[RecordedMessage]:
-    """The messages, of which a terminal sees the progress."""
+def _with_progress(messages: Iterable[RecordedMessage], number: int) -> Iterator[RecordedMessage]:
+    """Yield the messages, and show the progress on a terminal."""
     with progress("reading Kafka", number, "record") as advance:
         for message in messages:
             yield message
             advance(1)
 
 
-def _range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
-    """The offsets between which the record lies, from the stored batches; without an end if the record may still
-    come."""
+def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tuple[int | None, int | None]:
+    """The range of offsets that contains the record, from the stored batches. No end if the record may still be
+    sent."""
     if not trace.known:
         return trace.unread, None
     times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
@@ -207,7 +256,8 @@ def _range(trace: IdTrace, past: IdInspection, topic: str, partition: int) -> tu
 
 
 def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[StoredGap]:
-    """The gaps that contain the ID, and the gaps below it that were open when it completed (at `arrived`, if known)."""
+    """The gaps that contain the ID, and the gaps below the ID that were open when it completed. `arrived`: the time of
+    its record, if known."""
     settled = min((move.time for move in trace.settled), default=None)
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
@@ -217,7 +267,7 @@ def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[
 
 
 def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
-    """What a message says about the ID; None if it says nothing."""
+    """The record of a message, if it is about the ID; otherwise None."""
     value = message.value or b""
     kind = writer = epoch = None
     try:
@@ -232,22 +282,23 @@ def record_about(message: RecordedMessage, id: int) -> TracedRecord | None:
         return None
     text = value.decode(errors="replace")
     origin = message.topic, message.partition, message.offset, moment(max(message.time, 0))
-    return TracedRecord(*origin, kind, writer, epoch, says, text[:LONGEST], cut=len(text) > LONGEST)
+    return TracedRecord(*origin, kind, writer, epoch, says, text[:MAX_RECORD_CHARS], cut=len(text) > MAX_RECORD_CHARS)
 
 
 def _has_number(value: bytes, id: int) -> bool:
+    """Whether the text contains the ID as a whole number."""
     text = str(id).encode()
     at = value.find(text)
     while at >= 0:
-        around = value[max(at - 1, 0) : at] + value[at + len(text) : at + len(text) + 1]
-        if not any(chr(character).isdigit() or character == ord("-") for character in around):
+        neighbours = value[max(at - 1, 0) : at] + value[at + len(text) : at + len(text) + 1]
+        if not any(chr(character).isdigit() or character == ord("-") for character in neighbours):
             return True
         at = value.find(text, at + 1)
     return False
 
 
 def statement_of(record: records.Record, id: int) -> Statement | None:
-    """What a record of the stream says about the ID."""
+    """What a record states about the ID; None if the record is not about it."""
     match record:
         case records.Rdata(id=int(top)):
             return _edge(records.start(record), top, id, "fact")
@@ -258,21 +309,21 @@ def statement_of(record: records.Record, id: int) -> Statement | None:
                 if (statement := _edge(prev, top, id, "fact" if rows else "void")) is not None:
                     return statement
         case records.Position():
-            return "announced" if _holds(record.prev, record.id, id) else None
+            return "announced" if _contains(record.prev, record.id, id) else None
         case records.Skip():
-            return "settled" if _holds(record.prev, record.id, id) else None
+            return "settled" if _contains(record.prev, record.id, id) else None
         case records.Join() | records.Retire():
-            return "settled" if _holds(0, record.id, id) else None
+            return "settled" if _contains(0, record.id, id) else None
     return None
 
 
 def _edge(prev: int, top: int, id: int, completed: Statement) -> Statement | None:
     if top == id:
         return completed
-    return "passed" if _holds(prev, top, id) else None
+    return "passed" if _contains(prev, top, id) else None
 
 
-def _holds(prev: int, top: int, id: int) -> bool:
+def _contains(prev: int, top: int, id: int) -> bool:
     return (id > 0) == (top > 0) and abs(prev) < abs(id) <= abs(top)
 
 
@@ -288,29 +339,30 @@ def add_dead_letters(trace: IdTrace, letters: Sequence[DeadLetter]) -> None:
 
 
 def add_published(trace: IdTrace, published: Callable[[str, str, int], int | None]) -> None:
-    """Add when the ID was published: when the position of its writer passed it, or if that is unknown the last."""
+    """Add when the ID was published: when its writer's position passed it. If the writer is unknown, that of the last
+    writer to pass it."""
     writer = trace.settled[-1].writer if trace.settled and (trace.passed or trace.writer is not None) else None
     if writer is not None and (time := published(trace.stream, writer, trace.id)) is not None:
         trace.published = moment(time)
 
 
-def if_answered(trace: IdTrace, server: str, ask: Callable[[], None]) -> None:
-    """Note that a server does not answer, and go on: the answers of the others are still useful."""
+def try_to_add(trace: IdTrace, server: str, add: Callable[[], None]) -> None:
+    """Call `add`. If the server does not answer, note the error in the trace: the other results are still useful."""
     try:
-        ask()
+        add()
     except TidemarkError as problem:
         trace.unknown.append(f"{server}: {problem}")
 
 
-SHOWN: Final = 10  # of each kind; the JSON has all
-LINE: Final = 300  # characters of a record
+MAX_SHOWN: Final = 10  # lines of each kind in the text; the JSON has all
+MAX_SHOWN_CHARS: Final = 300  # of a record in the text
 
 _STATEMENTS: Final[dict[Statement, str]] = {
-    "fact": "it has the fact",
+    "fact": "has the fact of this ID",
     "void": "the ID was rolled back",
-    "announced": "this writer has no fact there",
+    "announced": "this writer has no fact with this ID",
     "settled": "settles all IDs of this writer up to a higher ID",
-    "passed": "the ID is not of this writer",
+    "passed": "the ID does not belong to this writer",
     "mentions": "unreadable, but contains the number",
 }
 _STATES: Final[dict[IdState, str]] = {
@@ -347,29 +399,33 @@ def _headline(trace: IdTrace) -> str:
     return f"wrong sign: the highest ID is {trace.highest}"
 
 
-def _some(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
-    for line, _ in zip(lines, range(SHOWN), strict=False):
+def _first_lines(lines: Iterable[str], number: int, kind: str) -> Iterator[str]:
+    """The first `MAX_SHOWN` of `number` lines, and a line with the number of the others."""
+    for line, _ in zip(lines, range(MAX_SHOWN), strict=False):
         yield line
-    if number > SHOWN:
-        yield f"and {count(number - SHOWN, f'more {kind}')}: use --json"
+    if number > MAX_SHOWN:
+        yield f"and {count(number - MAX_SHOWN, f'more {kind}')}: use --json"
 
 
 def _record_lines(trace: IdTrace) -> Iterator[str]:
-    for record, _ in zip(trace.records, range(SHOWN), strict=False):
+    for record, _ in zip(trace.records, range(MAX_SHOWN), strict=False):
         yield _record(record) + (", not read by a batch yet" if record.offset >= trace.unread else "")
-        yield f"    {record.text[:LINE]}" + ("..." if record.cut or len(record.text) > LINE else "")
-    if len(trace.records) > SHOWN:
-        yield f"and {count(len(trace.records) - SHOWN, 'more record')}: use --json"
+        yield f"    {record.text[:MAX_SHOWN_CHARS]}" + (
+            "..." if record.cut or len(record.text) > MAX_SHOWN_CHARS else ""
+        )
+    if len(trace.records) > MAX_SHOWN:
+        yield f"and {count(len(trace.records) - MAX_SHOWN, 'more record')}: use --json"
     searched = trace.searched if trace.known else None
     if searched is None or any(record.says in ("fact", "void") for record in trace.records):
         return
     partition = f"{searched.topic}/{searched.partition}"
     span = f"offsets {searched.first}..{searched.end - 1}" if searched.first < searched.end else "no offset"
-    yield f"no record has the ID in {partition}, {span}"
+    yield f"no record of {partition} has the ID: read {span}"
     if searched.wanted < searched.retained:
-        yield f"retention removed offsets below {searched.retained}, which may have had its record"
+        yield f"retention removed offsets below {searched.retained}, which may have contained the record"
     if max(searched.wanted, searched.retained) < searched.first:
-        yield f"offsets {max(searched.wanted, searched.retained)}..{searched.first - 1} may have it: raise --records"
+        unread = f"{max(searched.wanted, searched.retained)}..{searched.first - 1}"
+        yield f"offsets {unread} may contain the record: raise --records"
 
 
 def _record(traced: TracedRecord) -> str:
@@ -379,18 +435,18 @@ def _record(traced: TracedRecord) -> str:
 
 
 def _settled_lines(trace: IdTrace) -> Iterator[str]:
-    how = "settled" if trace.writer is not None or trace.passed else "passed"
+    verb = "settled" if trace.writer is not None or trace.passed else "passed"
     moves = (
-        f"{timestamp(move.time)} {how} in batch {move.batch}: {move.writer} (epoch {move.epoch}) moved from"
+        f"{timestamp(move.time)} {verb} in batch {move.batch}: {move.writer} (epoch {move.epoch}) moved from"
         f" {move.prev} to {move.id}: {evidence(move.evidence)}"
         for move in trace.settled
     )
-    yield from _some(moves, len(trace.settled), "writer")
+    yield from _first_lines(moves, len(trace.settled), "writer")
     if trace.offsets:
         yield f"  the batch read {', '.join(map(offsets, trace.offsets))}"
     if trace.passed and not trace.settled:
-        yield "the stored history does not say when it was settled"
-    yield from _some((_gap(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
+        yield "the stored history does not say when the ID was settled"
+    yield from _first_lines((_gap(trace, gap) for gap in trace.gaps), len(trace.gaps), "gap")
 
 
 def _gap(trace: IdTrace, gap: StoredGap) -> str:
@@ -406,9 +462,9 @@ def _gap(trace: IdTrace, gap: StoredGap) -> str:
 def _writer_lines(trace: IdTrace) -> Iterator[str]:
     if trace.passed:
         return
-    yield from _some(map(_writer_line, trace.writers), len(trace.writers), "writer")
+    yield from _first_lines(map(_writer_line, trace.writers), len(trace.writers), "writer")
     if trace.writers:
-        yield f"to see what to do: tidemark gaps {shlex.quote(trace.stream)}"
+        yield f"to see the remedy: tidemark gaps {shlex.quote(trace.stream)}"
 
 
 def _writer_line(writer: WriterAtId) -> str:
@@ -423,16 +479,16 @@ def _linear_lines(trace: IdTrace) -> Iterator[str]:
     stream = shlex.quote(trace.stream)
     if trace.line is not None:
         passed = trace.line
-        yield f"{timestamp(passed.time)} the linear position passed it in batch {passed.batch}, to {passed.linear}"
+        yield f"{timestamp(passed.time)} the linear position passed the ID in batch {passed.batch}, to {passed.linear}"
         if trace.settled and trace.line.time > trace.settled[0].time:
             at = trace.settled[0].time.isoformat(timespec="milliseconds")
-            yield f"  to see what blocked it until then: tidemark explain {stream} --at {at}"
+            yield f"  to see what blocked the stream until then: tidemark explain {stream} --at {at}"
     elif trace.passed:
-        yield "the stored history does not say when the linear position passed it"
+        yield "the stored history does not say when the linear position passed the ID"
     if trace.published is not None:
         yield f"{timestamp(trace.published)} published in Redis (by its clock)"
     elif trace.settled and not trace.unknown and (trace.passed or trace.writer is not None):
-        yield "Redis no longer has the time at which it was published"
+        yield "Redis no longer has the time at which the ID was published"
 
 
 def _related_lines(trace: IdTrace) -> Iterator[str]:
@@ -442,19 +498,19 @@ def _related_lines(trace: IdTrace) -> Iterator[str]:
         + ("not resolved" if fact.act is None else f"resolved by override {fact.act}")
         for fact in trace.late
     )
-    yield from _some(late, len(trace.late), "late completion")
+    yield from _first_lines(late, len(trace.late), "late completion")
     acts = (
         f"{timestamp(override.time)} {override.kind} of {override.writer} (epoch {override.epoch}),"
         f" {id_range(override.prev, override.id)}, by {override.by}: {override.why}"
         + ("" if override.number is None else f" (override {override.number} of {override.seen_as})")
         for override in trace.acts
     )
-    yield from _some(acts, len(trace.acts), "override")
+    yield from _first_lines(acts, len(trace.acts), "override")
     refused = (
         "rejected as {}: {}/{} {}; tidemark dead-letters show {}".format(letter.reason, *letter.origin, letter.place)
         for letter in trace.dead_letters
     )
-    yield from _some(refused, len(trace.dead_letters), "dead letter")
+    yield from _first_lines(refused, len(trace.dead_letters), "dead letter")
 
 
 class StreamIdType(click.ParamType[int]):
@@ -466,7 +522,7 @@ class StreamIdType(click.ParamType[int]):
         except ValueError:
             id = 0
         if not 0 < abs(id) <= MOST_ID:
-            self.fail(f"{value!r} is not an ID such as 17, or -17 of a stream that counts down", param, ctx)
+            self.fail(f"{value!r} is not an ID such as 17, or -17 in a backward stream", param, ctx)
         return id
 
 
@@ -478,7 +534,7 @@ class StreamIdType(click.ParamType[int]):
     type=click.IntRange(1),
     default=1_000_000,
     show_default=True,
-    help="Read at most this many Kafka records.",
+    help="Maximum number of Kafka records to read.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 @click.pass_context
@@ -497,9 +553,11 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
         with RecordReader(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
             if home is not None:
                 topic = settings.kafka_facts_topic
-                if_answered(trace, "records", lambda: add_records(trace, past, kafka, topic, home, records))
-            if_answered(trace, "dead letters", lambda: add_dead_letters(trace, _letters(settings, LOOKED)))
-            if_answered(trace, "Redis", lambda: add_published(trace, redis.published))
+                try_to_add(trace, "records", lambda: add_records(trace, past, kafka, topic, home, records))
+            try_to_add(
+                trace, "dead letters", lambda: add_dead_letters(trace, _newest_dead_letters(settings, MAX_FILTERED))
+            )
+            try_to_add(trace, "Redis", lambda: add_published(trace, redis.published))
     if as_json:
         click.echo(to_json(trace))
     else:
@@ -508,8 +566,8 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
         context.exit(1)
 
 
-def _letters(settings: Settings, most: int) -> list[DeadLetter]:
+def _newest_dead_letters(settings: Settings, max_per_partition: int) -> list[DeadLetter]:
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
     partitions = Topics(kafka).describe([topic])[topic].partitions
     with DeadLetterReader(DeadLettersConfig(topic, kafka.client(), kafka.producer())) as letters:
-        return letters.newest(range(len(partitions)), most)
+        return letters.newest(range(len(partitions)), max_per_partition)

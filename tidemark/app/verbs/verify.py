@@ -1,7 +1,8 @@
 """`tidemark verify`: compare every replica of the positions with Postgres, and the rows of Postgres with its states.
 
-Streams move during the comparison, so Postgres is read before and after a replica. Within `patience` the replica must
-reach what Postgres had before; it must not show what Postgres does not have afterwards (docs/design.md, rule 4).
+Streams move during the comparison, so Postgres is read before and after each replica. Within `patience` seconds, the
+replica must reach the positions that Postgres had before. It must never be beyond the positions that Postgres has
+afterwards (docs/design.md, rule 4).
 """
 
 import json
@@ -29,14 +30,23 @@ from tidemark.sinks.redis.snapshot import RedisPositions
 from tidemark.streaming.core import codec
 from tidemark.streaming.values.direction import beyond
 
-PAGE = 1000  # streams in one answer of a sidecar
-_SECONDS = 10.0  # for an answer of a sidecar
+PAGE_SIZE = 1000  # streams in one answer of a sidecar
+SIDECAR_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPositions:
-    """A stream as a replica shows it; None: the replica has no such value. If the replica is not `whole`, a writer
-    without a position is at the linear position. `listed`: the stream is in the replica's list of all streams."""
+    """The positions of a stream in a replica. None: the replica has no such value.
+
+    Attributes:
+        linear: the linear position.
+        positions: by writer, the position.
+        allocated: the highest allocated ID.
+        late: number of the newest late completion.
+        whole: if false, a writer without a position is at the linear position.
+        listed: whether the stream is in the replica's list of all streams.
+        problem: why the replica's data cannot be read.
+    """
 
     linear: int | None
     positions: Mapping[str, int] = field(default_factory=dict)
@@ -48,19 +58,21 @@ class CopyPositions:
 
 
 class Copy(Protocol):
-    """A replica of the positions. Methods raise `TidemarkError` if it does not answer."""
+    """A replica of the positions. Its methods raise `TidemarkError` if it does not answer."""
 
     @property
     def name(self) -> str: ...
 
     def names(self) -> set[str]:
-        """Its streams."""
+        """The names of its streams."""
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        """Each of `streams`, which are sorted."""
+        """The positions of each of `streams`. These must be sorted."""
 
 
 class RedisKeys:
+    """The positions that Redis has in single keys."""
+
     name = "redis"
 
     def __init__(self, redis: Redis) -> None:
@@ -78,7 +90,7 @@ class RedisKeys:
 
 
 class RedisTokens:
-    """The token that Redis has of each stream: all positions in one text."""
+    """The token of each stream in Redis: all its positions in one text."""
 
     name = "redis's token"
 
@@ -89,19 +101,19 @@ class RedisTokens:
         return set()
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        return _read(self._redis, streams, lambda row: _of_token(row.token))
+        return _read(self._redis, streams, lambda row: _parse_token(row.token))
 
 
 def _read(
-    redis: Redis, streams: Sequence[str], shown: Callable[[RedisPositions], CopyPositions]
+    redis: Redis, streams: Sequence[str], convert: Callable[[RedisPositions], CopyPositions]
 ) -> dict[str, CopyPositions]:
-    positions = {stream: shown(row) for stream, row in redis.snapshots(streams).items()}
+    positions = {stream: convert(row) for stream, row in redis.snapshots(streams).items()}
     return positions | {
         stream: CopyPositions(None, problem=redis.faults[stream]) for stream in streams if stream not in positions
     }
 
 
-def _of_token(text: str | None) -> CopyPositions:
+def _parse_token(text: str | None) -> CopyPositions:
     if text is None:
         return CopyPositions(None)
     try:
@@ -112,12 +124,13 @@ def _of_token(text: str | None) -> CopyPositions:
 
 
 class Sidecar:
-    """The sidecar at `url`. The first line of the file `tokens` is its bearer token; `trust` checks its certificate."""
+    """The sidecar at `url`. The first line of the file `tokens` is the bearer token. `trust`: to check its certificate.
+    Raises `BadSetting`."""
 
     def __init__(self, url: str, tokens: Path | None, trust: ssl.SSLContext | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadSetting("--sidecar", f"{url!r} is not an address; write http://host:9480")
+            raise BadSetting("--sidecar", f"{url!r} is not a URL such as http://host:9480")
         self.name = f"sidecar {url}"
         self._url = url.rstrip("/")
         self._headers = {} if tokens is None else {"Authorization": f"Bearer {_first_line(tokens)}"}
@@ -128,7 +141,7 @@ class Sidecar:
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
         positions = dict.fromkeys(streams, CopyPositions(None))
-        # A page begins after a name; the first stream's name without its last character is before that stream.
+        # A page begins after a name. The first stream's name without its last character sorts before that stream.
         for row in self._pages(streams[0][:-1], streams[-1]):
             if row["stream"] in positions:
                 positions[row["stream"]] = CopyPositions(row["linear"], row["vector"])
@@ -137,7 +150,7 @@ class Sidecar:
     def _pages(self, after: str | None, last: str | None) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         while after is not None and (last is None or after < last):
-            page = self._get(f"/v1/streams?limit={PAGE}&after={quote(after, safe='')}")
+            page = self._get(f"/v1/streams?limit={PAGE_SIZE}&after={quote(after, safe='')}")
             rows += page["streams"]
             after = page["next"]
         return rows
@@ -145,10 +158,10 @@ class Sidecar:
     def _get(self, path: str) -> Any:
         request = Request(self._url + path, headers=self._headers)
         try:
-            with urlopen(request, timeout=_SECONDS, context=self._trust) as answer:
+            with urlopen(request, timeout=SIDECAR_TIMEOUT_SECONDS, context=self._trust) as answer:
                 return json.load(answer)
         except HTTPError as problem:
-            hint = "; it needs a token: set TIDEMARK_SIDECAR_TOKENS_FILE" if problem.code == 401 else ""
+            hint = "; the sidecar needs a token: set TIDEMARK_SIDECAR_TOKENS_FILE" if problem.code == 401 else ""
             raise Unavailable("the sidecar", self._url, f"{problem.code} {problem.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as problem:
             raise Unavailable("the sidecar", self._url, str(problem)) from None
@@ -161,18 +174,27 @@ def _first_line(tokens: Path) -> str:
         raise BadSetting("TIDEMARK_SIDECAR_TOKENS_FILE", f"cannot read {tokens}: {problem.strerror}") from None
 
 
-AT_ONCE = 500  # streams
-MOST = 1000  # faults of the history that are listed
-SHOWN = 20  # differences of one copy in the text; the JSON has all
-PAUSE = 0.2  # seconds until a copy that is behind is asked again
+CHUNK_SIZE = 500  # streams that are compared together
+MAX_HISTORY_FAULTS = 1000  # in the result
+MAX_SHOWN = 20  # differences of one kind in the text; the JSON has all
+POLL_SECONDS = 0.2  # until a replica that is behind is read again
 
 Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away"]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The replica `copy` shows `found` and Postgres has `postgres` as the `what` (`linear`, `position`, ...) of a
-    stream or of a writer. The verdict `behind` means for longer than `patience`."""
+    """A difference between a replica and Postgres.
+
+    Attributes:
+        copy: the name of the replica.
+        stream: the stream; empty if the whole replica is meant.
+        writer: the writer; None if the stream is meant.
+        what: the name of the compared value: `linear`, `position`, ...
+        found: the value in the replica.
+        postgres: the value in Postgres.
+        verdict: `behind` means for longer than `patience`; `away` means that the replica does not answer.
+    """
 
     copy: str
     stream: str
@@ -185,7 +207,15 @@ class Difference:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """`advances`: how many were checked; None if the history was not asked for."""
+    """The result of a comparison.
+
+    Attributes:
+        streams: number of streams.
+        copies: the names of the replicas.
+        advances: number of advances that were checked; None if the history was not checked.
+        differences: the differences of replicas.
+        history: the faults of the history.
+    """
 
     streams: int = 0
     copies: list[str] = field(default_factory=list)
@@ -198,17 +228,24 @@ class VerifyReport:
         return not self.differences and not self.history
 
 
-def compared(
+def compare_copies(
     audit: Audit, copies: Sequence[Copy], patience: float, clock: Callable[[], float] = time.monotonic
 ) -> VerifyReport:
-    """Compare all replicas. A replica that does not answer is a difference. Raises what `audit` raises."""
+    """Compare all replicas with Postgres. A replica that does not answer is a difference.
+
+    Args:
+        audit: reads Postgres. Its errors are raised.
+        copies: the replicas.
+        patience: seconds in which a replica must reach what Postgres has.
+        clock: monotonic time in seconds.
+    """
     report = VerifyReport(copies=[copy.name for copy in copies])
     names = audit.names()
     report.streams = len(names)
     answering = [*copies]
     with progress("comparing", len(names), "stream") as advance:
-        for start in range(0, len(names), AT_ONCE):
-            part = names[start : start + AT_ONCE]
+        for start in range(0, len(names), CHUNK_SIZE):
+            part = names[start : start + CHUNK_SIZE]
             before = audit.streams(part)
             for stream, rows in before.items():
                 report.differences += state_differences(audit, stream, rows)
@@ -217,23 +254,23 @@ def compared(
                     report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
                 except TidemarkError as problem:
                     answering.remove(copy)
-                    report.differences.append(_away(copy, problem))
+                    report.differences.append(_no_answer(copy, problem))
             advance(len(part))
     for copy in answering:
         try:
             shown = copy.names()
         except TidemarkError as problem:
-            report.differences.append(_away(copy, problem))
+            report.differences.append(_no_answer(copy, problem))
             continue
-        if strange := shown.difference(names):
-            strange = strange.difference(audit.names())
+        if unknown := shown.difference(names):
+            unknown = unknown.difference(audit.names())
         report.differences += [
-            Difference(copy.name, stream, None, "", None, None, "unknown stream") for stream in sorted(strange)
+            Difference(copy.name, stream, None, "", None, None, "unknown stream") for stream in sorted(unknown)
         ]
     return report
 
 
-def _away(copy: Copy, problem: TidemarkError) -> Difference:
+def _no_answer(copy: Copy, problem: TidemarkError) -> Difference:
     return Difference(copy.name, "", None, "", one_line(problem), None, "away")
 
 
@@ -246,17 +283,17 @@ def _copy_differences(
         ahead = [stream for stream in pending if any(_ahead(copy.name, stream, before[stream], shown[stream]))]
         after = audit.streams(ahead) if ahead else {}
         wrong = {stream: [*_ahead(copy.name, stream, after[stream], shown[stream])] for stream in after}
-        lacking = {stream: [*_behind(copy.name, stream, before[stream], shown[stream])] for stream in pending}
-        over = clock() >= deadline
+        behind = {stream: [*_behind(copy.name, stream, before[stream], shown[stream])] for stream in pending}
+        timed_out = clock() >= deadline
         differences += [
             difference
             for stream in pending
-            if over or not lacking[stream]
-            for difference in [*wrong.get(stream, ()), *lacking[stream]]
+            if timed_out or not behind[stream]
+            for difference in [*wrong.get(stream, ()), *behind[stream]]
         ]
-        pending = [] if over else [stream for stream in pending if lacking[stream]]
+        pending = [] if timed_out else [stream for stream in pending if behind[stream]]
         if pending:
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
     return differences
 
 
@@ -300,8 +337,11 @@ GAP = "open gap"
 
 
 def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
-    """Compare a stream's rows with its state. One transaction writes both. They differ only in what outlives a state:
-    the position of a writer that returns after it was forgotten, and the allocated ID after a restore."""
+    """Compare a stream's rows with its encoded state. One transaction writes both, so they must be equal.
+
+    There are two exceptions: the position of a writer that returns after its state was removed, and the allocated ID
+    after a restore. In both cases the rows may be beyond the state.
+    """
 
     def differs(writer: str | None, name: str, decoded: int | str | None, stored: int | str | None) -> Difference:
         return Difference(STATE, stream, writer, name, decoded, stored, "differs")
@@ -339,45 +379,52 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
     yield from (differs(name, GAP, None, top) for name, top in sorted(rows.gaps - gaps))
 
 
-def with_history(audit: Audit, report: VerifyReport) -> None:
-    report.history = audit.history_faults(None, MOST)
+def add_history(audit: Audit, report: VerifyReport) -> None:
+    """Check the whole history, and add the result to the report."""
+    report.history = audit.history_faults(None, MAX_HISTORY_FAULTS)
     report.advances = audit.advances()
 
 
-_DO: dict[tuple[str, str], str] = {
+_REMEDIES: dict[tuple[str, str], str] = {
     ("redis", "behind"): "the pipeline refills Redis within a minute; `tidemark status` shows whether a pipeline runs",
     (
         "redis",
         "ahead",
-    ): "was the database restored? Positions are not taken back, because readers may have used them. The"
+    ): "was the database restored? Redis keeps its positions, because readers may have used them. The"
     " pipeline reads the facts again and catches up; `tidemark status` shows the Kafka lag",
     (
         "redis",
         "unknown stream",
     ): "Redis belongs to another database: check TIDEMARK_REDIS_URL and TIDEMARK_POSTGRES_DSN",
     ("redis", "fault"): "delete the stream's keys; the pipeline refills them from Postgres within a minute",
-    ("redis", "away"): "start Redis; readers that know Postgres use it meanwhile",
+    ("redis", "away"): "start Redis; meanwhile, readers that have the address of Postgres use Postgres",
     (
         "state",
         "differs",
-    ): "one transaction writes both, so another program wrote into the schema tidemark. Stop the pipeline"
+    ): "one transaction writes rows and state, so another program wrote into the schema tidemark. Stop the pipeline"
     " and restore the rows",
-    ("sidecar", "behind"): "it has lost Redis and Postgres, or hangs: see its /readyz and its log, and restart it",
+    (
+        "sidecar",
+        "behind",
+    ): "the sidecar has lost Redis and Postgres, or hangs: see its /readyz and its log, and restart it",
     ("sidecar", "ahead"): "a sidecar never moves back: was the database restored? Restart the sidecar when the"
     " pipeline has caught up",
-    ("sidecar", "unknown stream"): "it reads other servers: compare its `tidemark config` with yours",
-    ("sidecar", "away"): "start it, or correct its address",
+    (
+        "sidecar",
+        "unknown stream",
+    ): "the sidecar reads other servers: compare its `tidemark config` with that of this command",
+    ("sidecar", "away"): "start the sidecar, or correct the URL of --sidecar",
 }
 
-_HISTORY = (
-    "rows were deleted or written by hand, or a part of the database was restored. Positions do not come from the"
-    " history; readers that were away read the missing range from their table"
+_HISTORY_REMEDY = (
+    "rows were deleted or written by hand, or a part of the database was restored. Positions stay correct, because they"
+    " do not come from the history; readers that were down read the missing range from their table"
 )
 
 
 def _remedy(copy: str, verdict: str) -> str:
     kind = "state" if copy == STATE else copy.split(maxsplit=1)[0].removesuffix("'s")
-    return _DO[kind, verdict]
+    return _REMEDIES[kind, verdict]
 
 
 def to_json(report: VerifyReport) -> str:
@@ -393,23 +440,25 @@ def to_json(report: VerifyReport) -> str:
 
 
 def to_text(report: VerifyReport) -> str:
-    """Text for people: a line for each difference, below each kind its remedy, and last what was compared."""
+    """Text for people: a line for each difference, the remedy after each kind, and a summary at the end."""
     lines: list[str] = []
     kinds: dict[tuple[str, str], list[Difference]] = {}
     for difference in report.differences:
         kinds.setdefault((difference.copy, difference.verdict), []).append(difference)
-    for (copy, verdict), of_kind in kinds.items():
-        lines += [_sentence(difference) for difference in of_kind[:SHOWN]]
-        if len(of_kind) > SHOWN:
-            lines.append(f"{copy}: {len(of_kind) - SHOWN} more {verdict}; {_streams_of(of_kind)} in total")
+    for (copy, verdict), differences in kinds.items():
+        lines += [_sentence(difference) for difference in differences[:MAX_SHOWN]]
+        if len(differences) > MAX_SHOWN:
+            lines.append(
+                f"{copy}: {len(differences) - MAX_SHOWN} more {verdict}; {_count_streams(differences)} in total"
+            )
         lines.append(f"    {_remedy(copy, verdict)}")
-    lines += [_broken(fault) for fault in report.history[:SHOWN]]
-    if len(report.history) > SHOWN:
-        more = " or more" if len(report.history) == MOST else ""
+    lines += [_history_fault(fault) for fault in report.history[:MAX_SHOWN]]
+    if len(report.history) > MAX_SHOWN:
+        more = " or more" if len(report.history) == MAX_HISTORY_FAULTS else ""
         lines.append(f"history: {len(report.history)}{more} places are broken")
     if report.history:
-        lines.append(f"    {_HISTORY}")
-    return "\n".join([*lines, _last(report)])
+        lines.append(f"    {_HISTORY_REMEDY}")
+    return "\n".join([*lines, _summary(report)])
 
 
 def _sentence(difference: Difference) -> str:
@@ -424,14 +473,14 @@ def _sentence(difference: Difference) -> str:
         top = difference.found if difference.postgres is None else difference.postgres
         gap = f"the gap of {difference.writer} below {top}"
         return f"{difference.stream}: {gap} is open in {where}, not in {other}: {difference.verdict}"
-    whose = difference.what if difference.writer is None else f"{difference.what} of {difference.writer}"
+    value = difference.what if difference.writer is None else f"{difference.what} of {difference.writer}"
     copied, stored = ("nothing" if at is None else str(at) for at in (difference.found, difference.postgres))
     return (
-        f"{difference.stream}: {whose} is {copied} in {difference.copy} and {stored} in Postgres: {difference.verdict}"
+        f"{difference.stream}: {value} is {copied} in {difference.copy} and {stored} in Postgres: {difference.verdict}"
     )
 
 
-def _broken(fault: HistoryFault) -> str:
+def _history_fault(fault: HistoryFault) -> str:
     match fault.fault:
         case "hole":
             problem = f"a hole: no advance from {fault.expected} to {fault.found}"
@@ -444,12 +493,12 @@ def _broken(fault: HistoryFault) -> str:
     return f"{fault.stream}: the history of {fault.writer} has {problem}"
 
 
-def _streams_of(differences: Sequence[Difference]) -> str:
+def _count_streams(differences: Sequence[Difference]) -> str:
     streams = len({difference.stream for difference in differences})
     return f"{len(differences)} in {count(streams, 'stream')}"
 
 
-def _last(report: VerifyReport) -> str:
+def _summary(report: VerifyReport) -> str:
     where = ", ".join(["Postgres", STATE, *report.copies])
     history = "" if report.advances is None else f"; {count(report.advances, 'advance')} without a hole"
     if report.advances is not None and report.history:
@@ -473,12 +522,12 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
     """Compare Postgres, the pipeline's state, Redis and sidecars. Exit code 1 if they differ."""
     settings = loaded()
     trust = client_tls_context(settings.sidecar_ca_file)
-    asked = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
+    asked_sidecars = [Sidecar(url, settings.sidecar_tokens_file, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
         audit.check()
-        report = compared(audit, [RedisKeys(redis), RedisTokens(redis), *asked], patience)
+        report = compare_copies(audit, [RedisKeys(redis), RedisTokens(redis), *asked_sidecars], patience)
         if history:
-            with_history(audit, report)
+            add_history(audit, report)
     if as_json:
         click.echo(to_json(report))
     else:
