@@ -18,7 +18,7 @@ from tests.contracts import record_schemas
 from tests.contracts.cli_schemas import OUTPUTS, document
 from tidemark.app.cli import main
 from tidemark.app.diagnosis.open_ranges import OpenRange
-from tidemark.app.lines.client import as_json
+from tidemark.app.lines.client import to_json
 from tidemark.app.output import as_object
 from tidemark.app.verbs import dead_letters, gaps, kafka_records
 from tidemark.sinks.dead_letters import DeadLetter
@@ -88,7 +88,7 @@ def test_lines_of_listen_conform(line: bytes) -> None:
     """Each command of the line protocol, as `tidemark listen --json` prints it."""
     command = parse(line)
     assert command is not None
-    strict_validator("listen").validate(json.loads(as_json(command)))
+    strict_validator("listen").validate(json.loads(to_json(command)))
 
 
 def test_gaps_conform() -> None:

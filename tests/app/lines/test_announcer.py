@@ -23,7 +23,7 @@ def test_what_joins_is_said_as_it_is() -> None:
 def test_successor_that_stands_before_the_dead_one_says_nothing_twice() -> None:
     """It repeats where writers were told to stand, skips what was said, and makes clients fetch across the seam."""
     announced = AnnouncedPositions({W: 5})
-    assert announced.restate([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
+    assert announced.reannounce([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
     assert announced.next(moved(3, 4)) == ()
     assert announced.next(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
 
@@ -31,7 +31,7 @@ def test_successor_that_stands_before_the_dead_one_says_nothing_twice() -> None:
 def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None:
     """Whoever heard the dead one is below the first POSITION."""
     announced = AnnouncedPositions({W: 5})
-    assert announced.restate([PositionCommand("s", "w", 9, 9), PositionCommand("s", "v", 1, 1)]) == [
+    assert announced.reannounce([PositionCommand("s", "w", 9, 9), PositionCommand("s", "v", 1, 1)]) == [
         PositionCommand("s", "w", 9, 9),
         PositionCommand("s", "v", 1, 1),
     ]
@@ -42,7 +42,7 @@ def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: i
     """Wherever both sidecars stood: a client that follows the rules has fetched or heard every ID, in order."""
     announced = AnnouncedPositions({W: dead})
     client, has = dead, set(range(1, dead + 1))
-    said: list[PositionCommand | RdataCommand] = [*announced.restate([PositionCommand("s", "w", stands, stands)])]
+    said: list[PositionCommand | RdataCommand] = [*announced.reannounce([PositionCommand("s", "w", stands, stands)])]
     for step in steps:
         said.extend(announced.next(moved(stands, stands + step)))
         stands += step

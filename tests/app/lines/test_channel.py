@@ -21,7 +21,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines import channel as speaker_module
 from tidemark.app.lines import hub as hub_module
-from tidemark.app.lines.channel import ANSWER_EVERY, Channel, ChannelConfig
+from tidemark.app.lines.channel import ANSWER_INTERVAL_SECONDS, Channel, ChannelConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig
@@ -108,7 +108,7 @@ def test_many_who_ask_at_once_get_few_answers(
         answers = 0
         while (line := worker.hears(1.0)) is not None:
             answers += line != "REPLICATE"
-        assert 1 <= answers <= 2 + (time.monotonic() - began) / ANSWER_EVERY
+        assert 1 <= answers <= 2 + (time.monotonic() - began) / ANSWER_INTERVAL_SECONDS
 
 
 def test_moves_are_said_once(pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker) -> None:
@@ -274,8 +274,8 @@ def test_writers_that_left_are_forgotten(
     pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the speaker, in what it leaves to its successor, and in answers; one that comes back is announced again."""
-    monkeypatch.setattr(hub_module, "FORGET_EVERY", 0.1)
-    monkeypatch.setattr(speaker_module, "FORGET_EVERY", 0.1)
+    monkeypatch.setattr(hub_module, "FORGET_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(speaker_module, "FORGET_INTERVAL_SECONDS", 0.1)
     told = f"tidemark:lines:{{{TERMS.channel}}}:announced"
     pipeline.publish(stream("s", advance("old", 0, 5), advance("w", 0, 7), linear=7))
     with speaking(servers, worker):

@@ -123,7 +123,7 @@ def test_another_server_is_told_in_one_line() -> None:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 2
         assert error.count("\n") == 1
-        assert "is server one and not two" in error
+        assert "is one and not two" in error
 
 
 def test_it_listens_with_tls(
@@ -144,8 +144,8 @@ def test_it_listens_with_tls(
 
 def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends PINGs; when nothing comes back it closes the connection and makes a new one, and asks again."""
-    monkeypatch.setattr(client, "PING_EVERY", 0.1)
-    monkeypatch.setattr(client, "SILENCE", 1.0)
+    monkeypatch.setattr(client, "PING_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(client, "SERVER_TIMEOUT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         silent.settimeout(60)
         commands = client.LinesClient(silent.getsockname()).commands()
@@ -169,7 +169,7 @@ def test_server_that_ends_every_connection_is_pressed_less_and_less(monkeypatch:
     # In its module alone: who else sleeps in this process is no part of this.
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=pauses.append)
     monkeypatch.setattr(client, "time", clock)
-    with served(NO_POSITION, LineServerConfig(connections=0)) as address:
+    with served(NO_POSITION, LineServerConfig(max_connections=0)) as address:
         commands = client.LinesClient(address).commands()
         while len(pauses) < 6:
             assert isinstance(next(commands), ErrorCommand)
@@ -203,6 +203,6 @@ def test_colours_change_no_letter() -> None:
         ReplicateCommand(),
     ]
     for command in shown:
-        assert click.unstyle(client.coloured(command)) == str(command)
-        assert json.loads(client.as_json(command))["command"] == str(command).split(" ")[0]
-    assert client.coloured(shown[0]).split("1 2")[0] != client.coloured(shown[1]).split("2 2")[0]
+        assert click.unstyle(client.to_colored_text(command)) == str(command)
+        assert json.loads(client.to_json(command))["command"] == str(command).split(" ")[0]
+    assert client.to_colored_text(shown[0]).split("1 2")[0] != client.to_colored_text(shown[1]).split("2 2")[0]

@@ -9,23 +9,23 @@ from tidemark.app.lines.server import (
     Disconnect,
     KeepAlive,
     Reaction,
-    RelayOn,
+    RelayCommand,
     SendCommand,
     SendPositions,
     ServerSession,
 )
 
-KEEP = KeepAlive(interval=5.0, timeout=15.0)
+KEEP = KeepAlive(interval_seconds=5.0, timeout_seconds=15.0)
 
 
 def begun() -> ServerSession:
     made = ServerSession(KEEP, lambda: 1500000000.25, 0.0)
-    made.sent(0.0)
+    made.mark_sent(0.0)
     return made
 
 
 def texts(acts: Iterable[Reaction]) -> list[str]:
-    return [str(act.command) if isinstance(act, SendCommand | RelayOn) else type(act).__name__ for act in acts]
+    return [str(act.command) if isinstance(act, SendCommand | RelayCommand) else type(act).__name__ for act in acts]
 
 
 def test_server_begins_with_its_name_and_a_ping() -> None:
@@ -38,9 +38,9 @@ def test_ping_only_where_nothing_else_was_said() -> None:
     talk = begun()
     assert texts(talk.tick(3.9, 1.0)) == []
     assert texts(talk.tick(4.0, 1.0)) == ["PING 1500000000250"]
-    talk.sent(4.0)
+    talk.mark_sent(4.0)
     assert texts(talk.tick(7.0, 1.0)) == []
-    talk.sent(7.0)
+    talk.mark_sent(7.0)
     assert texts(talk.tick(10.0, 1.0)) == []
     assert texts(talk.tick(11.0, 1.0)) == ["PING 1500000000250"]
 
@@ -49,7 +49,7 @@ def test_no_time_out_before_the_first_ping() -> None:
     """A person with nc may be silent for as long as they like."""
     talk = begun()
     assert texts(talk.receive(b"REPLICATE", 1.0)) == ["SendPositions"]
-    talk.sent(99990.0)
+    talk.mark_sent(99990.0)
     assert texts(talk.tick(99991.0, 1.0)) == []
 
 
@@ -58,11 +58,11 @@ def test_silence_after_a_ping_ends_the_connection() -> None:
     talk = begun()
     assert texts(talk.receive(b"PING 1", 1.0)) == []
     assert texts(talk.receive(b"", 10.0)) == []
-    talk.sent(24.0)
+    talk.mark_sent(24.0)
     assert texts(talk.tick(24.9, 1.0)) == []
     (leave,) = talk.tick(25.0, 1.0)
     assert isinstance(leave, Disconnect)
-    assert leave.why == "silent"
+    assert leave.reason == "silent"
     assert texts(talk.tick(99.0, 1.0)) == texts(talk.receive(b"REPLICATE", 99.0)) == []
 
 
@@ -100,7 +100,7 @@ def test_never_silent_and_never_impatient(lines: list[tuple[float, bytes]]) -> N
             assert not any(isinstance(act, Disconnect) for act in acts)
             if acts:
                 said = now
-                talk.sent(now)
-            assert now - said < KEEP.interval
+                talk.mark_sent(now)
+            assert now - said < KEEP.interval_seconds
         now = until
-        assert all(isinstance(act, SendPositions | RelayOn) for act in talk.receive(line, now))
+        assert all(isinstance(act, SendPositions | RelayCommand) for act in talk.receive(line, now))

@@ -29,7 +29,7 @@ class RowsPlay:
     def __init__(self, *, whole: bool = True, limit: int = BIG) -> None:
         announced: dict[Writer, int] = {}
         self.rows = RowBuffer(limit, announced)
-        self.announcer = Announcer(self.rows, announced, patience=1.0)
+        self.announcer = Announcer(self.rows, announced, timeout_seconds=1.0)
         self.rows.begin({0: whole, 1: whole}, {})
         self.now = 0.0
 
@@ -47,7 +47,7 @@ class RowsPlay:
 
     def wait(self, seconds: float) -> list[str]:
         self.now += seconds
-        return texts(self.announcer.overdue(self.now))
+        return texts(self.announcer.timed_out(self.now))
 
 
 def texts(told: Iterable[Announcement]) -> list[str]:
@@ -266,7 +266,7 @@ class Wild:
         self._epochs: dict[Writer, int] = {}
         announced: dict[Writer, int] = {}
         self._rows = RowBuffer(limit, announced)
-        self._announcer = Announcer(self._rows, announced, patience=1.0)
+        self._announcer = Announcer(self._rows, announced, timeout_seconds=1.0)
         self._stands: dict[Writer, int] = {}
         self._read: int | None = None
         self._published = 0
@@ -307,7 +307,7 @@ class Wild:
             if writer := self._rows.read(0, record):
                 self._check(self._announcer.retry([writer], now))
         self._read = max(self._read, upto)
-        self._check(self._announcer.overdue(now))
+        self._check(self._announcer.timed_out(now))
 
     def _tagged(self, records: list[Record]) -> Iterator[Record]:
         """The rows of each fact say whose they are; those of a fact come one after the other."""

@@ -13,7 +13,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines.server import KeepAlive, LineServerConfig
 from tidemark.app.read_side import ReadSideConfig
 
-BRISK = LineServerConfig(keep_alive=KeepAlive(interval=0.2, timeout=0.6), tick=0.05)
+BRISK = LineServerConfig(keep_alive=KeepAlive(interval_seconds=0.2, timeout_seconds=0.6), tick_seconds=0.05)
 
 
 def test_server_says_its_name_then_ping() -> None:
@@ -97,7 +97,7 @@ def test_relayed_commands_reach_all_others() -> None:
     ("sent", "problem"),
     [
         (b"HELLO\n", "unknown command 'HELLO'"),
-        (b"RDATA s w 1 {}\n", "RDATA is a command of the server"),
+        (b"RDATA s w 1 {}\n", "RDATA, which is a command of the server"),
         (b"\x00\x01\x02\n", "control characters"),
         (b"\xff\xff\n", "not UTF-8"),
         (b"x" * 2000, "longer than 1000 bytes"),
@@ -106,7 +106,7 @@ def test_relayed_commands_reach_all_others() -> None:
 )
 def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) -> None:
     """Malformed, binary and oversized lines: one ERROR that says what was wrong, then the connection closes."""
-    with served(NO_POSITION, LineServerConfig(longest=1000)) as address, client(address) as one:
+    with served(NO_POSITION, LineServerConfig(max_line_bytes=1000)) as address, client(address) as one:
         one.socket.sendall(sent)
         said = one.said()
         assert said

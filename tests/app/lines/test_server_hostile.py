@@ -15,7 +15,7 @@ from tests.app.lines.given import MIB, NO_POSITION, RELAYED, LineClient, client,
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LINES_PER_TURN, REST, LineServer, LineServerConfig
+from tidemark.app.lines.server import LINES_PER_ITERATION, PAUSE_FACTOR, LineServer, LineServerConfig
 from tidemark.app.read_side import ReadSide, ReadSideConfig, metrics
 from tidemark.app.serving.tls_listener import ListenerConfig
 from tidemark.streaming.wire.line_protocol import PositionCommand
@@ -34,7 +34,7 @@ def test_client_that_never_reads_is_dropped() -> None:
     """It is cut off at the bound of its buffer, the memory stays, and who reads is told everything."""
     process = psutil.Process()
     with (
-        served(NO_POSITION, LineServerConfig(unread=200_000)) as address,
+        served(NO_POSITION, LineServerConfig(max_unread_bytes=200_000)) as address,
         client(address, "REPLICATE", receive_buffer=4096) as deaf,
         client(address, "REPLICATE") as one,
     ):
@@ -51,7 +51,7 @@ def test_client_that_never_reads_is_dropped() -> None:
 def test_clients_that_read_nothing_fill_no_memory_together() -> None:
     """Where all of them have more unread than they may together, those with the most are dropped."""
     with (
-        served(NO_POSITION, LineServerConfig(unread_by_all=2_000_000, tick=0.05)) as address,
+        served(NO_POSITION, LineServerConfig(max_total_unread_bytes=2_000_000, tick_seconds=0.05)) as address,
         client(address, "REPLICATE") as one,
         ExitStack() as crowd,
     ):
@@ -80,10 +80,10 @@ def test_flood_of_lines_has_its_turns() -> None:
             rested = 0
             while done - begun < 20_000:
                 await asyncio.sleep(0)
-                assert taken() - done <= LINES_PER_TURN
+                assert taken() - done <= LINES_PER_ITERATION
                 rested += taken() == done
                 done = taken()
-            assert rested > 20_000 / LINES_PER_TURN
+            assert rested > 20_000 / LINES_PER_ITERATION
             writer.close()
 
     asyncio.run(flood())
@@ -115,7 +115,7 @@ def test_client_that_asks_for_positions_without_end_takes_a_part_of_the_time(mon
         one.send("REPLICATE")
         assert one.said() == "POSITION s w 1 1"
         passed = time.monotonic() - begun
-        assert len(asked) <= passed / (0.05 * (1 + REST)) + 2
+        assert len(asked) <= passed / (0.05 * (1 + PAUSE_FACTOR)) + 2
 
 
 def test_relaying_counts_as_what_it_costs() -> None:
@@ -128,7 +128,7 @@ def test_relaying_counts_as_what_it_costs() -> None:
         server.on_relayed = relayed.append
         listening = socket.create_server(("127.0.0.1", 0))
         async with server.serving(listening, ListenerConfig()):
-            crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(LINES_PER_TURN)]
+            crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(LINES_PER_ITERATION)]
             crowd[0][1].write(b"USER_IP x\n" * 20)
             done = 0
             while done < 20:
@@ -144,15 +144,15 @@ def test_relaying_counts_as_what_it_costs() -> None:
 def test_no_more_connections_than_allowed() -> None:
     """One too many is told so and closed; when another leaves there is room again. A connection that never sent a line
     gives way."""
-    with served(NO_POSITION, LineServerConfig(connections=1)) as address:
+    with served(NO_POSITION, LineServerConfig(max_connections=1)) as address:
         before = taken()
         with client(address) as silent, client(address, "NAME one") as one:
             assert silent.line() == "SERVER tidemark"
-            assert (silent.said() or "").startswith("ERROR the limit of clients")
+            assert (silent.said() or "").startswith("ERROR this sidecar has reached its limit of clients")
             assert one.line() == "SERVER tidemark"
             eventually(lambda: taken() > before)
             two = LineClient(address)
-            assert (two.line() or "").startswith("ERROR the limit of clients")
+            assert (two.line() or "").startswith("ERROR this sidecar has reached its limit of clients")
             assert two.line() is None
             two.close()
 

@@ -49,7 +49,7 @@ def part(text: str) -> Record:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves wait for their rows however busy the machine is."""
-    monkeypatch.setattr(hub, "PATIENCE", 5.0)
+    monkeypatch.setattr(hub, "ROW_TIMEOUT_SECONDS", 5.0)
 
 
 def flowing(one: LineClient, topic: FactsOfTest, pipeline: Pipeline, first: int = 1) -> int:

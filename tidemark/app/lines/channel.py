@@ -1,13 +1,13 @@
 """The line protocol on a Redis channel, one command per message, between sidecars and their clients.
 
-Every sidecar relays commands, in both directions, so that they reach the clients of all sidecars. Only one sidecar, the
-leader, announces positions, and only on a channel that is configured. Commands are not resent: a command that is sent
-while Redis is down is lost, which the protocol allows.
+Every sidecar relays commands between the channel and its clients, so that a command reaches the clients of all
+sidecars. On a configured channel, one sidecar, the leader, also announces positions. Commands are not resent: a command
+that is sent while Redis is down is lost, which the protocol allows.
 
-The leader answers REPLICATE. It has a lease in Redis, and a script that checks the lease sends every line. So two
-sidecars never announce at the same time, even if one was frozen and wakes up. The same script stores the announced
-positions of writers for the next leader, which begins with a POSITION for every writer. It makes subscribers below that
-position fetch.
+The leader answers REPLICATE. It has a lease in Redis, and sends every line by a script that checks the lease. So two
+sidecars never announce at the same time, even if one of them was frozen and wakes up. The script also stores the
+announced positions of writers for the next leader. The next leader begins with a POSITION for every writer, which makes
+subscribers at a lower position fetch the missing rows.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import msgspec
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
-from tidemark.app.lines.hub import FORGET_EVERY, Hub
+from tidemark.app.lines.hub import FORGET_INTERVAL_SECONDS, Hub
 from tidemark.app.lines.rows import AnnouncedPositions, Announcement, Writer
 from tidemark.app.lines.server import LineServer
 from tidemark.app.logs import RepeatedLog
@@ -40,18 +40,18 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 
 log = get_logger(__name__)
 
-AT_ONCE = 500  # approximate lines of one script call, which blocks other clients of Redis
-ANSWER_EVERY = 0.5  # seconds between answers: each one answers every REPLICATE before it
+LINES_PER_CALL = 500  # about; a call of the script blocks other clients of Redis
+ANSWER_INTERVAL_SECONDS = 0.5  # between two answers; one answers all REPLICATE commands before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("announce.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """`lease`: seconds for which the channel is silent after the leader was killed."""
+    """A configured channel. `lease_seconds`: how long no sidecar announces after the leader was killed."""
 
     channel: str
-    lease: float = 3.0
+    lease_seconds: float = 3.0
 
 
 class _LeaseLost(Exception):
@@ -59,7 +59,7 @@ class _LeaseLost(Exception):
 
 
 class ChannelLeader:
-    """Waits for the lease, and announces while it has the lease, until cancelled. For one event loop. `client`: a
+    """Waits for the lease, and announces positions while it has the lease. For one event loop. `client`: a
     redis.asyncio client.
     """
 
@@ -69,16 +69,16 @@ class ChannelLeader:
         self._config = config
         self._token = uuid.uuid4().hex
         self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("leader", "announced")]
-        self._lock = Lock(client, self._keys[0], timeout=config.lease, blocking=False, thread_local=False)
+        self._lock = Lock(client, self._keys[0], timeout=config.lease_seconds, blocking=False, thread_local=False)
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()
         self._wake = asyncio.Event()
-        self._unanswered = False  # whether a REPLICATE has no answer yet
-        self._answered_at = 0.0
+        self._is_requested = False  # whether a REPLICATE is not answered yet
+        self._sent_at = 0.0
 
-    def replicate(self) -> None:
-        """Request an answer with all positions."""
-        self._unanswered = True
+    def request_positions(self) -> None:
+        """Let the leader send all positions soon."""
+        self._is_requested = True
         self._wake.set()
 
     async def run(self) -> None:
@@ -95,7 +95,7 @@ class ChannelLeader:
                 if problem is None:
                     log.warning("Cannot announce on the Redis channel", problem=str(error))
                 problem = error
-            await asyncio.sleep(self._config.lease / 3)
+            await asyncio.sleep(self._config.lease_seconds / 3)
 
     async def _lead(self) -> None:
         log.info("Leading the channel", channel=self._config.channel)
@@ -103,21 +103,21 @@ class ChannelLeader:
         self._hub.subscribe(self._announce)
         metrics.CHANNEL_LEADER.set(1)
         try:
-            announced = AnnouncedPositions(await self._announced())
+            announced = AnnouncedPositions(await self._stored_positions())
             await self._hub.wait_until_started()
-            self._announcements.clear()  # the positions sent now include them
-            await self._answer(announced)
-            checked_at = -FORGET_EVERY
+            self._announcements.clear()  # the positions that are sent next include them
+            await self._send_positions(announced)
+            checked_at = -FORGET_INTERVAL_SECONDS
             while not renewing.done():
                 self._wake.clear()
-                if time.monotonic() - checked_at >= FORGET_EVERY:
+                if time.monotonic() - checked_at >= FORGET_INTERVAL_SECONDS:
                     checked_at = time.monotonic()
                     await self._forget(announced)
                 while self._announcements:
                     await self._publish(self._batch(announced))
-                if self._unanswered and time.monotonic() - self._answered_at >= ANSWER_EVERY:
-                    await self._answer(announced)
-                await self._wait(renewing)
+                if self._is_requested and time.monotonic() - self._sent_at >= ANSWER_INTERVAL_SECONDS:
+                    await self._send_positions(announced)
+                await self._wait_for_work(renewing)
             renewing.result()
         finally:
             metrics.CHANNEL_LEADER.set(0)
@@ -129,90 +129,95 @@ class ChannelLeader:
         self._announcements.extend(announcements)
         self._wake.set()
 
-    async def _wait(self, renewing: asyncio.Task[None]) -> None:
+    async def _wait_for_work(self, renewing: asyncio.Task[None]) -> None:
         waking = asyncio.ensure_future(self._wake.wait())
-        pause = ANSWER_EVERY if self._unanswered else None
+        pause = ANSWER_INTERVAL_SECONDS if self._is_requested else None
         await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         waking.cancel()
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self._config.lease / 3)
+            await asyncio.sleep(self._config.lease_seconds / 3)
             try:
                 await self._lock.reacquire()
             except LockNotOwnedError:
                 raise _LeaseLost from None
 
     async def _release(self) -> None:
-        """Release the lease, so that the next leader need not wait until it expires."""
+        """Release the lease, so that the next leader need not wait until the lease expires."""
         try:
             await self._lock.release()
         except RedisError as problem:
             log.info("Could not release the lease of the channel; it expires by itself", problem=str(problem))
 
-    async def _announced(self) -> dict[Writer, int]:
+    async def _stored_positions(self) -> dict[Writer, int]:
         stored = await self._client.hgetall(self._keys[1])
         return {(stream, writer): int(id) for name, id in stored.items() for stream, writer in [name.split(" ")]}
 
-    async def _answer(self, announced: AnnouncedPositions) -> None:
-        self._unanswered, self._answered_at = False, time.monotonic()
-        for chunk in _chunks(announced.restate(self._hub.positions())):
+    async def _send_positions(self, announced: AnnouncedPositions) -> None:
+        self._is_requested, self._sent_at = False, time.monotonic()
+        for chunk in _chunks(announced.reannounce(self._hub.positions())):
             await self._publish([chunk])
 
     def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
-        """The commands of the next announcements, each announcement complete."""
+        """The commands of the next announcements. An announcement is never split."""
         batch: list[Sequence[PositionCommand | RdataCommand]] = []
-        while self._announcements and sum(map(len, batch)) < AT_ONCE:
+        while self._announcements and sum(map(len, batch)) < LINES_PER_CALL:
             batch.append(announced.next(self._announcements.popleft()))
         return batch
 
     async def _forget(self, announced: AnnouncedPositions) -> None:
-        left_writers = await self._hub.left_writers(announced.positions)
-        announced.forget(left_writers)
-        for start in range(0, len(left_writers), AT_ONCE):
-            await self._run_script([], [], [" ".join(writer) for writer in left_writers[start : start + AT_ONCE]])
+        removed_writers = await self._hub.removed_writers(announced.positions)
+        announced.forget(removed_writers)
+        for start in range(0, len(removed_writers), LINES_PER_CALL):
+            await self._run_script(
+                [], [], [" ".join(writer) for writer in removed_writers[start : start + LINES_PER_CALL]]
+            )
 
     async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
-        commands_to_send = [command for group in commands for command in group]
-        if not commands_to_send:
+        commands_sent = [command for group in commands for command in group]
+        if not commands_sent:
             return
         positions = {
-            f"{command.stream} {command.writer}": str(command.id)
-            for command in commands_to_send
-            if command.id is not None
+            f"{command.stream} {command.writer}": str(command.id) for command in commands_sent if command.id is not None
         }
         await self._run_script(
-            [str(_upwards(command)) for command in commands_to_send],
+            [str(_with_ascending_ids(command)) for command in commands_sent],
             [word for pair in positions.items() for word in pair],
             [],
         )
-        metrics.LINES_SENT.inc(len(commands_to_send))
+        metrics.LINES_SENT.inc(len(commands_sent))
 
-    async def _run_script(self, lines: list[str], positions: list[str], left_writers: list[str]) -> None:
-        packed = msgspec.msgpack.encode((lines, positions, left_writers))
+    async def _run_script(self, lines: list[str], positions: list[str], removed_writers: list[str]) -> None:
+        packed = msgspec.msgpack.encode((lines, positions, removed_writers))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
             raise _LeaseLost
 
 
 def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
-    return (positions[start : start + AT_ONCE] for start in range(0, len(positions), AT_ONCE))
+    return (positions[start : start + LINES_PER_CALL] for start in range(0, len(positions), LINES_PER_CALL))
 
 
-def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
-    """Convert a command to the form of Synapse's workers, in which IDs of backward streams ascend too."""
+def _with_ascending_ids(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
+    """The command with positive IDs, as Synapse's workers expect them also for backward streams."""
     if isinstance(command, PositionCommand):
         return replace(command, prev=abs(command.prev), id=abs(command.id))
     return command if command.id is None else replace(command, id=abs(command.id))
 
 
-MAX_QUEUED = 10_000  # commands that wait to be sent
-MAX_QUEUED_CHARACTERS = 8 << 20  # characters of all waiting commands; one command may have 64 KiB
+MAX_QUEUED = 10_000  # commands
+MAX_QUEUED_CHARACTERS = 8 << 20  # of all commands together; one command may have 64 KiB
 
 
 class Channel:
-    """A channel, for one event loop. `client`: a redis.asyncio client that decodes replies.
+    """Connects a server to a Redis channel. For one event loop.
 
-    Without a `config`, the channel only relays commands between sidecars with the same server name and Redis database.
+    Args:
+        hub: the source of announcements.
+        server: the server whose clients get the commands of the channel.
+        client: a redis.asyncio client that decodes replies.
+        config: the configured channel. None: the channel only relays commands between sidecars with the same server
+            name and Redis database.
     """
 
     def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig | None) -> None:
@@ -254,7 +259,7 @@ class Channel:
         while True:
             line = await self._outgoing.get()
             self._queued -= len(line)
-            if len(self._echoes) >= MAX_QUEUED:  # the user may publish but not subscribe
+            if len(self._echoes) >= MAX_QUEUED:  # no line returns if the Redis user may not subscribe
                 self._echoes.clear()
             self._echoes[_digest(line)] += 1  # until Redis returns the line
             try:
@@ -266,7 +271,7 @@ class Channel:
                 if problem is None:
                     log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
                 problem = error
-                # Drop commands, which must not be sent late.
+                # Drop the waiting commands, because they must not be sent late.
                 self._outgoing, self._queued = asyncio.Queue(MAX_QUEUED), 0
 
     async def _subscribe(self, pubsub: Any) -> None:
@@ -284,12 +289,12 @@ class Channel:
             return
         match command:
             case ReplicateCommand() if self._leader is not None:
-                self._leader.replicate()
+                self._leader.request_positions()
             case RelayedCommand():
                 self._server.relay(command)
 
     def _is_echo(self, line: str) -> bool:
-        """Whether this process published the line and receives it with this call."""
+        """Whether this process published the line. Each call consumes one publication."""
         digest = _digest(line)
         count = self._echoes.pop(digest, 0)
         if count > 1:
@@ -298,7 +303,7 @@ class Channel:
 
 
 def _digest(line: str) -> bytes:
-    """A digest of a published line, stored until the line returns. Thousands of lines of up to 64 KiB may be in
-    flight.
+    """A digest of a line. Thousands of published lines of up to 64 KiB may not have returned yet, so they are not
+    stored themselves.
     """
     return blake2b(line.encode(), digest_size=16).digest()

@@ -1,7 +1,7 @@
 """`tidemark listen`: a client of the line protocol, for people and for pipes.
 
-It sends the protocol's keep-alives, and reconnects after a loss of the connection. It fetches no rows: the first
-POSITION after a loss shows the move of each stream. Lines are printed in colours, or as JSON.
+The client sends the keep-alives of the protocol, and reconnects after a loss of the connection. It fetches no rows: the
+first POSITION of each writer after a loss shows how far the writer has moved. Lines are printed in colours, or as JSON.
 """
 
 import socket
@@ -31,15 +31,15 @@ from tidemark.streaming.wire.line_protocol import (
     parse,
 )
 
-PING_EVERY = 4.0  # seconds; the protocol requires 5
-SILENCE = 15.0  # seconds without a line after which the server counts as dead
-LONGEST = 16 << 20  # bytes of a line; rows may be large
+PING_INTERVAL_SECONDS = 4.0  # the protocol requires a line every 5 s
+SERVER_TIMEOUT_SECONDS = 15.0  # without a line, after which the client reconnects
+MAX_LINE_BYTES = 16 << 20  # rows may be large
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 
 
-def wanted(command: Command, streams: Collection[str]) -> bool:
-    """Whether to print the command. `streams`: the requested streams; empty: all. PINGs are never printed."""
+def should_print(command: Command, streams: Collection[str]) -> bool:
+    """Whether to print the command. `streams`: the streams to print; empty: all. PINGs are never printed."""
     match command:
         case PingCommand():
             return False
@@ -48,8 +48,8 @@ def wanted(command: Command, streams: Collection[str]) -> bool:
     return True
 
 
-def coloured(command: Command) -> str:
-    """The received line, with colours by the action that a client must take."""
+def to_colored_text(command: Command) -> str:
+    """The received line, with colours that depend on what a client must do."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
@@ -63,8 +63,8 @@ def coloured(command: Command) -> str:
     return click.style(str(command), fg=_DIM)
 
 
-def as_json(command: Command) -> str:
-    """The command as one line of JSON; the field `command` is its first word."""
+def to_json(command: Command) -> str:
+    """The command as one line of JSON. The field `command` is the first word of the line."""
     match command:
         case RdataCommand(stream, writer, id, row):
             fields = {"stream": stream, "writer": writer, "id": id, "row": msgspec.Raw(row.encode())}
@@ -85,14 +85,14 @@ def _styled(stream: str, writer: str) -> str:
 
 
 class WrongServer(Stop):
-    def __init__(self, where: str, expected: str, reported: str) -> None:
-        super().__init__(f"{where} is server {reported} and not {expected}: check the address")
-        self.found = reported
+    def __init__(self, address: str, expected: str, reported: str) -> None:
+        super().__init__(f"the server at {address} is {reported} and not {expected}: check the address")
+        self.reported = reported
 
 
 class CertificateRefused(Stop):
-    def __init__(self, where: str, problem: str) -> None:
-        super().__init__(f"the certificate of {where} is refused ({problem}): check {CA} and the address")
+    def __init__(self, address: str, problem: str) -> None:
+        super().__init__(f"the certificate of {address} is not valid ({problem}): check {CA} and the address")
 
 
 class LinesClient:
@@ -100,51 +100,54 @@ class LinesClient:
 
     Args:
         address: host and port.
-        server: the required name in SERVER; None: any.
-        trust: makes the TLS context of each connection; None: no TLS.
+        server: the expected server name; None: any.
+        tls_context: returns the TLS context of a connection; None: no TLS.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
         server: str | None = None,
-        trust: Callable[[], ssl.SSLContext] | None = None,
+        tls_context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._address = address
         self._where = f"{address[0]}:{address[1]}"
         self._server = server
-        self._trust = trust
+        self._tls_context = tls_context
 
     def commands(self) -> Generator[Command, None, None]:
-        """The commands of the server, without end, with a new connection after each loss. Raises `WrongServer` and
-        `CertificateRefused`."""
-        patience = WaitLog()
+        """The commands of the server, without end. Reconnects after each loss of the connection.
+
+        Raises:
+            WrongServer: the server has another name.
+            CertificateRefused: the certificate of the server is not valid.
+        """
+        wait_log = WaitLog()
         while True:
             try:
                 connected = time.monotonic()
-                for command in self._connected():
-                    if (
-                        time.monotonic() - connected >= PING_EVERY
-                    ):  # prevents fast retries if the server closes the connection at once
-                        patience.succeeded()
+                for command in self._connection_commands():
+                    # Not at once: a server that closes each new connection must not be contacted again and again.
+                    if time.monotonic() - connected >= PING_INTERVAL_SECONDS:
+                        wait_log.succeeded()
                     yield command
-                problem = "it closed the connection"
+                problem = "the server closed the connection"
             except ssl.SSLCertVerificationError as error:
                 raise CertificateRefused(self._where, error.verify_message) from None
             except OSError as error:
                 problem = str(error)
             except BadCommand as error:
-                problem = f"it does not speak the line protocol: {error}"
-            time.sleep(patience.pause_after(Unavailable("the sidecar", self._where, problem)))
+                problem = f"the server does not use the line protocol: {error}"
+            time.sleep(wait_log.pause_after(Unavailable("the sidecar", self._where, problem)))
 
-    def _connected(self) -> Iterator[Command]:
+    def _connection_commands(self) -> Iterator[Command]:
         """The commands of one connection."""
-        splitter = LineSplitter(LONGEST)
-        with self._encrypted(socket.create_connection(self._address, timeout=SILENCE)) as connection:
+        splitter = LineSplitter(MAX_LINE_BYTES)
+        with self._wrap_tls(socket.create_connection(self._address, timeout=SERVER_TIMEOUT_SECONDS)) as connection:
             _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
             received = pinged = time.monotonic()
             while True:
-                connection.settimeout(max(0.01, pinged + PING_EVERY - time.monotonic()))
+                connection.settimeout(max(0.01, pinged + PING_INTERVAL_SECONDS - time.monotonic()))
                 data = None
                 with suppress(TimeoutError):
                     data = connection.recv(1 << 16)
@@ -152,24 +155,24 @@ class LinesClient:
                     return
                 if data:
                     received = time.monotonic()
-                    yield from self._parsed(splitter.lines(data))
+                    yield from self._parse(splitter.lines(data))
                 now = time.monotonic()
-                if now - received >= SILENCE:
-                    raise TimeoutError(f"nothing was received for {SILENCE:g} s")
-                if now - pinged >= PING_EVERY:
+                if now - received >= SERVER_TIMEOUT_SECONDS:
+                    raise TimeoutError(f"nothing was received for {SERVER_TIMEOUT_SECONDS:g} s")
+                if now - pinged >= PING_INTERVAL_SECONDS:
                     pinged = now
                     _send(connection, _ping())
 
-    def _encrypted(self, connection: socket.socket) -> socket.socket:
-        if self._trust is None:
+    def _wrap_tls(self, connection: socket.socket) -> socket.socket:
+        if self._tls_context is None:
             return connection
         try:
-            return self._trust().wrap_socket(connection, server_hostname=self._address[0])
+            return self._tls_context().wrap_socket(connection, server_hostname=self._address[0])
         except BaseException:
             connection.close()
             raise
 
-    def _parsed(self, lines: Iterable[bytes]) -> Iterator[Command]:
+    def _parse(self, lines: Iterable[bytes]) -> Iterator[Command]:
         for line in lines:
             command = parse(line)
             if isinstance(command, ServerCommand) and self._server not in {None, command.name}:

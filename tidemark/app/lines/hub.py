@@ -1,6 +1,6 @@
-"""The hub: combines the moves of streams with rows from Kafka into announcements, the same for all subscribers.
+"""Combines the moves of streams with rows from Kafka into announcements, which are the same for all subscribers.
 
-It follows streams, and reads rows, only while it has a subscriber. For one event loop.
+The hub follows streams and reads rows only while it has a subscriber. For one event loop.
 """
 
 import asyncio
@@ -24,29 +24,35 @@ from tidemark.streaming.wire.records import Record
 
 log = get_logger(__name__)
 
-PATIENCE = 0.5  # seconds that an advance waits for its rows
-OVERDUE_EVERY = 0.1  # seconds between two checks for advances whose rows did not arrive in time
-PAUSE = 1.0  # seconds until a retry
-TOGETHER = 50  # batches that are announced together; bounds the wait of other tasks
-FORGET_EVERY = 60.0  # seconds between two checks for removed writers
-POLL = 0.2  # seconds that the Kafka reader thread waits for a record
+ROW_TIMEOUT_SECONDS = 0.5  # for the rows of an advance
+TIMEOUT_CHECK_SECONDS = 0.1  # between two checks for rows that did not arrive in time
+RETRY_SECONDS = 1.0
+BATCHES_PER_ITERATION = 50  # other tasks run between two iterations
+FORGET_INTERVAL_SECONDS = 60.0  # between two checks for removed writers
+POLL_SECONDS = 0.2  # for which the thread that reads Kafka waits for a record
 
 Subscriber = Callable[[Sequence[Announcement]], None]
 
 
 class Hub:
-    """`tail` makes a reader of the facts topic. `limit`: the largest number of bytes of buffered rows."""
+    """Makes announcements for its subscribers.
+
+    Args:
+        read_side: the source of positions and moves.
+        tail: creates a reader of the facts topic.
+        limit: the largest size of buffered rows, in bytes.
+    """
 
     def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
         self._read_side = read_side
         self._tail = tail
         self._announced: dict[Writer, int] = {}
         self._rows = RowBuffer(limit, self._announced)
-        self._announcer = Announcer(self._rows, self._announced, PATIENCE)
+        self._announcer = Announcer(self._rows, self._announced, ROW_TIMEOUT_SECONDS)
         self._subscribers: list[Subscriber] = []
         self._running: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # includes cancelled tasks that have not ended yet
-        self._closed = False
+        self._is_closed = False
         self._started = asyncio.Event()
         self._starting: set[str] = set()  # streams whose followers have not started yet
 
@@ -55,7 +61,7 @@ class Hub:
         try:
             yield self
         finally:
-            self._closed = True  # a subscriber during shutdown starts no task
+            self._is_closed = True  # so that no subscriber starts a task during shutdown
             self._running = set()
             for task in [*self._tasks]:
                 await cancel_until_done(task)
@@ -67,7 +73,7 @@ class Hub:
             self._start()
 
     async def wait_until_started(self) -> None:
-        """Wait until positions are known. No announcement is made until the caller waits again."""
+        """Wait until the positions of streams are known. No announcement is made before the caller's next await."""
         await self._started.wait()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -77,12 +83,12 @@ class Hub:
             self._started.clear()
 
     def positions(self) -> list[PositionCommand]:
-        """The announced position of every writer, for the answer to REPLICATE."""
+        """A POSITION with the announced position of every writer, for the answer to REPLICATE."""
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
-    async def left_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
-        """The writers in `announced` that are no longer listed and that the linear position has passed. They retired
-        long ago, so subscribers do not need their positions.
+    async def removed_writers(self, announced: Mapping[Writer, int]) -> list[Writer]:
+        """The writers in `announced` that their stream no longer lists, and that the linear position has passed. They
+        retired long ago, so subscribers do not need their positions.
         """
         known = await self._read_side.snapshots.known({stream for stream, _ in announced})
         return [
@@ -93,8 +99,8 @@ class Hub:
 
     async def _forget(self) -> None:
         while True:
-            await asyncio.sleep(FORGET_EVERY)
-            self._announcer.forget(await self.left_writers(self._announced))
+            await asyncio.sleep(FORGET_INTERVAL_SECONDS)
+            self._announcer.forget(await self.removed_writers(self._announced))
 
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
@@ -105,36 +111,36 @@ class Hub:
                 subscriber(announced)
 
     def _start(self) -> None:
-        if self._closed:
+        if self._is_closed:
             return
         self._rows.end()
-        # No TaskGroup: it cancels each task only once, which is not always enough (`cancel_until_done`).
+        # No TaskGroup, which cancels a task only once: see `cancel_until_done`.
         self._running = {
-            self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
+            self._create_task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
         }
         for task in self._running:
             task.add_done_callback(self._task_ended)
 
     def _stop(self) -> None:
         for task in self._running:
-            self._task(cancel_until_done(task))
+            self._create_task(cancel_until_done(task))
         self._running = set()
 
-    def _task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _create_task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(run)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Start again after a failure, because clients could not distinguish it from idle streams."""
+        """Restart after a failure, because clients cannot distinguish a failure from idle streams."""
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("The follower of streams for the line protocol failed", problem=repr(problem))
             self._stop()
-            self._running = {self._task(self._again())}
+            self._running = {self._create_task(self._restart())}
 
-    async def _again(self) -> None:
-        await asyncio.sleep(PAUSE)
+    async def _restart(self) -> None:
+        await asyncio.sleep(RETRY_SECONDS)
         self._start()
 
     async def _follow(self) -> None:
@@ -146,29 +152,31 @@ class Hub:
             with self._read_side.followers.subscribe(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
-                # A move before the follower's first read could only be announced as a start position.
+                # Wait for the followers: a move before their first read could only make clients fetch its rows.
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(PAUSE):
+                    async with asyncio.timeout(RETRY_SECONDS):
                         while self._starting:
-                            await self._take(listener)
+                            await self._announce_next(listener)
                 self._started.set()
                 while not listener.cut_off.done():
-                    await self._take(listener)
-            log.warning("Line clients fetch what was missed: the moves came too fast, or a follower failed")
-            await asyncio.sleep(PAUSE)
+                    await self._announce_next(listener)
+            log.warning(
+                "The line protocol missed moves, because they were too fast or a follower failed; clients fetch"
+            )
+            await asyncio.sleep(RETRY_SECONDS)
 
-    async def _take(self, listener: Listener) -> None:
-        if not await listener.waited(PAUSE):
+    async def _announce_next(self, listener: Listener) -> None:
+        if not await listener.waited(RETRY_SECONDS):
             return
         now = time.monotonic()
         self._announce(
             [
                 announcement
-                for stream, item in listener.take(TOGETHER)
+                for stream, item in listener.take(BATCHES_PER_ITERATION)
                 for announcement in self._announcements(stream, item, now)
             ]
         )
-        await asyncio.sleep(0)  # let other tasks run even if the queue is never empty
+        await asyncio.sleep(0)  # other tasks must run even if the queue is never empty
 
     def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
@@ -177,9 +185,9 @@ class Hub:
                 yield from self._announcer.catch_up(stream, place.positions)
             case EventBatch(events=events):
                 for event in events:
-                    yield from self._moved(stream, event, now)
+                    yield from self._event_announcements(stream, event, now)
 
-    def _moved(self, stream: str, event: Event, now: float) -> Iterable[Announcement]:
+    def _event_announcements(self, stream: str, event: Event, now: float) -> Iterable[Announcement]:
         match event:
             case Advance():
                 return self._announcer.advance(stream, event, now)
@@ -189,8 +197,8 @@ class Hub:
 
     async def _announce_overdue(self) -> None:
         while True:
-            await asyncio.sleep(OVERDUE_EVERY)
-            self._announce(self._announcer.overdue(time.monotonic()))
+            await asyncio.sleep(TIMEOUT_CHECK_SECONDS)
+            self._announce(self._announcer.timed_out(time.monotonic()))
 
     async def _read_rows(self) -> None:
         loop, tail = asyncio.get_running_loop(), self._tail()
@@ -200,24 +208,24 @@ class Hub:
             while True:
                 try:
                     progress = await self._read_side.postgres_reader.topic_progress(tail.topic)
-                    whole = await loop.run_in_executor(thread, tail.begin, progress.offsets)
-                    self._rows.begin(whole, progress.allocated)
+                    is_complete = await loop.run_in_executor(thread, tail.begin, progress.offsets)
+                    self._rows.begin(is_complete, progress.allocated)
                     if problem is not None:
-                        log.info("Rows are read from Kafka again")
+                        log.info("Reading rows from Kafka again")
                     problem = None
                     while True:
-                        self._take_in(await loop.run_in_executor(thread, tail.read, POLL))
+                        self._add_records(await loop.run_in_executor(thread, tail.read, POLL_SECONDS))
                 except (Unavailable, Stop) as error:
                     if problem is None:
-                        log.warning("Cannot read rows from Kafka; line clients fetch them", problem=str(error))
+                        log.warning("Cannot read rows from Kafka; clients must fetch them", problem=str(error))
                     problem = error
                     self._rows.end()
-                    await asyncio.sleep(PAUSE)
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             thread.submit(tail.close)
             thread.shutdown(wait=False)
 
-    def _take_in(self, records: Iterable[tuple[int, Record]]) -> None:
+    def _add_records(self, records: Iterable[tuple[int, Record]]) -> None:
         read = {writer for partition, record in records if (writer := self._rows.read(partition, record))}
         self._announce(self._announcer.retry(read, time.monotonic()))
         metrics.ROW_BUFFER_BYTES.set(self._rows.size)

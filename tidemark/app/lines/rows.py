@@ -1,16 +1,15 @@
-"""Rows of writers, and the announcements of positions that contain them. Pure.
+"""Buffers rows from Kafka until positions pass their IDs, and makes announcements of positions with these rows. Pure.
 
-The rows were read from Kafka before a position passed their IDs. The pipeline decides whether a row counts
-(`streaming.core.stream`), and its advances show the decision. `RowBuffer` matches each advance with the edges that were
-read. Rows are delivered only if edges of the right epoch tile the advance exactly, with the advance's number of facts.
-All other advances are `LOST`, and clients fetch their rows. So rows of zombies, rows of IDs that were settled without
-them, and incomplete facts are never delivered. The buffer is bounded. If it is full, the writers with the most rows
-lose them, and clients fetch those rows too.
+The pipeline decides whether a row counts (`streaming.core.stream`), and its advances show the decision. `RowBuffer`
+matches each advance with the edges that were read. Rows are announced only if edges of the advance's epoch cover the
+advance exactly, with the advance's number of facts. Otherwise the rows are `LOST`, and clients fetch them. So rows of
+zombies, rows of IDs that were settled without them, and incomplete facts are never announced. If the buffer is full,
+the rows of the writers with the most rows are dropped, and clients fetch them too.
 
 An announcement has rows, or is empty, or makes clients fetch. All clients get the same announcements in the same order.
-The announcements of each writer join: the `prev` of one is the `id` of the one before. An advance waits briefly for
-unread rows, and later advances of the writer wait for that one. On a Redis channel several sidecars announce in turn:
-`AnnouncedPositions` joins their announcements.
+The announcements of a writer have no gaps: the `prev` of each is the `id` of the one before. An advance waits briefly
+for rows that were not read yet, and later advances of the writer wait for this advance. On a Redis channel, one sidecar
+after the other announces: `AnnouncedPositions` connects their announcements.
 
 IDs are signed; "beyond" means away from 0.
 """
@@ -27,22 +26,22 @@ from tidemark.streaming.values.direction import beyond, farther
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
-OVERHEAD = 200  # approximate bytes of an edge without its rows
+EDGE_OVERHEAD_BYTES = 200  # about, without the rows
 
 Writer = tuple[str, str]
 """A stream and the name of one of its writers."""
 
 
 class MissingRows(Enum):
-    """Marks an advance whose rows are not available."""
+    """Why the rows of an advance are not available."""
 
-    NOT_YET = "an edge is missing that may still be read"
-    LOST = "the rows will not come"
+    NOT_YET = "an edge was not read yet"
+    LOST = "the rows cannot be read any more"
 
 
 @dataclass(frozen=True, slots=True)
 class UnannouncedFact:
-    """A fact with its rows in order, at least one, each as JSON in one line."""
+    """A fact with one or more rows, in order. Each row is JSON in one line."""
 
     id: int
     rows: Sequence[str]
@@ -50,8 +49,8 @@ class UnannouncedFact:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge, stored under its `prev` in `UnannouncedRows`. `rows`: () without a fact, None for a fact with unread
-    rows.
+    """An edge from `prev`, its key in `UnannouncedRows`, to `id`. `rows`: empty without a fact, None for a fact with
+    unread rows.
     """
 
     id: int
@@ -60,31 +59,32 @@ class _Edge:
 
 
 class UnannouncedRows:
-    """Edges and rows of one writer of one stream, beyond its announced position. Records come in partition order.
+    """Edges and rows of one writer of one stream, beyond its announced position.
 
     Attributes:
-        size: approximate size in bytes.
+        size: the approximate size in bytes.
         reach: the highest ID that any record named.
 
     Args:
         position: the announced position.
-        named: of facts up to this ID, possibly only the last row is read, if a producer sent it twice.
-        whole: every record of the writer is read. If not, the first fact may lack earlier rows.
+        highest_named: the highest ID that unread records may have named. A producer may have sent the last row of
+            such a fact twice, so the rows that were read may be incomplete.
+        is_complete: whether every record of the writer is read. If not, the first fact may lack rows.
     """
 
-    def __init__(self, position: int, named: int, *, whole: bool) -> None:
-        self.size = OVERHEAD
-        self.reach = named
+    def __init__(self, position: int, highest_named: int, *, is_complete: bool) -> None:
+        self.size = EDGE_OVERHEAD_BYTES
+        self.reach = highest_named
         self._position = position
-        self._named = named
-        self._whole = whole
+        self._highest_named = highest_named
+        self._is_complete = is_complete
         self._epoch: int | None = None  # the epoch of the last JOIN that was read
         self._edges: dict[int, _Edge] = {}  # by their `prev`
-        self._ends: list[tuple[int, int]] = []  # a heap: magnitude of an edge's ID, its `prev`
-        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows of a fact whose ID was not read yet
+        self._ends: list[tuple[int, int]] = []  # a heap of edges: the magnitude of `id`, and `prev`
+        self._batches: dict[int, list[str] | None] = {}  # by epoch: the rows of a fact whose ID was not read yet
 
     def read(self, record: records.Record) -> None:
-        """Add the next record of the writer."""
+        """Add the next record of the writer, in the order of its partition."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
@@ -94,7 +94,7 @@ class UnannouncedRows:
                     batch.append(records.in_one_line(record.row))
                     self.size += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._batch(record.epoch) if beyond(id, self._named) else None
+                batch = self._batch(record.epoch) if beyond(id, self._highest_named) else None
                 rows = None if batch is None else (*batch, records.in_one_line(record.row))
                 self._begin_fact(record.epoch)
                 self._keep(records.start(record), _Edge(id, record.epoch, rows))
@@ -107,7 +107,8 @@ class UnannouncedRows:
                 self._settle(record.id, record.epoch)
 
     def take(self, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of an advance whose IDs are all facts or empty, in order. Does not remove them: see `passed`."""
+        """The facts of an advance, in order. They stay in the buffer until `remove_up_to`. All IDs of the advance must
+        be facts or empty."""
         facts: list[UnannouncedFact] = []
         at = advance.prev
         while at != advance.id:
@@ -115,7 +116,7 @@ class UnannouncedRows:
             if edge is None:
                 return MissingRows.NOT_YET
             if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
-                return MissingRows.NOT_YET  # until a JOIN of its epoch or a later one is read
+                return MissingRows.NOT_YET  # until a JOIN of this epoch or of a later one is read
             if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
                 return MissingRows.LOST
             if edge.rows:
@@ -123,8 +124,8 @@ class UnannouncedRows:
             at = edge.id
         return facts if len(facts) == advance.evidence.facts else MissingRows.LOST
 
-    def passed(self, position: int) -> None:
-        """Remove everything up to `position`, which was announced, with or without rows."""
+    def remove_up_to(self, position: int) -> None:
+        """Remove all edges up to `position`, which was announced."""
         self._position = farther(position, self._position)
         while self._ends and self._ends[0][0] <= abs(self._position):
             _, prev = heappop(self._ends)
@@ -133,8 +134,8 @@ class UnannouncedRows:
                 self._drop(prev)
 
     def _batch(self, epoch: int) -> list[str] | None:
-        """The rows of the next fact; None if the fact began before the first read record."""
-        return self._batches.setdefault(epoch, [] if self._whole else None)
+        """The rows of the next fact; None if rows of the fact may be in unread earlier records."""
+        return self._batches.setdefault(epoch, [] if self._is_complete else None)
 
     def _begin_fact(self, epoch: int) -> None:
         batch = self._batches.get(epoch)
@@ -148,7 +149,7 @@ class UnannouncedRows:
             return
         known = self._edges.get(prev)
         if known is not None:
-            # A repeated edge is a duplicate. An edge of another epoch may be a zombie's, or the database was restored.
+            # A repeated edge is a duplicate. An edge of an older epoch is from a zombie.
             if edge.epoch < known.epoch or (edge.epoch == known.epoch and known.rows is not None):
                 return
             self._drop(prev)
@@ -169,12 +170,12 @@ class UnannouncedRows:
         self._begin_fact(join.epoch)
         for prev, edge in list(self._edges.items()):
             if edge.epoch < join.epoch and beyond(edge.id, join.id):
-                self._drop(prev)  # its database was restored to an earlier state
+                self._drop(prev)  # the database of the writer was restored to an earlier state
         if not join.unseen:
             self._settle(join.id, join.epoch)
 
     def _settle(self, upto: int, epoch: int) -> None:
-        """Mark open IDs up to `upto` as empty."""
+        """Add empty edges for the open IDs up to `upto`."""
         at = self._position
         for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
             if beyond(prev, upto):
@@ -187,7 +188,7 @@ class UnannouncedRows:
 
 
 def _size(edge: _Edge) -> int:
-    return OVERHEAD + sum(map(len, edge.rows or ()))
+    return EDGE_OVERHEAD_BYTES + sum(map(len, edge.rows or ()))
 
 
 class RowBuffer:
@@ -201,93 +202,99 @@ class RowBuffer:
     def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
         self.size = 0
         self.dropped = 0
-        """How often a writer lost its rows; reset it when you count."""
+        """How many times the rows of a writer were dropped. The caller resets it."""
         self._limit = limit
         self._announced = announced
         self._writers: dict[Writer, UnannouncedRows] = {}
         self._homes: dict[str, int] = {}
-        self._whole: Mapping[int, bool] = {}
-        self._named: dict[str, int] = {}
+        self._is_complete: Mapping[int, bool] = {}
+        self._highest_named: dict[str, int] = {}
 
-    def begin(self, whole: Mapping[int, bool], named: Mapping[str, int]) -> None:
-        """Start with the records of these partitions.
+    def begin(self, is_complete: Mapping[int, bool], highest_named: Mapping[str, int]) -> None:
+        """Begin a new read of the topic.
 
         Args:
-            whole: by partition, whether it had no earlier records.
-            named: by stream, the highest ID that earlier records may have named.
+            is_complete: by partition, whether its first record is read.
+            highest_named: by stream, the highest ID that unread earlier records may have named.
         """
         self.end()
-        self._whole = whole
-        self._named = dict(named)
+        self._is_complete = is_complete
+        self._highest_named = dict(highest_named)
 
     def end(self) -> None:
         """Remove all rows, because no more records are read."""
         self._writers.clear()
         self._homes.clear()
-        self._whole = {}
+        self._is_complete = {}
         self.size = 0
 
     def read(self, partition: int, record: records.Record) -> Writer | None:
         """Add the next record of `partition`.
 
         Returns:
-            The writer of the record; None for an ignored record.
+            The writer of the record; None if the record is ignored.
         """
         if self._homes.setdefault(record.stream, partition) != partition:
             return None  # a stream is in one partition (docs/design.md 3)
         writer = record.stream, record.writer
         buffered = self._writers.get(writer)
         if buffered is None:
-            whole = self._whole[partition]
-            buffered = self._keep(writer, 0 if whole else self._named.get(record.stream, 0), whole=whole)
+            is_complete = self._is_complete[partition]
+            buffered = self._keep(
+                writer, 0 if is_complete else self._highest_named.get(record.stream, 0), is_complete=is_complete
+            )
         before = buffered.size
         buffered.read(record)
         self.size += buffered.size - before
         if self.size > self._limit:
-            self._shed()
+            self._evict()
         return writer
 
     def take(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | MissingRows:
-        """The facts of `advance`, in order; see `UnannouncedRows.take`."""
+        """The facts of `advance`, in order, as `UnannouncedRows.take`."""
         evidence = advance.evidence
         if advance.proven_empty:
             return ()
-        if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._whole:
+        if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._is_complete:
             return MissingRows.LOST
         buffered = self._writers.get((stream, advance.writer))
         return MissingRows.NOT_YET if buffered is None else buffered.take(advance)
 
-    def passed(self, writers: Iterable[Writer]) -> None:
-        """Note that these writers were announced up to new positions."""
+    def remove_up_to(self, writers: Iterable[Writer]) -> None:
+        """Remove the rows of these writers up to their announced positions."""
         for writer in writers:
             if buffered := self._writers.get(writer):
                 before = buffered.size
-                buffered.passed(self._announced[writer])
+                buffered.remove_up_to(self._announced[writer])
                 self.size += buffered.size - before
 
-    def _keep(self, writer: Writer, named: int, *, whole: bool) -> UnannouncedRows:
-        buffered = self._writers[writer] = UnannouncedRows(self._announced.get(writer, 0), named, whole=whole)
+    def _keep(self, writer: Writer, highest_named: int, *, is_complete: bool) -> UnannouncedRows:
+        buffered = self._writers[writer] = UnannouncedRows(
+            self._announced.get(writer, 0), highest_named, is_complete=is_complete
+        )
         self.size += buffered.size
         return buffered
 
-    def _shed(self) -> None:
+    def _evict(self) -> None:
+        """Drop rows until half of the limit is free, the writers with the most rows first."""
         for writer in sorted(self._writers, key=lambda writer: self._writers[writer].size, reverse=True):
             if self.size <= self._limit // 2:
                 return
             before = self._writers.pop(writer)
             self.size -= before.size
-            self._keep(writer, before.reach, whole=False)
+            self._keep(writer, before.reach, is_complete=False)
             self.dropped += 1
-        for (stream, _), buffered in self._writers.items():  # too many writers, regardless of their size
-            self._named[stream] = farther(buffered.reach, self._named.get(stream, 0))
-        self._whole = dict.fromkeys(self._whole, False)
+        # There are too many writers: even without rows they need more than half of the limit.
+        for (stream, _), buffered in self._writers.items():
+            self._highest_named[stream] = farther(buffered.reach, self._highest_named.get(stream, 0))
+        self._is_complete = dict.fromkeys(self._is_complete, False)
         self._writers.clear()
         self.size = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The commands that move a subscriber from `prev` to `id`. A subscriber at another position needs `fetch`."""
+    """The commands that move a subscriber from `prev` to `id`. A subscriber elsewhere gets `fetch` instead."""
 
     stream: str
     writer: str
@@ -298,7 +305,7 @@ class Announcement:
 
     @property
     def fetch(self) -> PositionCommand:
-        """A command that makes a subscriber below `id` fetch its missing rows."""
+        """A command that makes a subscriber below `id` fetch the missing rows."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
@@ -313,19 +320,21 @@ class Announcer:
 
     Args:
         rows: the rows that were read from Kafka.
-        announced: the last announced position of each writer. This object changes it.
-        patience: seconds that an advance waits for its rows. Callers pass in the time (s, monotonic).
+        announced: the last announced position of each writer. This object changes the mapping.
+        timeout_seconds: how long an advance waits for its rows.
+
+    The argument `now` of methods is a monotonic clock, in seconds.
     """
 
-    def __init__(self, rows: RowBuffer, announced: dict[Writer, int], patience: float) -> None:
+    def __init__(self, rows: RowBuffer, announced: dict[Writer, int], timeout_seconds: float) -> None:
         self._rows = rows
         self._announced = announced
-        self._patience = patience
+        self._timeout_seconds = timeout_seconds
         self._waiting: dict[Writer, deque[_PendingAdvance]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Announcements for writers that reached `positions` by unknown advances: clients fetch all rows, including
-        waiting ones.
+        """Announcements for writers that reached `positions` by unknown advances. Clients fetch the rows, also of
+        advances that wait for rows.
         """
         for writer, position in sorted(positions.items()):
             announced = self._announced.get((stream, writer))
@@ -335,14 +344,14 @@ class Announcer:
                 yield self._announce(stream, writer, id, id if announced is None else announced, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
-        """The announcements after the next advance of a writer."""
+        """Add the next advance of a writer, and return the announcements that are possible now."""
         self._waiting.setdefault((stream, advance.writer), deque()).append(
-            _PendingAdvance(advance, now + self._patience)
+            _PendingAdvance(advance, now + self._timeout_seconds)
         )
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Announcements of advances of `writers` whose rows have arrived or timed out."""
+        """Announcements of waiting advances of `writers`, if their rows have arrived or timed out."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
@@ -355,13 +364,13 @@ class Announcer:
             else:
                 self._waiting.pop(writer, None)
 
-    def overdue(self, now: float) -> Iterator[Announcement]:
-        """Announcements of advances whose wait for rows has timed out."""
+    def timed_out(self, now: float) -> Iterator[Announcement]:
+        """Announcements of advances that have waited too long for their rows."""
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
         yield from self.retry(late, now)
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """Remove writers (`Hub.left_writers`). A writer that comes back is introduced like a new one."""
+        """Forget the writers that `Hub.removed_writers` returns. A writer that comes back counts as new."""
         for writer in writers:
             if writer not in self._waiting:
                 self._announced.pop(writer, None)
@@ -373,7 +382,7 @@ class Announcer:
         announced = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, announced):
             return None
-        if announced != advance.prev:  # the IDs between were not seen, or are partly announced
+        if announced != advance.prev:  # an advance is missing, or this advance is partly announced
             return self._announce(stream, name, advance.id, announced, None)
         facts = self._rows.take(stream, advance)
         if facts is MissingRows.NOT_YET and now < waiting.until:
@@ -383,14 +392,14 @@ class Announcer:
     def _announce(
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
     ) -> Announcement:
-        """Announce an advance. `facts` None: clients must fetch its rows."""
+        """Make an announcement, and move the announced position. `facts`: None if clients must fetch the rows."""
         known = (stream, writer) in self._announced
         self._announced[stream, writer] = id
-        self._rows.passed([(stream, writer)])
+        self._rows.remove_up_to([(stream, writer)])
         if facts is None:
             return Announcement(stream, writer, prev, id, "fetch", [PositionCommand(stream, writer, id, id)])
         commands: list[PositionCommand | RdataCommand] = []
-        if facts and not known:  # clients drop rows of writers that were never introduced
+        if facts and not known:  # clients ignore rows of a writer before its first POSITION
             commands.append(PositionCommand(stream, writer, prev, prev))
         for fact in facts:
             *first, last = fact.rows
@@ -403,10 +412,10 @@ class Announcer:
 
 
 class AnnouncedPositions:
-    """The positions of writers that any sidecar announced on the channel.
+    """The positions of writers that were last announced on the channel, by this or another sidecar.
 
-    A subscriber that gets all commands gets every row exactly once, even if this sidecar is behind or ahead of its
-    predecessor.
+    A subscriber that receives all commands gets every row exactly once, even if this sidecar has read less or more than
+    the previous leader.
     """
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
@@ -417,13 +426,13 @@ class AnnouncedPositions:
         return self._positions
 
     def forget(self, writers: Iterable[Writer]) -> None:
-        """Remove writers (`Hub.left_writers`)."""
+        """Forget the writers that `Hub.removed_writers` returns."""
         for writer in writers:
             self._positions.pop(writer, None)
 
-    def restate(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """A POSITION for every writer, at the farther of its own and its announced position. It makes subscribers below
-        it fetch.
+    def reannounce(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
+        """A POSITION for every writer, at the farther of its position here and its announced position. The POSITION
+        makes subscribers at a lower position fetch.
         """
         restated = []
         for position in positions:
@@ -434,8 +443,8 @@ class AnnouncedPositions:
         return restated
 
     def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """The commands that move subscribers from their last position to this announcement. Empty if they have passed
-        it.
+        """The commands that move subscribers from the last announced position to this announcement. Empty if the last
+        announced position is beyond it.
         """
         writer = announcement.stream, announcement.writer
         announced = self._positions.get(writer, announcement.prev)

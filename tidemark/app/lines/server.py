@@ -1,9 +1,9 @@
 """The line protocol over TCP: the server, and its connections.
 
-Connections handle their lines in turns. A client that does not read is disconnected.
+Connections handle their lines round-robin. A client that does not read is disconnected.
 
-`ServerSession` is the protocol of one connection without a socket: what to send, and when to disconnect. Callers pass
-in the time (s, monotonic).
+`ServerSession` is the protocol of one connection without I/O: what to send, and when to disconnect. Its argument `now`
+is a monotonic clock, in seconds.
 """
 
 import asyncio
@@ -39,12 +39,15 @@ from tidemark.streaming.wire.line_protocol import (
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds. `interval`: the longest time between two lines of the server. `timeout`: time without a line after which
-    a client that has sent a PING is disconnected.
+    """The keep-alive times of a connection.
+
+    Attributes:
+        interval_seconds: the longest time between two lines of the server.
+        timeout_seconds: the longest time between two lines of a client. Clients that never send a PING have no limit.
     """
 
-    interval: float = 5.0
-    timeout: float = 15.0
+    interval_seconds: float = 5.0
+    timeout_seconds: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,49 +57,52 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class SendPositions:
-    """Send all positions, and announcements afterwards."""
+    """Send all positions, and later announcements."""
 
 
 @dataclass(frozen=True, slots=True)
-class RelayOn:
-    """Relay a command to all other clients."""
+class RelayCommand:
+    """Send a command to all other clients."""
 
     command: RelayedCommand
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection after everything else was sent. `problem` is for people."""
+    """Close the connection after everything else was sent. `problem`: the cause, as text for people."""
 
-    why: Literal["silent", "bad"]
+    reason: Literal["silent", "bad"]
     problem: str
 
 
-Reaction = SendCommand | SendPositions | RelayOn | Disconnect
+Reaction = SendCommand | SendPositions | RelayCommand | Disconnect
 
 
 class ServerSession:
-    """The reactions to the lines of a client and to time. `wall` returns seconds since 1970, for the PINGs."""
+    """The reactions to the lines of a client and to the passage of time. `wall_clock`: returns seconds since 1970, for
+    the PINGs.
+    """
 
-    def __init__(self, keep_alive: KeepAlive, wall: Callable[[], float], now: float) -> None:
+    def __init__(self, keep_alive: KeepAlive, wall_clock: Callable[[], float], now: float) -> None:
         self.name: str | None = None
-        """The name that the client gave itself."""
+        """The name in the client's NAME command."""
         self._keep_alive = keep_alive
-        self._wall = wall
+        self._wall_clock = wall_clock
         self._sent_at = self._received_at = now
-        self._pinged = False
+        self._has_pinged = False
         self._is_over = False
 
     def begin(self, server: str) -> Iterator[Reaction]:
+        """The reactions to a new connection. `server`: the name of the server."""
         yield SendCommand(ServerCommand(server))
         yield SendCommand(self._ping())
 
-    def sent(self, now: float) -> None:
-        """Note that something was sent to the client."""
+    def mark_sent(self, now: float) -> None:
+        """Note that a line was sent to the client."""
         self._sent_at = now
 
     def receive(self, line: bytes, now: float) -> Iterator[Reaction]:
-        """The reactions to a line of the client. None follow a `Disconnect`."""
+        """The reactions to a line of the client. After a `Disconnect` there are none."""
         if self._is_over:
             return
         self._received_at = now
@@ -109,190 +115,198 @@ class ServerSession:
             case None:
                 return
             case PingCommand():
-                self._pinged = True
+                self._has_pinged = True
             case NameCommand(text):
                 self.name = shortened(text)
             case ReplicateCommand():
                 yield SendPositions()
             case RelayedCommand():
-                yield RelayOn(command)
+                yield RelayCommand(command)
             case ErrorCommand(text):
-                yield from self._disconnect("bad", f"it sent ERROR {shortened(text)}")
+                yield from self._disconnect("bad", f"the client sent ERROR {shortened(text)}")
             case _:
                 word = str(command).partition(" ")[0]
-                yield from self.refuse(BadCommand(f"{word} is a command of the server"))
+                yield from self.refuse(BadCommand(f"clients must not send {word}, which is a command of the server"))
 
     def refuse(self, problem: BadCommand) -> Iterator[Reaction]:
-        """Reject an invalid command, after which no later line can be trusted."""
+        """The reactions to an invalid command. The connection ends, because later lines may be invalid too."""
         if not self._is_over:
             yield SendCommand(ErrorCommand(str(problem)))
             yield from self._disconnect("bad", str(problem))
 
     def tick(self, now: float, ahead: float) -> Iterator[Reaction]:
-        """The reactions to the passage of time. Call this at least every `ahead` seconds."""
+        """The reactions to the passage of time. The caller must call this again after at most `ahead` seconds."""
         if self._is_over:
             return
-        if self._pinged and now - self._received_at >= self._keep_alive.timeout:
-            yield from self._disconnect("silent", f"it sent nothing for {self._keep_alive.timeout:g} s")
-        elif now + ahead - self._sent_at >= self._keep_alive.interval:
+        if self._has_pinged and now - self._received_at >= self._keep_alive.timeout_seconds:
+            yield from self._disconnect("silent", f"the client sent nothing for {self._keep_alive.timeout_seconds:g} s")
+        elif now + ahead - self._sent_at >= self._keep_alive.interval_seconds:
             yield SendCommand(self._ping())
 
-    def _disconnect(self, why: Literal["silent", "bad"], problem: str) -> Iterator[Reaction]:
+    def _disconnect(self, reason: Literal["silent", "bad"], problem: str) -> Iterator[Reaction]:
         self._is_over = True
-        yield Disconnect(why, problem)
+        yield Disconnect(reason, problem)
 
     def _ping(self) -> PingCommand:
-        return PingCommand(str(round(self._wall() * 1000)))
+        return PingCommand(str(round(self._wall_clock() * 1000)))
 
 
-Why = Literal["slow", "silent", "bad", "crowded"]
+CloseReason = Literal["slow", "silent", "bad", "crowded"]
 
 
 @dataclass(frozen=True, slots=True)
 class LineServerConfig:
-    """Bounds of the server.
+    """The configuration of the server.
 
     Attributes:
-        name: the server name in SERVER.
-        connections: the largest number of clients.
-        unread: the largest number of unread bytes of one client.
-        unread_by_all: the largest number of unread bytes of all clients together.
-        longest: the largest number of bytes of a client's line.
-        tick: seconds between two checks of keep-alives.
+        name: the name in the SERVER command.
+        max_connections: the largest number of clients.
+        max_unread_bytes: the largest number of sent bytes that one client has not read.
+        max_total_unread_bytes: the largest number of sent bytes that all clients together have not read.
+        max_line_bytes: the longest line of a client.
+        keep_alive: the keep-alive times.
+        tick_seconds: the time between two checks of the keep-alives.
     """
 
     name: str = "tidemark"
-    connections: int = 1000
-    unread: int = 8 << 20
-    unread_by_all: int = 64 << 20
-    longest: int = 64 << 10
+    max_connections: int = 1000
+    max_unread_bytes: int = 8 << 20
+    max_total_unread_bytes: int = 64 << 20
+    max_line_bytes: int = 64 << 10
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
-    tick: float = 1.0
+    tick_seconds: float = 1.0
 
 
 class LineConnection(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        answered: its REPLICATE was answered, so announcements follow.
-        has_lines: it may have sent unhandled lines; no more is read from it before they are handled.
-        has_sent_line: it has sent a line.
+        has_positions: whether the client got all positions after its REPLICATE. Then it gets announcements too.
+        has_lines: whether there may be unhandled lines. The connection is not read before they are handled.
+        has_sent_line: whether the client has sent a line.
     """
 
     def __init__(self, server: "LineServer") -> None:
-        self.answered = False
+        self.has_positions = False
         self.has_lines = False
         self.has_sent_line = False
         self.address = ""
         self._unparsed_lines: Iterator[bytes] = iter(())
         self._server = server
         self._config = server.config
-        self._splitter = LineSplitter(self._config.longest)
+        self._splitter = LineSplitter(self._config.max_line_bytes)
         self._session = ServerSession(self._config.keep_alive, time.time, time.monotonic())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         if self._server.admit(self):
-            self._do(self._session.begin(self._config.name))
+            self._perform(self._session.begin(self._config.name))
         else:
-            self._send(ErrorCommand("the limit of clients is reached: connect to another sidecar, or try again"))
+            self._send(
+                ErrorCommand("this sidecar has reached its limit of clients: connect to another one, or try again")
+            )
             self._disconnect("crowded")
 
     def data_received(self, data: bytes) -> None:
         self._transport.pause_reading()
         self._unparsed_lines, self.has_lines = self._splitter.lines(data), True
-        self._server.take_turns(self)
+        self._server.schedule(self)
 
-    def work(self, most: int) -> int:
-        """Handle about `most` received lines. Returns the number of lines that were handled and relayed."""
-        now, lines, others = time.monotonic(), 0, 0
+    def handle_lines(self, limit: int) -> int:
+        """Handle received lines. Returns the number of handled lines plus the number of lines that were relayed to
+        other clients. The sum may exceed `limit` by the lines that the last handled line causes.
+        """
+        now, lines, relayed = time.monotonic(), 0, 0
         try:
-            while lines + others < most and not self._transport.is_closing():
+            while lines + relayed < limit and not self._transport.is_closing():
                 if (line := next(self._unparsed_lines, None)) is None:
                     self.has_lines = False
                     self._transport.resume_reading()
                     break
                 lines += 1
                 self.has_sent_line = True
-                others += self._do(self._session.receive(line, now))
+                relayed += self._perform(self._session.receive(line, now))
             else:
                 self.has_lines = not self._transport.is_closing()
         except BadCommand as problem:
-            self._do(self._session.refuse(problem))
+            self._perform(self._session.refuse(problem))
             self.has_lines = not self._transport.is_closing()
         metrics.LINES_RECEIVED.inc(lines)
-        return lines + others
+        return lines + relayed
 
     @property
-    def unread(self) -> int:
-        """Bytes that were sent to the client and not read by it."""
+    def unread_bytes(self) -> int:
+        """The number of sent bytes that the client has not read."""
         return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.remove(self)
 
     def tick(self, now: float) -> None:
-        self._do(self._session.tick(now, self._config.tick))
+        self._perform(self._session.tick(now, self._config.tick_seconds))
 
     def _send(self, command: Command) -> None:
         self.send(encoded([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Send whole lines, or none. A client with too many unread bytes is disconnected."""
+        """Send complete lines. If the client has too many unread bytes, disconnect it instead."""
         if not text or self._transport.is_closing():
             return
-        if self.unread > self._config.unread:
-            self.drop()
+        if self.unread_bytes > self._config.max_unread_bytes:
+            self.drop_slow_reader()
             return
         self._transport.write(text)
-        self._session.sent(time.monotonic())
+        self._session.mark_sent(time.monotonic())
         metrics.LINES_SENT.inc(lines)
 
     def evict(self) -> None:
-        """Disconnect: a client of another address gets the slot."""
+        """Disconnect the client, because a client of another address gets the slot."""
         if not self._transport.is_closing():
-            self._send(ErrorCommand("the limit of clients is reached, and another address has this slot: try again"))
+            self._send(
+                ErrorCommand("this sidecar has reached its limit of clients, and gave your slot to another address")
+            )
             self._disconnect("crowded")
 
-    def end(self) -> None:
-        """Close the connection once the client has read everything."""
+    def stop(self) -> None:
+        """Send an ERROR command, and close the connection when the client has read everything."""
         self._send(ErrorCommand("server stopping"))
         self._transport.close()
 
-    def drop(self) -> None:
+    def drop_slow_reader(self) -> None:
+        """Disconnect the client, because it does not read."""
         self._server.log.write(
             "warning", "Disconnected a client of the line protocol that did not read", client=self._label
         )
         metrics.CONNECTIONS_CLOSED.labels("slow").inc()
-        self.cut()
+        self.abort()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Close the connection at once."""
         self._transport.abort()
 
-    def _do(self, reactions: Iterable[Reaction]) -> int:
-        """Perform the reactions to one line. Returns the number of clients to which a command was relayed."""
-        others = 0
+    def _perform(self, reactions: Iterable[Reaction]) -> int:
+        """Perform the reactions. Returns the number of clients to which a command was relayed."""
+        relayed = 0
         for reaction in reactions:
             match reaction:
                 case SendCommand(command):
                     self._send(command)
                 case SendPositions():
                     self._server.replicate(self)
-                case RelayOn(command):
-                    others += self._server.relay_from(command, self)
-                case Disconnect(why, problem):
+                case RelayCommand(command):
+                    relayed += self._server.relay_from(command, self)
+                case Disconnect(reason, problem):
                     self._server.log.write(
                         "info", "Disconnected a client of the line protocol", client=self._label, problem=problem
                     )
-                    self._disconnect(why)
-        return others
+                    self._disconnect(reason)
+        return relayed
 
-    def _disconnect(self, why: Why) -> None:
-        metrics.CONNECTIONS_CLOSED.labels(why).inc()
+    def _disconnect(self, reason: CloseReason) -> None:
+        metrics.CONNECTIONS_CLOSED.labels(reason).inc()
         self._transport.close()
-        asyncio.get_running_loop().call_later(self._config.keep_alive.timeout, self._transport.abort)
+        asyncio.get_running_loop().call_later(self._config.keep_alive.timeout_seconds, self._transport.abort)
 
     @property
     def _label(self) -> str:
@@ -302,35 +316,35 @@ class LineConnection(asyncio.Protocol):
 
 log = get_logger(__name__)
 
-LINES_PER_TURN = 100
-"""Lines that are handled, and lines that are relayed to a client, before other tasks run."""
-PAUSE = 0.001  # seconds after a turn with lines left, so that a flood does not keep the event loop busy
-_LAST_SECONDS = 0.5  # seconds for clients to read that the server is stopping
-AT_ONCE = 50  # lines of one client before the next client's turn
-REST = 4  # the pause after sending all positions, as a multiple of the time that it took: clients may ask repeatedly
+LINES_PER_ITERATION = 100
+"""The number of handled and relayed lines in one iteration of the event loop. Other tasks run between iterations."""
+FLOOD_PAUSE_SECONDS = 0.001  # between two iterations, so that a flood of lines does not use the whole event loop
+_STOP_TIMEOUT_SECONDS = 0.5  # for clients to read the last ERROR command
+LINES_PER_CONNECTION = 50  # before lines of the next connection are handled
+PAUSE_FACTOR = 4  # the pause after sending all positions, as a multiple of the duration: clients may request them often
 
 
 class LineServer:
-    """The server. `on_relayed` is called with every relayed command, after the other clients got it."""
+    """The server of the line protocol. `on_relayed` is called with every command that a client has sent to others."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self.log = RepeatedLog(log)
         self._hub = hub
-        self._slots: SlotPool[LineConnection] = SlotPool(config.connections)
-        self._listening: TlsListener | None = None
+        self._slots: SlotPool[LineConnection] = SlotPool(config.max_connections)
+        self._listener: TlsListener | None = None
         self._connections: set[LineConnection] = set()
         self._replicating: set[LineConnection] = set()  # connections that sent REPLICATE
         self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
-        self._next_answer = 0.0  # s, monotonic
-        self._with_lines: deque[LineConnection] = deque()  # connections with unhandled lines
+        self._not_before = 0.0  # the time of the next answer (seconds, monotonic)
+        self._connections_with_lines: deque[LineConnection] = deque()  # connections with unhandled lines
 
     @asynccontextmanager
-    async def serving(self, listening: socket.socket, acceptor: ListenerConfig) -> AsyncIterator[None]:
-        """Serve on a listening socket. Clients that are connected at the end get an ERROR command."""
-        self._listening = acceptor.serve(listening, lambda: LineConnection(self))
+    async def serving(self, listening: socket.socket, listener_config: ListenerConfig) -> AsyncIterator[None]:
+        """Serve on a listening socket during the block. At its end, all clients get an ERROR command."""
+        self._listener = listener_config.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
         try:
             yield
@@ -338,18 +352,18 @@ class LineServer:
             await cancel_until_done(clock)
             self.stop()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_SECONDS):
+                async with asyncio.timeout(_STOP_TIMEOUT_SECONDS):
                     while self._connections:
                         await asyncio.sleep(0.01)
             for connection in [*self._connections]:
-                connection.cut()
+                connection.abort()
 
     def stop(self) -> None:
-        """Accept no more clients, and send an ERROR to the connected ones. May be called again."""
-        if self._listening is not None:
-            self._listening.close()
+        """Accept no more clients, and disconnect all clients after an ERROR command. May be called again."""
+        if self._listener is not None:
+            self._listener.close()
         for connection in [*self._connections]:
-            connection.end()
+            connection.stop()
 
     def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
         """Send a command to every client except its sender. Returns the number of clients."""
@@ -360,8 +374,8 @@ class LineServer:
     # -- for connections
 
     def admit(self, connection: LineConnection) -> bool:
-        """Whether there is a slot for the connection. If every slot is taken, a connection of the address with the most
-        connections is evicted, preferably one that never sent a line.
+        """Give a slot to the connection. If every slot is taken, a connection of the address with the most connections
+        is evicted, preferably one that never sent a line. Returns False if no connection is evicted.
         """
         try:
             evicted = self._slots.take(connection, connection.address, lambda other: not other.has_sent_line)
@@ -384,7 +398,7 @@ class LineServer:
                 self._hub.unsubscribe(self._announce)
 
     def replicate(self, connection: LineConnection) -> None:
-        """Answer REPLICATE with all positions, and send announcements from then on."""
+        """Send all positions to the connection, and later announcements."""
         if not self._replicating:
             self._hub.subscribe(self._announce)
         self._replicating.add(connection)
@@ -393,45 +407,44 @@ class LineServer:
             self._answering = asyncio.create_task(self._answer())
 
     def relay_from(self, command: RelayedCommand, sender: LineConnection) -> int:
-        sent = self.relay(command, sender)
+        """Relay a command to the other clients and to other sidecars. Returns the number of clients."""
+        clients = self.relay(command, sender)
         self.on_relayed(command)
-        return sent
+        return clients
 
-    def take_turns(self, connection: LineConnection) -> None:
-        """Schedule the connection to handle its lines. All connections with lines take turns, and other tasks run in
-        between.
-        """
-        self._with_lines.append(connection)
-        if len(self._with_lines) == 1:
-            asyncio.get_running_loop().call_soon(self._turn)
+    def schedule(self, connection: LineConnection) -> None:
+        """Let the connection handle its lines, round-robin with other connections."""
+        self._connections_with_lines.append(connection)
+        if len(self._connections_with_lines) == 1:
+            asyncio.get_running_loop().call_soon(self._handle_lines)
 
     # --
 
-    def _turn(self) -> None:
-        left = LINES_PER_TURN
-        while self._with_lines and left > 0:
-            connection = self._with_lines.popleft()
-            left -= connection.work(min(left, AT_ONCE))
+    def _handle_lines(self) -> None:
+        left = LINES_PER_ITERATION
+        while self._connections_with_lines and left > 0:
+            connection = self._connections_with_lines.popleft()
+            left -= connection.handle_lines(min(left, LINES_PER_CONNECTION))
             if connection.has_lines:
-                self._with_lines.append(connection)
-        if self._with_lines:
-            asyncio.get_running_loop().call_later(PAUSE, self._turn)
+                self._connections_with_lines.append(connection)
+        if self._connections_with_lines:
+            asyncio.get_running_loop().call_later(FLOOD_PAUSE_SECONDS, self._handle_lines)
 
     async def _answer(self) -> None:
-        """Answer all connections that wait for positions, including ones that arrive meanwhile, together."""
-        await asyncio.sleep(self._next_answer - time.monotonic())
+        """Send all positions to all connections that wait for them."""
+        await asyncio.sleep(self._not_before - time.monotonic())
         await self._hub.wait_until_started()
         began = time.monotonic()
         waiting, self._unanswered, self._answering = self._unanswered, set(), None
         positions = self._hub.positions()
         self._send(waiting, encoded(positions), len(positions))
         for connection in waiting:
-            connection.answered = True
+            connection.has_positions = True
         ended = time.monotonic()
-        self._next_answer = ended + REST * (ended - began)
+        self._not_before = ended + PAUSE_FACTOR * (ended - began)
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
-        subscribers = [connection for connection in self._replicating if connection.answered]
+        subscribers = [connection for connection in self._replicating if connection.has_positions]
         if subscribers:
             commands = [command for announcement in announcements for command in announcement.commands]
             self._send(subscribers, encoded(commands), len(commands))
@@ -442,21 +455,19 @@ class LineServer:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self.config.tick)
+            await asyncio.sleep(self.config.tick_seconds)
             now = time.monotonic()
             for connection in [*self._connections]:
                 connection.tick(now)
-            self._drop_slowest_readers()
+            self._drop_slow_readers()
             self.log.flush()
 
-    def _drop_slowest_readers(self) -> None:
-        waiting = sorted(
-            ((connection.unread, id(connection), connection) for connection in self._connections if connection.unread),
-            reverse=True,
-        )
-        left = sum(unread for unread, _, _ in waiting)
-        for unread, _, connection in waiting:
-            if left <= self.config.unread_by_all:
+    def _drop_slow_readers(self) -> None:
+        """Disconnect the clients with the most unread bytes until the limit of all clients is met."""
+        readers = sorted(self._connections, key=lambda connection: connection.unread_bytes, reverse=True)
+        total = sum(connection.unread_bytes for connection in readers)
+        for connection in readers:
+            if total <= self.config.max_total_unread_bytes:
                 return
-            connection.drop()
-            left -= unread
+            total -= connection.unread_bytes
+            connection.drop_slow_reader()

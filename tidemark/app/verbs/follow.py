@@ -72,8 +72,8 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
         where = host_port(address or settings.lines_listen)
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
-    show = client.as_json if as_json else str if settings.no_color else client.coloured
+    show = client.to_json if as_json else str if settings.no_color else client.to_colored_text
     trust = partial(client_tls_context, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
     for command in client.LinesClient(where, server, trust).commands():
-        if client.wanted(command, streams):
+        if client.should_print(command, streams):
             click.echo(show(command))
