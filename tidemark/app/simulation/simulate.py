@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # needs the extra of the local stack
 WORKLOADS = {"streams": StreamsWorkload, "rooms": RoomsWorkload}
 TICK_SECONDS = 0.1
 REPORT_INTERVAL_SECONDS = 5.0
+REPORT_SHARE = 0.05  # of the time; counting many facts takes seconds, in which no process is restarted
 FINISH_FAULTS_SECONDS = 60.0  # at the end, for faults that have begun
 NO_PROGRESS_SECONDS = 300.0  # until the readers fail; on a busy machine a killed pipeline takes a minute to restart
 
@@ -198,7 +199,7 @@ def _run_faults(
 
 def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Event) -> Iterator[float]:
     """Inject the faults until the end. Yields the seconds since the start whenever a report is due."""
-    began, reported = time.monotonic(), 0.0
+    began, report_at = time.monotonic(), REPORT_INTERVAL_SECONDS
     planned_faults = fault_schedule(plan.seed, plan.faults, plan.seconds)
     planned = next(planned_faults, None)
     while not stopping.wait(TICK_SECONDS):
@@ -209,9 +210,11 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
             injector.inject(planned)
             planned = next(planned_faults, None)
         injector.tick()
-        if now // REPORT_INTERVAL_SECONDS > reported // REPORT_INTERVAL_SECONDS:
+        if now >= report_at:
             yield now
-        reported = now
+            seconds = time.monotonic() - began - now
+            next_interval = (now // REPORT_INTERVAL_SECONDS + 1) * REPORT_INTERVAL_SECONDS
+            report_at = max(next_interval, now + seconds / REPORT_SHARE)
 
 
 def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:
