@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.app.diagnosis.reader_lag import PositionSamples, ReaderLag, ReaderMetrics
 from tidemark.app.logs import beside, shutdown_event
-from tidemark.app.read_side.redis_reader import TOGETHER
+from tidemark.app.read_side.redis_reader import STREAMS_PER_TRANSACTION
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import WaitLog, wait_out
@@ -199,9 +199,9 @@ class PositionFollower:
 
     def _read(self, client: object, streams: Collection[str]) -> None:
         names = [*streams]
-        for start in range(0, len(names), TOGETHER):
+        for start in range(0, len(names), STREAMS_PER_TRANSACTION):
             moves = dict[str, Move]()
-            for stream in names[start : start + TOGETHER]:
+            for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
                 keys = read_reply(request, send_request(client, request))
                 if self._is_followed(stream, keys) and (move := self._move(stream, keys)) is not None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.replay import BUFFER_SECONDS, BufferedReplay, ReplayBuffer, reached
+from tidemark.app.read_side.replay import BUFFER_SECONDS, BufferedReplay, ReplayBuffer, has_reached
 from tidemark.app.read_side.subscription import EventBatch
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
@@ -34,7 +34,7 @@ def grown(count: int, replay_buffer: ReplayBuffer | None = None) -> tuple[Replay
     slices = []
     for id in range(10, 10 + count):
         slices.append(moved(place, advance("w", id, id + 1)))
-        replay_buffer.keep(slices[-1])
+        replay_buffer.add(slices[-1])
         place = slices[-1].after
     return replay_buffer, slices
 
@@ -57,7 +57,7 @@ def test_what_is_not_kept_is_read() -> None:
     assert replay_buffer.after("s", Place(9, {"w": 9})) is None
     assert replay_buffer.after("s", Place(10, {"w": 10, "gone": 9})) is None
     clock[0] = slices[1].at + BUFFER_SECONDS + 1e-9
-    replay_buffer.forget()
+    replay_buffer.drop_old()
     assert replay_buffer.after("s", slices[1].before) is None
     assert replay_buffer.after("s", slices[2].before) == BufferedReplay(slices[2].before, slices[2:])
 
@@ -68,7 +68,7 @@ def test_late_completions_are_missed_too() -> None:
     replay_buffer = ReplayBuffer()
     replay_buffer.begin("s", before)
     late = moved(before, Late(2, "w", 1, 2, 3, 1, "final", 1, 1))
-    replay_buffer.keep(late)
+    replay_buffer.add(late)
     assert replay_buffer.after("s", Place(5, {"w": 5}, late=1)) == BufferedReplay(before, [late])
     assert replay_buffer.after("s", Place(5, {"w": 5}, late=0)) is None
 
@@ -78,7 +78,7 @@ def test_mark_stands_for_what_was_handed_out_before_it() -> None:
     replay_buffer, slices = grown(2)
     replay_buffer.mark_complete(MARK)
     later = moved(slices[-1].after, advance("w", 12, 13))
-    replay_buffer.keep(later)
+    replay_buffer.add(later)
     replay_buffer.mark_complete(MARK)
     assert replay_buffer.since(MARK, ["s"]) == {"s": BufferedReplay(later.before, [later])}
     assert replay_buffer.since(DurableMark(1, 6), ["s"]) == {}
@@ -111,7 +111,7 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
             moves.append(events[-1])
         places.append((Place(max(positions.values()), positions), len(moves)))
         if cut:
-            replay_buffer.keep(moved(place, *events))
+            replay_buffer.add(moved(place, *events))
             place, events = places[-1][0], []
     stood, seen = data.draw(st.sampled_from(places))
     found = replay_buffer.after("s", stood)
@@ -122,5 +122,5 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
     assert told == moves[seen : len(moves) - len(events)]
     older = Place(9)
     assert replay_buffer.after("s", older) is None
-    assert reached(stood, older)
-    assert not reached(older, stood)
+    assert has_reached(stood, older)
+    assert not has_reached(older, stood)

@@ -6,7 +6,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.replay import CACHE_BYTES, CACHED_FOR, MOST, POSITION, ResponseCache, Resumptions, lowest
+from tidemark.app.read_side.replay import (
+    BYTES_PER_POSITION,
+    CACHE_BYTES,
+    CACHE_SECONDS,
+    MAX_MOVES,
+    ResponseCache,
+    Resumptions,
+    lowest,
+)
 from tidemark.sinks.postgres.history import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
 from tidemark.sinks.reader.history import MissedChanges
@@ -37,28 +45,28 @@ def test_texts_that_are_asked_for_are_kept_longest() -> None:
     """Within a bound of bytes; and no longer than what they say may have been for want of Postgres."""
     clock = [0.0]
     texts = ResponseCache(lambda: clock[0])
-    third = b"x" * (CACHE_BYTES // 3 - POSITION)
+    third = b"x" * (CACHE_BYTES // 3 - BYTES_PER_POSITION)
     for id in range(3):
-        texts.keep("s", Place(id), third, Place(id + 1))
+        texts.store("s", Place(id), third, Place(id + 1))
     assert texts.get("s", Place(0)) == (third, Place(1))
-    texts.keep("s", Place(3), third, Place(4))
+    texts.store("s", Place(3), third, Place(4))
     assert texts.get("s", Place(1)) is None
     assert texts.get("s", Place(0, {"w": 1})) is None
     assert texts.get("t", Place(0)) is None
     assert all(texts.get("s", Place(id)) for id in (0, 2, 3))
-    clock[0] = CACHED_FOR + 1
-    texts.keep("s", Place(0), third, Place(9))
+    clock[0] = CACHE_SECONDS + 1
+    texts.store("s", Place(0), third, Place(9))
     assert texts.get("s", Place(0)) == (third, Place(9))
     assert texts.get("s", Place(2)) is None
-    for long in (Place(4, dict.fromkeys(map(str, range(CACHE_BYTES // POSITION + 1)), 5)), Place(5)):
-        texts.keep("s", long, b"x", Place(9))
+    for long in (Place(4, dict.fromkeys(map(str, range(CACHE_BYTES // BYTES_PER_POSITION + 1)), 5)), Place(5)):
+        texts.store("s", long, b"x", Place(9))
         assert (texts.get("s", long) is None) == bool(long.positions)
 
 
 def test_text_that_led_nowhere_is_not_kept() -> None:
     """Of a page that was read for others, who stand farther back: whoever goes on from memory would stay there."""
     texts = ResponseCache()
-    texts.keep("s", Place(5, {"w": 6}), b"", Place(5, {"w": 6}))
+    texts.store("s", Place(5, {"w": 6}), b"", Place(5, {"w": 6}))
     assert texts.get("s", Place(5, {"w": 6})) is None
 
 
@@ -78,7 +86,7 @@ def test_what_is_held_for_slow_clients_is_bounded() -> None:
         postgres_reader: Any = AllThatMayBe()
         resumptions = Resumptions(nobody, postgres_reader)
         held = [await resumptions.since(DurableMark(lease, 0)) for lease in range(4)]
-        assert [missed and missed.moves for missed in held] == [MOST, MOST, None, None]
+        assert [missed and missed.moves for missed in held] == [MAX_MOVES, MAX_MOVES, None, None]
         held.clear()
         assert await resumptions.since(DurableMark(9, 0))
 

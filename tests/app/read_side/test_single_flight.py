@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from tidemark.app.read_side.single_flight import PIECE, SMALL, ReadCoalescer
+from tidemark.app.read_side.single_flight import MAX_KEYS_PER_READ, MAX_SMALL_KEYS, ReadCoalescer
 
 
 def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:
@@ -65,13 +65,13 @@ def test_small_requests_never_wait_for_large_ones() -> None:
 
         async def read(names: Collection[str]) -> Mapping[str, int]:
             sizes.append(len(names))
-            if len(names) > SMALL:
+            if len(names) > MAX_SMALL_KEYS:
                 await go.wait()
             return dict.fromkeys(names, 1)
 
         reads = ReadCoalescer(read)
-        many = [f"x{number}" for number in range(2 * PIECE + 1)]
-        others = [f"y{number}" for number in range(PIECE)]
+        many = [f"x{number}" for number in range(2 * MAX_KEYS_PER_READ + 1)]
+        others = [f"y{number}" for number in range(MAX_KEYS_PER_READ)]
         large = [asyncio.create_task(reads.get(asked)) for asked in (many, many, others)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(reads.get(["a"]), 5) == {"a": 1}
@@ -80,5 +80,5 @@ def test_small_requests_never_wait_for_large_ones() -> None:
             assert {*asked} <= (await task).keys()
 
     asyncio.run(ask())
-    assert max(sizes) <= PIECE
+    assert max(sizes) <= MAX_KEYS_PER_READ
     assert len(sizes) <= 6  # two who ask for the same are read for together

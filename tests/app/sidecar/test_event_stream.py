@@ -2,13 +2,13 @@
 
 import asyncio
 
-from tidemark.app.read_side.replay import PAGE, MissedMoves, SingleFlight
+from tidemark.app.read_side.replay import PAGE_EVENTS, MissedMoves, SingleFlight
 from tidemark.app.sidecar.event_stream import encode_missed_moves
 from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence
 
-MANY = 3 * PAGE + 1
+MANY = 3 * PAGE_EVENTS + 1
 
 
 def missed() -> MissedMoves:
@@ -28,14 +28,14 @@ def test_very_many_missed_moves_keep_nobody_waiting() -> None:
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait([gone])
-        assert half.abandoned
+        assert half.is_abandoned
         telling = asyncio.create_task(encode_missed_moves(here, "s", Place()))
         while not telling.done():
             turns += 1
             await asyncio.sleep(0)
         texts, place = telling.result()
         assert turns > 4
-        assert [text.count(b"event: advance") for text in texts] == [PAGE, PAGE, PAGE, 1, 0]
+        assert [text.count(b"event: advance") for text in texts] == [PAGE_EVENTS, PAGE_EVENTS, PAGE_EVENTS, 1, 0]
         assert texts[-1].startswith(b"event: linear")
         assert place == Place(0, {"w": MANY})
         assert not here.events["s"]

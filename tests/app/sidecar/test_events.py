@@ -23,7 +23,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side import ReadSideConfig
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
-from tidemark.app.read_side.subscription import PATIENCE, Listener, StreamAdded
+from tidemark.app.read_side.subscription import MAX_QUEUE_SECONDS, Listener, StreamAdded
 from tidemark.app.sidecar.app import AppConfig
 from tidemark.app.sidecar.event_stream import EventStream, encode_places
 from tidemark.app.sidecar.service import Limits, ReconnectThrottle
@@ -365,7 +365,7 @@ def test_too_much_that_was_missed_is_told_as_snapshots(
     with sidecar(servers) as client, heard(client) as events:
         last = marked(events)
     grow_many(pipeline, 12, 1)
-    monkeypatch.setattr("tidemark.app.read_side.replay.MOST", 11)
+    monkeypatch.setattr("tidemark.app.read_side.replay.MAX_MOVES", 11)
     with sidecar(servers) as client, heard(client, last) as again:
         assert {again.next()[0] for _ in range(12)} == {"snapshot"}
 
@@ -451,7 +451,7 @@ def test_page_that_was_told_is_told_again_from_memory(
 ) -> None:
     """Whoever resumes where others did a moment ago costs Postgres no reading of that page; each is told every move,
     what came since included."""
-    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE", 5)
+    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE_EVENTS", 5)
     grow(pipeline, 0, 12)
     with sidecar(servers) as client:
         for upto in range(12, 18):
@@ -466,8 +466,8 @@ def test_pages_of_the_past_grow_with_patience(
     pipeline: Pipeline, servers: ReadSideConfig, asked: list[PageAsked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who may go after the first page is read for no farther; who stays is read for by twice as much each time."""
-    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE", 2)
-    monkeypatch.setattr("tidemark.app.read_side.replay.READ", 8)
+    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE_EVENTS", 2)
+    monkeypatch.setattr("tidemark.app.read_side.replay.MAX_ADVANCES_PER_QUERY", 8)
     grow(pipeline, 0, 20)
     with sidecar(servers) as client, heard(client, beginning(), stream="s") as events:
         assert events.ranges(20) == [("s", id, id + 1) for id in range(20)]
@@ -620,7 +620,7 @@ def test_client_that_does_not_read_is_left() -> None:
         await asyncio.Event().wait()
 
     async def serve() -> None:
-        clock = iter((0.0, PATIENCE / 2, PATIENCE + 1))
+        clock = iter((0.0, MAX_QUEUE_SECONDS / 2, MAX_QUEUE_SECONDS + 1))
         listener = Listener(lambda: next(clock))
         held = ExitStack()
         held.callback(left.append, "gone")

@@ -23,8 +23,8 @@ __all__ = ["brisk", "service"]
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_history, "CHART_AGE", 0.0)
-    monkeypatch.setattr(stream_history, "READERS_AGE", 0.0)
+    monkeypatch.setattr(stream_history, "CHART_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(stream_history, "READERS_CACHE_SECONDS", 0.0)
 
 
 def publish(pipeline: Pipeline, seconds_ago: float, *effects: StreamEffects, **more: Any) -> None:

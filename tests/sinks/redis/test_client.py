@@ -202,7 +202,7 @@ def test_bytes_that_are_no_text_hide_no_other_stream(redis_url: str, keys: Any) 
             await live.read(ReadNewest("}x"))
         notifications = Notifications(live)
         async with notifications.listening():
-            notified = notifications.next("stream4")
+            notified = notifications.next_event("stream4")
             while not notified.is_set():
                 keys.publish(channel("stream3"), b"\xff")
                 keys.publish(channel("stream4"), "a hint")
@@ -222,7 +222,7 @@ def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> No
     async def listen() -> set[str]:
         live = RedisReader(address)
         notifications = Notifications(live)
-        waiting = {stream: notifications.next(stream) for stream in STREAMS}
+        waiting = {stream: notifications.next_event(stream) for stream in STREAMS}
         async with notifications.listening():
             with Redis(RedisConfig(address)) as sink:
                 for number in range(1, 100):

@@ -166,7 +166,7 @@ class Hub:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _announce_next(self, listener: Listener) -> None:
-        if not await listener.waited(RETRY_SECONDS):
+        if not await listener.wait_for_item(RETRY_SECONDS):
             return
         now = time.monotonic()
         self._announce(

@@ -1,6 +1,6 @@
 """The read side: reads the published positions of streams once for all clients of this process.
 
-The sidecar and the line protocol use it. It reads Redis, and Postgres if Redis does not answer.
+The sidecar and the line protocol use the read side. It reads Redis, and Postgres if Redis does not answer.
 """
 
 import time
@@ -24,14 +24,17 @@ from tidemark.sinks.redis.client import RedisAddress, redis_address
 
 @dataclass(frozen=True, slots=True)
 class ReadSideConfig:
-    """Addresses, which may contain passwords."""
+    """The addresses of the servers, which may contain passwords.
+
+    Attributes:
+        policy_defaults: the settings of streams without a policy, as for `streaming.values.limits`.
+        readers: the database with the places of readers; None: the database `postgres`.
+    """
 
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
-    """The defaults of streams without a policy: see `streaming.values.limits`."""
     readers: Dsn | None = field(default=None, repr=False)
-    """The database with the places of readers; None: the database `postgres`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class ReadSide:
     async def problems(self) -> list[str]:
         """Query Redis and Postgres. Returns a message for each server that does not answer or refuses this user."""
         problems = []
-        for ask in (self.redis_reader.ping, self.postgres_reader.check):
+        for check in (self.redis_reader.ping, self.postgres_reader.check):
             try:
-                await ask()
+                await check()
             except (Unavailable, Stop) as problem:
                 problems.append(str(problem))
         return problems
@@ -60,7 +63,7 @@ class ReadSide:
 
 @asynccontextmanager
 async def open_read_side(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
-    """Create the read side without connecting. Raises `BadSetting`."""
+    """The read side during the block. It connects when it is first used. Raises `BadSetting`."""
     redis_reader = RedisReader(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)

@@ -1,7 +1,7 @@
 """Answers the requests of followers from Redis, or from Postgres while Redis is down.
 
-For a stream that Redis does not know, the answer from Postgres is a list of advances without entries. The follower then
-takes the advances from the history, so nothing is missing.
+Postgres has no list of advances as Redis has. So an answer from Postgres contains positions without entries, and the
+follower then reads the advances from the history.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from tidemark.sinks.reader import (
     read_either,
 )
 
-NOTHING = StreamKeys(None, {})
+UNKNOWN_STREAM = StreamKeys(None, {})
 
 
 class RequestHandler:
-    """Runs requests, for one event loop. Raises `Unavailable` if neither server answers."""
+    """Answers requests. For one event loop. Raises `Unavailable` if neither server answers."""
 
     def __init__(self, redis_reader: RedisReader, postgres_reader: PostgresReader) -> None:
         self.lagging_streams: Mapping[str, StreamChange] = {}
-        """Streams whose positions in Redis lag behind those in Postgres, with the latter."""
+        """Streams whose positions in Redis are lower than in Postgres, with the positions in Postgres."""
         self._redis_reader = redis_reader
         self._postgres_reader = postgres_reader
 
@@ -66,12 +66,12 @@ class RequestHandler:
         is_lagging = lagging is not None and not (
             keys.linear is not None and lagging.reached(keys.linear, keys.positions, keys.late)
         )
-        return NOTHING if is_lagging else keys
+        return UNKNOWN_STREAM if is_lagging else keys
 
     async def _read_postgres(self, stream: str) -> StreamKeys:
         positions = (await self._postgres_reader.positions([stream])).get(stream)
         return (
-            NOTHING
+            UNKNOWN_STREAM
             if positions is None
             else StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated)
         )
@@ -79,8 +79,8 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """A page of events. `place`: after the last event. `complete`: the page reaches the positions at the time of the
-    read.
+    """A page of events. `place`: the place after the last event. `complete`: whether the page reaches the positions at
+    the time of the read.
     """
 
     events: list[Event]
@@ -89,34 +89,41 @@ class HistoryPage:
 
 
 class HistoryPager:
-    """The events of `stream` after `since`, page by page. For one task at a time. The first query of Postgres is for
-    one page, because the client may disconnect after it; each later one is for twice as many advances, up to `most`.
+    """Reads the events of a stream, page by page. For one task at a time.
+
+    The first query of Postgres is for one page, because the client may disconnect after it. Each later query is for
+    twice as many advances.
+
+    Args:
+        requests: answers the requests.
+        stream: the name of the stream.
+        since: where the first page begins.
+        limit: the largest number of events of a page.
+        max_advances: the largest number of advances of one query; None: `limit`.
     """
 
     def __init__(
-        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, most: int | None = None
+        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, max_advances: int | None = None
     ) -> None:
         self._requests = requests
         self._limit = limit
         self._page_size = limit
-        self._following = FollowProgram(stream, "vector", since, most or limit)
+        self._following = FollowProgram(stream, "vector", since, max_advances or limit)
         self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
         self._events: list[Event] = []
 
     async def page(self) -> HistoryPage | None:
-        """The next page of at most `limit` events; None if no server knows the stream. Raises `Unavailable`; may be
-        called again.
-        """
+        """The next page; None if no server knows the stream. Raises `Unavailable`, and may be called again then."""
         while len(self._events) < self._limit:
             step = self._driver.step()
             match step:
                 case CaughtUp():
                     break
-                case AwaitEntry():  # an error before the first complete answer means that the stream does not exist
+                case AwaitEntry():  # no server knows the stream
                     return None
                 case ReadHistory():
-                    asked = replace(step, most=min(self._page_size, step.most))
-                    self._driver.answered(await self._requests.carry_out(asked))
+                    limited = replace(step, most=min(self._page_size, step.most))
+                    self._driver.answered(await self._requests.carry_out(limited))
                     self._page_size *= 2
                 case Request():
                     self._driver.answered(await self._requests.carry_out(step))

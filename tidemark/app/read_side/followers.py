@@ -1,7 +1,7 @@
-"""One follower per stream for all listeners: events are read once and given to all of them.
+"""Follows streams for listeners. Each stream has one follower, which reads its events once for all listeners.
 
-A follower runs while its stream has a listener, and some seconds longer, because clients reconnect. It never waits for
-a listener: a slow listener is cut off, and resumes later from its place.
+A follower runs while its stream has a listener, and some seconds longer, because clients reconnect. A follower never
+waits for a listener: a slow listener is cut off, and resumes later from its place.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tidemark.app.read_side.redis_reader import Notifications
 from tidemark.app.read_side.replay import BufferedReplay, ReplayBuffer
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.app.read_side.snapshots import KnownPositions, Snapshots
-from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
+from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, complete
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark, StreamChange
@@ -39,14 +39,14 @@ from tidemark.streaming.values.direction import beyond
 
 log = get_logger(__name__)
 
-DISCOVER_EVERY = 1.0  # seconds until names of streams are read again
-LARGEST = 500  # events of one batch
-LINGER = 10.0  # seconds for which a stream is followed after its last listener has left
-SHARE = 10  # the pause between two reads of all followed streams, as a multiple of the duration of a read
+DISCOVER_INTERVAL_SECONDS = 1.0  # between two reads of the names of streams
+MAX_BATCH_EVENTS = 500
+LINGER_SECONDS = 10.0  # for which a stream is followed after its last listener has left
+PAUSE_FACTOR = 10  # the pause between two reads of all followed streams, as a multiple of the duration of a read
 
 
 class Follower:
-    """Follows one stream for its `listeners`. `left_at`: the time at which the last listener left (s, monotonic)."""
+    """Follows one stream for its `listeners`. `left_at`: when the last listener left (seconds, monotonic)."""
 
     def __init__(
         self, stream: str, requests: RequestHandler, notifications: Notifications, replay_buffer: ReplayBuffer
@@ -58,7 +58,7 @@ class Follower:
         self._requests = requests
         self._sentinel = Sentinel()
         self._notifications = notifications
-        self._notified = notifications.next(stream)
+        self._notified = notifications.next_event(stream)
         self._following = FollowProgram(stream, "vector", None)
         self._place: Place | None = None
         self._started: Started | None = None
@@ -71,7 +71,7 @@ class Follower:
         return self._task.done()
 
     def add(self, listener: Listener, missed: BufferedReplay | None) -> None:
-        """Add a listener, which first gets `missed`; None: the place of the follower."""
+        """Add a listener. Its first items are the batches of `missed`; without `missed`, the place of the follower."""
         if missed is not None:
             for batch in missed.batches:
                 listener.put(self._stream, batch)
@@ -81,8 +81,8 @@ class Follower:
             listener.put(self._stream, self._started)
         self.listeners.add(listener)
 
-    def compare(self, known: KnownPositions | StreamChange) -> bool:
-        """Whether listeners have all `known` positions of the stream. If not, trigger another read."""
+    def has_reached(self, known: KnownPositions | StreamChange) -> bool:
+        """Whether listeners have got all `known` positions of the stream. If not, trigger another read."""
         place = self._place
         if place is not None and known.reached(place.linear, place.positions, place.late):
             return True
@@ -93,11 +93,11 @@ class Follower:
         self._task.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Cut off the listeners if the follower failed, because they cannot distinguish that from an idle stream."""
+        """Cut off the listeners if the follower failed: they cannot distinguish a failure from an idle stream."""
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("A follower of a stream failed", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
-                settle(listener.cut_off)
+                complete(listener.cut_off)
 
     async def _run(self) -> None:
         driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
@@ -108,23 +108,23 @@ class Follower:
                     driver.answered(await self._carry_out(step))
                 except Unavailable as problem:
                     driver.failed(problem)
-                except (Refused, SchemaMismatch) as problem:  # a person must resolve it
+                except (Refused, SchemaMismatch) as problem:  # until a person resolves it
                     driver.failed(Unavailable("A server", "its address", str(problem)))
                 continue
             assert step is not None
             driver.handed_over()
             if not isinstance(step, CaughtUp):
                 self._events.append(step)
-            if isinstance(step, CaughtUp) or len(self._events) == LARGEST:
-                self._hand_out()
+            if isinstance(step, CaughtUp) or len(self._events) == MAX_BATCH_EVENTS:
+                self._publish_events()
 
     async def _carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest():
                 # Take the event before reading, so that a notification during the read sets it.
-                self._notified = self._notifications.next(self._stream)
+                self._notified = self._notifications.next_event(self._stream)
                 keys = await self._requests.carry_out(request)
-                for fault in self._sentinel.look(request, keys):
+                for fault in self._sentinel.check(request, keys):
                     metrics.CHAIN_FAULTS.labels(fault.kind).inc()
                     log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
                 return keys
@@ -133,35 +133,35 @@ class Follower:
                 return None
             case ReadHistory():
                 if self._place is None:
-                    self._hand_out()  # the follower has started: later events are the history
-                # Redis alone is enough: missing entries become ranges to read again.
+                    self._publish_events()  # publish `Started` before the events of the history
+                # While Postgres is down, Redis alone is enough: missing entries become `Reread` events.
                 with suppress(Unavailable):
                     return await self._requests.carry_out(request)
                 return None
         return await self._requests.carry_out(request)
 
-    def _hand_out(self) -> None:
-        """Give new events to the listeners. Their place stays the same object without events."""
+    def _publish_events(self) -> None:
+        """Give new events to the listeners. Without events, the place of the listeners stays the same object."""
         before, after, events = self._place, self._following.place, self._events
         assert after is not None
         if before is None:
             self._replay_buffer.begin(self._stream, after)
-            self._give(Started(after))
+            self._put(Started(after))
         elif events or beyond(after.linear, before.linear):
             batch = EventBatch(self._stream, before, after, events)
-            self._replay_buffer.keep(batch)
-            self._give(batch)
+            self._replay_buffer.add(batch)
+            self._put(batch)
         else:
             return
         self._place, self._events = after, []
 
-    def _give(self, item: Item) -> None:
+    def _put(self, item: Item) -> None:
         for listener in self.listeners:
             listener.put(self._stream, item)
 
 
 class Followers:
-    """For one event loop."""
+    """The followers of all streams. For one event loop."""
 
     def __init__(
         self,
@@ -174,9 +174,9 @@ class Followers:
         self._notifications = notifications
         self._snapshots = snapshots
         self._postgres_reader = postgres_reader
-        self._changes: ChangesSince | None = None  # the last changes, whether given to listeners or not
-        self._is_given = False
-        self._joined = 0  # the number of subscriptions so far
+        self._changes: ChangesSince | None = None  # the last changes in Postgres
+        self._are_changes_sent = False
+        self._subscription_count = 0  # since the start
         self._followers: dict[str, Follower] = {}
         self._replay_buffer = ReplayBuffer()
         self._new_stream_listeners: set[Listener] = set()
@@ -201,13 +201,13 @@ class Followers:
         Args:
             listener: the queue to fill.
             streams: the streams to follow.
-            resume_from: the state of the listener: its place in some streams, or a mark.
+            resume_from: where the listener continues: its place in some streams, or a mark.
 
         Yields:
-            The places from which the items continue, of streams whose events since `resume_from` are still in memory.
+            By stream, the place from which the items continue, if the events since `resume_from` are still in memory.
         """
         # Forget the last changes, because a new listener also needs changes of streams that were not followed.
-        self._changes, self._joined = None, self._joined + 1
+        self._changes, self._subscription_count = None, self._subscription_count + 1
         replays = self._missed(streams, resume_from)
         try:
             for stream in streams:
@@ -217,7 +217,7 @@ class Followers:
             self._remove(listener)
 
     def follow_new_streams(self, listener: Listener) -> None:
-        """Also give new streams to the listener, until it unsubscribes."""
+        """Also give new streams to the listener, until its subscription ends."""
         self._new_stream_listeners.add(listener)
 
     def _missed(
@@ -246,7 +246,7 @@ class Followers:
                 follower.left_at = now
 
     def _end_idle(self) -> None:
-        latest = time.monotonic() - LINGER
+        latest = time.monotonic() - LINGER_SECONDS
         for stream, follower in list(self._followers.items()):
             if not follower.listeners and (follower.has_failed or follower.left_at < latest):
                 follower.stop()
@@ -255,28 +255,28 @@ class Followers:
 
     async def _compare(self) -> None:
         """Read all followed streams together once a second, because notifications may be lost, and a linear position
-        may move without one. Postgres is compared too, because Redis may have gone back, or a write may be missing.
+        may move without a notification. Read Postgres too, because Redis may have gone back, or may lack a write.
         """
         due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
             self._end_idle()
-            self._replay_buffer.forget()
+            self._replay_buffer.drop_old()
             followed = list(self._followers)
             began = time.monotonic()
             if followed and began >= due:
                 for stream, known in (await self._snapshots.known(followed)).items():
                     if stream in self._followers:
-                        self._followers[stream].compare(known)
-                due = began + SHARE * (time.monotonic() - began)
+                        self._followers[stream].has_reached(known)
+                due = began + PAUSE_FACTOR * (time.monotonic() - began)
             if followed:
                 with suppress(Unavailable, Refused, SchemaMismatch):
                     await self._compare_with_postgres(followed)
 
     async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
-        before, joined = self._changes, self._joined
-        # Read changes from Postgres that Redis has not shown since the last comparison.
-        lagging = {} if before is None or self._is_given else self._missing(before)
+        before, subscription_count = self._changes, self._subscription_count
+        # Changes that Redis has not shown since the last comparison are read from Postgres.
+        lagging = {} if before is None or self._are_changes_sent else self._undelivered(before)
         self._requests.lagging_streams = lagging
         if before is not None and not lagging:
             self._send_watermark(before)
@@ -284,23 +284,27 @@ class Followers:
             None if before is None else before.mark, None if self._new_stream_listeners else followed
         )
         for stream in changes.streams:
-            self._appear(stream)
-        if self._joined == joined and not lagging and (before is None or changes.mark != before.mark):
-            self._changes, self._is_given = changes, False
-            if not self._missing(changes):
+            self._add_new_stream(stream)
+        if (
+            self._subscription_count == subscription_count
+            and not lagging
+            and (before is None or changes.mark != before.mark)
+        ):
+            self._changes, self._are_changes_sent = changes, False
+            if not self._undelivered(changes):
                 self._send_watermark(changes)
 
-    def _missing(self, changes: ChangesSince) -> dict[str, StreamChange]:
-        """The changes that were not given to listeners yet."""
+    def _undelivered(self, changes: ChangesSince) -> dict[str, StreamChange]:
+        """The changes that listeners have not got yet."""
         return {
             stream: moved
             for stream, moved in changes.streams.items()
-            if stream in self._followers and not self._followers[stream].compare(moved)
+            if stream in self._followers and not self._followers[stream].has_reached(moved)
         }
 
     def _send_watermark(self, changes: ChangesSince) -> None:
-        if not self._is_given:
-            self._is_given = True
+        if not self._are_changes_sent:
+            self._are_changes_sent = True
             self._replay_buffer.mark_complete(changes.mark)
             for listener in {
                 listener
@@ -312,12 +316,12 @@ class Followers:
 
     async def _discover(self) -> None:
         while True:
-            await asyncio.sleep(DISCOVER_EVERY)
+            await asyncio.sleep(DISCOVER_INTERVAL_SECONDS)
             if self._new_stream_listeners:
                 for stream in await self._snapshots.names():
-                    self._appear(stream)
+                    self._add_new_stream(stream)
 
-    def _appear(self, stream: str) -> None:
+    def _add_new_stream(self, stream: str) -> None:
         for listener in self._new_stream_listeners:
             if stream not in self._followers or listener not in self._followers[stream].listeners:
                 listener.put(stream, StreamAdded())

@@ -1,11 +1,9 @@
-"""Every metric of the sidecar, for HTTP and the line protocol: its name, type, meaning, and the action when it changes.
+"""Every metric of the sidecar, for HTTP and the line protocol: name, type, meaning, and what to do when it changes.
 
-One metric has the stream as a label, up to a bound.
-
-`Sentinel` checks the advances on a stream's list in Redis against the rules of docs/design.md, for each follower, and
-counts violations. It reads the raw entries, before the follower joins them and repairs gaps, so it detects errors of
-the writing side that no reader notices. At the start of a list, and after a missing entry, the chain of each writer
-begins with its next entry.
+`Sentinel` checks the advances on a stream's list in Redis against the rules of docs/design.md, and counts violations.
+It reads the raw entries, before the follower merges them and repairs gaps. So it detects errors of the writing side
+that no reader notices. At the start of a list, and after a missing entry, the chain of each writer begins with its next
+entry.
 """
 
 from collections.abc import Iterator
@@ -32,9 +30,9 @@ class ChainFault:
     not move the writer forwards, or the linear position went back. `empty`: an advance has no ID or no evidence.
 
     Attributes:
-        writer: None for the linear position.
-        reached: the position of the writer before the entry; for the linear position, the previous one, with the
-            current one in `id`.
+        writer: the name of the writer; None for the linear position.
+        prev, id: the range of the advance. For the linear position, its previous and its current value.
+        reached: the position of the writer before the entry. For the linear position, its previous value.
         entry: the name of the entry on the list.
     """
 
@@ -47,15 +45,15 @@ class ChainFault:
 
 
 class Sentinel:
-    """Checks one stream. Each fault is reported once: the chain continues from the faulty entry."""
+    """Checks the list of one stream. A fault is reported once, because the chain continues from the faulty entry."""
 
     def __init__(self) -> None:
         self._reached: dict[str, int] = {}
-        self._line: int | None = None
+        self._linear: int | None = None
         self._last: str | None = None
 
-    def look(self, request: ReadList | ReadNewest, keys: Answer) -> Iterator[ChainFault]:
-        """Check the read entries and yield their faults. Exhaust the iterator before the next call."""
+    def check(self, request: ReadList | ReadNewest, keys: Answer) -> Iterator[ChainFault]:
+        """Check the entries that were read, and yield their faults. Exhaust the iterator before the next call."""
         assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
         if after is None or after != self._last or not keys.joined:
@@ -66,7 +64,7 @@ class Sentinel:
             if entry.fields["kind"] == "POSITION":
                 yield from self._advance(entry)
         if keys.linear is not None and keys.last != NO_LIST:
-            before, self._line = self._line, keys.linear
+            before, self._linear = self._linear, keys.linear
             if before is not None and beyond(before, keys.linear):
                 yield ChainFault("regress", None, before, keys.linear, before, keys.last)
 

@@ -1,4 +1,4 @@
-"""Reads Postgres on threads: positions that Redis does not have, and details of streams."""
+"""Reads Postgres on threads: positions that Redis does not have, the history, and details of streams."""
 
 import asyncio
 import math
@@ -27,8 +27,8 @@ from tidemark.streaming.values.limits import Policies
 
 T = TypeVar("T")
 
-TIMEOUT = 2.0  # seconds that a request waits for Postgres; its thread continues
-HISTORY_TIMEOUT = 10.0  # seconds for a page of the history, which waits for the pages before it
+TIMEOUT_SECONDS = 2.0  # for a request; its thread continues
+HISTORY_TIMEOUT_SECONDS = 10.0  # for a page of the history, which waits for the pages before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,17 @@ class Details:
 
     Attributes:
         epochs: by writer.
-        pending: completed edges above the position of their writer.
-        gaps: longest first, with the writers that never joined.
-        reaches: by writer, the highest settled ID, above gaps too.
+        retired: the writers that have retired.
+        pending: the number of completed edges above the position of their writer.
+        gaps: the oldest first, with the writers that never joined.
+        reaches: by writer, the highest settled ID, which may be above gaps.
         waiting: by writer, its share of `pending`.
         regressed: writers whose source was restored. Their gaps below their position block the linear position.
+        late: the late completions, if there are any.
         transactions: by writer, the reported transactions with its open IDs.
-        linear_lag: why the linear position is below the allocated ID.
-        seen: by writer, the batch time (ms) of its newest record, if known.
-        deferred: (writer, epoch) with deferred records.
+        linear_lag: why the linear position is below the allocated ID; None if it is not.
+        seen: by writer, the batch time of its newest record (milliseconds since 1970), if known.
+        deferred: the (writer, epoch) pairs with deferred records.
         requeues: deferred records that are being read again, or are gone.
         bridged: whether `tidemark synapse` writes the stream.
         open_ranges: the ranges that block positions, with their remedies.
@@ -70,8 +72,11 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """The progress of the pipeline in a topic: the next offset by partition, and by stream an upper bound of the IDs
-    that records before those offsets named.
+    """The progress of the pipeline in a topic.
+
+    Attributes:
+        offsets: by partition, the next offset to read.
+        allocated: by stream, an upper bound of the IDs in records before these offsets.
     """
 
     offsets: Mapping[int, int]
@@ -79,7 +84,9 @@ class TopicProgress:
 
 
 class PostgresReader:
-    """Reads Postgres, for one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
+    """Reads Postgres, for one event loop. Methods raise `Unavailable` and `Refused`, and may be called again after an
+    error.
+    """
 
     def __init__(self, postgres: Postgres, history: History, policy_defaults: Mapping[str, int] = {}) -> None:
         self.circuit_breaker = CircuitBreaker("Postgres")
@@ -89,11 +96,11 @@ class PostgresReader:
         # A separate thread, so that reads of the history do not delay reads of positions.
         self._history_thread = ThreadPoolExecutor(1, "history")
         self._reading: set[asyncio.Future[Any]] = set()
-        self._closed = False
+        self._is_closed = False
 
     async def aclose(self) -> None:
-        """Wait for all reads, which would open a connection again, and close."""
-        self._closed = True
+        """Wait for all reads, because a read could open a connection after the close. Then close."""
+        self._is_closed = True
         if self._reading:
             await asyncio.wait(self._reading)
         self._history_thread.shutdown()
@@ -114,7 +121,7 @@ class PostgresReader:
         return await self._read(lambda: self._postgres.positions(streams))
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
-        """The details of the streams, without unknown streams and states of a later version."""
+        """The details of the streams, without unknown streams and without states of a later version."""
         return await self._read(lambda: _read_details(self._postgres, streams, self._policy_defaults))
 
     async def condition(self) -> Condition:
@@ -122,10 +129,10 @@ class PostgresReader:
         return await self._read(self._postgres.conditions.now)
 
     async def topic_progress(self, topic: str) -> TopicProgress:
-        return await self._read(lambda: _read_so_far(self._postgres, topic))
+        return await self._read(lambda: _read_progress(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """The changes of `streams` (None: all streams) since a mark (None: all changes)."""
+        """The changes of `streams` since a mark. `streams` None: all streams. `since` None: all changes."""
         return await self._read(lambda: self._postgres.changes(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
@@ -135,35 +142,35 @@ class PostgresReader:
         return await self._read_history(lambda: self._history.missed(since, most))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
-        """Also raises `Slow` if Postgres answers but is overloaded."""
+        """Read on the history thread. Raises `Slow` if Postgres answers too late."""
         self._require_open()
         with self.circuit_breaker.guarding():
             future = self._history_thread.submit(read)
             try:
                 return await asyncio.wait_for(
-                    asyncio.shield(self._started(asyncio.wrap_future(future))), HISTORY_TIMEOUT
+                    asyncio.shield(self._track(asyncio.wrap_future(future))), HISTORY_TIMEOUT_SECONDS
                 )
             except TimeoutError:
-                problem = f"the history was not read within {HISTORY_TIMEOUT:g} s; ask again"
+                problem = f"the history was not read within {HISTORY_TIMEOUT_SECONDS:g} s; ask again"
                 raise Slow("Postgres", self._postgres.where, problem) from None
             finally:
-                future.cancel()  # has an effect only before the start, when no request waits any more
+                future.cancel()  # has no effect if the read has started
 
     async def _read(self, read: Callable[[], T]) -> T:
         self._require_open()
         with self.circuit_breaker.guarding():
-            reading = self._started(asyncio.get_running_loop().run_in_executor(None, read))
+            reading = self._track(asyncio.get_running_loop().run_in_executor(None, read))
             try:
-                return await asyncio.wait_for(asyncio.shield(reading), TIMEOUT)
+                return await asyncio.wait_for(asyncio.shield(reading), TIMEOUT_SECONDS)
             except TimeoutError:
-                problem = f"no answer within {TIMEOUT:g} s"
+                problem = f"no answer within {TIMEOUT_SECONDS:g} s"
                 raise Unavailable("Postgres", self._postgres.where, problem) from None
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise Unavailable("Postgres", self._postgres.where, "this process is stopping")
 
-    def _started(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
+    def _track(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
         self._reading.add(reading)
         reading.add_done_callback(self._read_ended)
         return reading
@@ -174,8 +181,8 @@ class PostgresReader:
             reading.exception()  # mark as retrieved, because the waiting request may have been cancelled
 
 
-def _read_so_far(postgres: Postgres, topic: str) -> TopicProgress:
-    offsets = postgres.offsets().get(topic, {})  # before the allocated IDs, which may then only be too high
+def _read_progress(postgres: Postgres, topic: str) -> TopicProgress:
+    offsets = postgres.offsets().get(topic, {})  # before the allocated IDs, so that these are never too low
     allocated = {name: stored.allocated for name, stored in postgres.positions(postgres.streams()).items()}
     return TopicProgress(offsets, allocated)
 
@@ -203,10 +210,10 @@ def _open_ranges(
     postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
 ) -> Iterator[OpenRange]:
     """The open ranges of all streams. Queries policies only if there may be open ranges."""
-    resting = {name: caught_up(stored) for name, stored in states.items()}
-    has_sources = any(stream is not None and stream.sources for stream in resting.values())
+    quiet = {name: caught_up(stored) for name, stored in states.items()}
+    has_sources = any(stream is not None and stream.sources for stream in quiet.values())
     reading, now = postgres.conditions.reading() if has_sources else None, time.time()
-    busy = {name: states[name] for name, stream in resting.items() if _may_be_blocked(stream, now, reading)}
+    busy = {name: states[name] for name, stream in quiet.items() if _may_be_blocked(stream, now, reading)}
     if not busy:
         return
     policies, starts = Policies(postgres.policies.given(), defaults), postgres.conditions.begun()

@@ -1,8 +1,8 @@
 """Reads Redis: the positions of many streams in one round trip, the names of streams, and notifications.
 
-Notifications on Redis channels wake tasks that wait for a stream, and are only hints. One connection listens for the
-whole process, and is reopened after a loss. While Redis is down no task is woken, so each task also reads once a
-second.
+Notifications on Redis channels wake tasks that wait for a stream. They are only hints: while Redis is down no task is
+woken, so each task also reads once a second. One connection listens for the whole process, and is opened again after a
+loss.
 """
 
 import asyncio
@@ -37,22 +37,24 @@ from tidemark.sinks.redis.client import (
     stream_of,
 )
 
-TIMEOUT = 2.0  # seconds for a connection or an answer, until Postgres is queried instead
-TOGETHER = 200  # streams in one transaction; bounds the wait of other Redis clients
-REPLIES = 5  # replies per stream to the commands of `queue_commands`
+TIMEOUT_SECONDS = 2.0  # for a connection or an answer; then Postgres is queried instead
+STREAMS_PER_TRANSACTION = 200  # a transaction blocks other Redis clients
+REPLIES_PER_STREAM = 5  # to the commands of `queue_commands`
 
 RedisRequest = ReadKeys | ReadList | ReadNewest
 
 
 class RedisReader:
-    """Reads Redis, for one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
+    """Reads Redis, for one event loop. Methods raise `Unavailable` and `Refused`, and may be called again after an
+    error.
+    """
 
     def __init__(self, address: RedisAddress) -> None:
         """Raises `BadSetting`."""
         self.circuit_breaker = CircuitBreaker("Redis")
         self._reads: ReadCoalescer[RedisRequest, StreamKeys | Refused] = ReadCoalescer(self._read)
-        self.client: Any = address.async_client(TIMEOUT)
-        self._clustered = address.is_cluster
+        self.client: Any = address.async_client(TIMEOUT_SECONDS)
+        self._is_cluster = address.is_cluster
         self._where = address.where
 
     async def aclose(self) -> None:
@@ -68,12 +70,16 @@ class RedisReader:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
-        """The keys of each stream, each read atomically, without streams whose keys have invalid content."""
+        """The keys of each stream, without streams whose keys have invalid content. The keys of one stream are read
+        atomically.
+        """
         replies = await self._read([ReadKeys(name) for name in streams])
         return {request.stream: keys for request, keys in replies.items() if isinstance(keys, StreamKeys)}
 
     async def read(self, request: ReadList | ReadNewest) -> StreamKeys:
-        """Read in one round trip with concurrent requests. `Refused` may concern only this stream."""
+        """Read in one round trip with concurrent requests. Raises `Refused` also if only this stream has invalid
+        content.
+        """
         keys = (await self._reads.get([request]))[request]
         if isinstance(keys, Refused):
             raise keys
@@ -83,15 +89,17 @@ class RedisReader:
         requests = list(keys)
         answers: dict[RedisRequest, StreamKeys | Refused] = {}
         with self.circuit_breaker.guarding(), translated(self.client):
-            for start in range(0, len(requests), TOGETHER):
-                chunk = requests[start : start + TOGETHER]
+            for start in range(0, len(requests), STREAMS_PER_TRANSACTION):
+                chunk = requests[start : start + STREAMS_PER_TRANSACTION]
                 # A Cluster has no transactions across servers.
-                replies = await (self._each(chunk) if self._clustered else self._at_once(chunk))
-                # In this loop, so that other tasks run after each chunk of the thousands of replies.
-                answers |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
+                replies = await (self._read_separately(chunk) if self._is_cluster else self._read_in_transaction(chunk))
+                # Parse each chunk in this loop, so that other tasks run between chunks.
+                answers |= {
+                    request: self._parse_replies(request, reply) for request, reply in zip(chunk, replies, strict=True)
+                }
         return answers
 
-    def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> StreamKeys | Refused:
+    def _parse_replies(self, request: RedisRequest, replies: Sequence[Any]) -> StreamKeys | Refused:
         try:
             answers = [sound(reply) for reply in replies]
         except StreamFault as fault:
@@ -101,29 +109,35 @@ class RedisReader:
         except ResponseError as fault:
             return Refused("Redis", self._where, str(fault), REMEDIES.rights)
 
-    async def _at_once(self, requests: Sequence[RedisRequest]) -> list[Any]:
+    async def _read_in_transaction(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)
         for request in requests:
             queue_commands(pipe, request)
         replies = await pipe.execute(raise_on_error=False)
-        return [replies[number * REPLIES : (number + 1) * REPLIES] for number in range(len(requests))]
+        return [
+            replies[number * REPLIES_PER_STREAM : (number + 1) * REPLIES_PER_STREAM] for number in range(len(requests))
+        ]
 
-    async def _each(self, requests: Sequence[RedisRequest]) -> list[Any]:
+    async def _read_separately(self, requests: Sequence[RedisRequest]) -> list[Any]:
         replies = await asyncio.gather(
             *(send_request(self.client, request) for request in requests), return_exceptions=True
         )
         return [[reply] if isinstance(reply, BaseException) else reply for reply in replies]
 
 
-PAUSE = 1.0  # seconds until a lost subscription is opened again; less than the time-out of the client
+RECONNECT_SECONDS = 1.0  # less than the time-out of the client
 
 
 async def listen(
     client: Any, subscribe: Callable[[Any], Awaitable[None]], receive: Callable[[Mapping[str, Any]], None]
 ) -> NoReturn:
-    """Call `subscribe` with the pub/sub object of each connection, and `receive` with every message.
+    """Receive the messages of a pub/sub subscription without end. Messages that are published while Redis is down are
+    lost. For one event loop. End the task with `cancel_until_done`.
 
-    Messages that are published while Redis is down are lost. For one event loop; end the task with `cancel_until_done`.
+    Args:
+        client: a redis.asyncio client.
+        subscribe: called with the pub/sub object of each new connection.
+        receive: called with each message.
     """
     while True:
         with suppress(Unavailable, Stop), translated(client):
@@ -131,11 +145,11 @@ async def listen(
             async with _subscription(client) as pubsub:
                 await subscribe(pubsub)
                 while True:
-                    # Without a time-out, which would be the largest cost at thousands of messages a second.
+                    # No time-out, which would need most of the CPU at thousands of messages a second.
                     message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=None)
                     if message is not None:
                         receive(message)
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(RECONNECT_SECONDS)
 
 
 @asynccontextmanager
@@ -144,14 +158,14 @@ async def _subscription(client: Any) -> AsyncIterator[Any]:
         try:
             yield pubsub
         finally:
-            # redis-py does not wait for this. If the event loop ended before TLS is closed, the socket would stay open.
+            # redis-py would not wait for the disconnection, and an end of the event loop would leave the socket open.
             if pubsub.connection is not None:
                 with suppress(RedisError):
                     await pubsub.connection.disconnect()
 
 
 class Notifications:
-    """For one event loop."""
+    """Receives the notifications of all streams, and wakes the tasks that wait for them. For one event loop."""
 
     def __init__(self, redis_reader: RedisReader) -> None:
         self._redis_reader = redis_reader
@@ -168,9 +182,9 @@ class Notifications:
         finally:
             await cancel_until_done(task)
 
-    def next(self, stream: str) -> asyncio.Event:
-        """The event of the stream's next notification. Take it before a read, so that no notification is missed, and
-        keep a reference to it.
+    def next_event(self, stream: str) -> asyncio.Event:
+        """The event of the stream's next notification. Call this before a read, so that no notification is missed, and
+        keep a reference to the event.
         """
         return self._waiting.setdefault(stream, asyncio.Event())
 

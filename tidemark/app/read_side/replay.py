@@ -1,10 +1,10 @@
 """The events that clients missed: from memory, or read once for all clients that resume from nearby places.
 
-A thousand clients that lost one sidecar reconnect within a second or two, at nearby places. `ReplayBuffer` keeps the
-last seconds, so a client gets the batches that it missed, already encoded. After longer absences, concurrent requests
-share one read from the lowest of their places, and each takes the events beyond its own place. Nothing is read for
-disconnected clients, and responses are cached briefly. So a client that reconnects repeatedly from the beginning costs
-little more than its requests.
+If a sidecar ends, a thousand clients reconnect to others within a second or two, at nearby places. `ReplayBuffer` keeps
+the batches of the last seconds, which are encoded already. For clients that were away longer, concurrent requests share
+one read from the lowest of their places, and each client gets the events beyond its own place. Nothing is read for
+disconnected clients, and responses are cached briefly. So a client that reconnects again and again from the beginning
+costs little more than its requests.
 """
 
 import asyncio
@@ -24,29 +24,29 @@ from tidemark.sinks.postgres.history import DurableMark, StreamChange
 from tidemark.sinks.reader import Event, Place
 from tidemark.streaming.values.direction import beyond, nearer
 
-NEAR = 10_000  # IDs; a client that is farther back does not share a read
-NEAR_MARKS = 5_000  # ms; an older mark does not share a read
-MOST = 100_000  # moves; for more, snapshots are cheaper
-AT_ONCE = 4  # readings
-PAGE = 200  # events, about 40 KB, which stay in memory until the client has read them
-READ = 1000  # the largest number of advances of one query: the client may disconnect after a page
-CACHED_FOR = 30.0  # seconds; not longer, because a response lacks evidence if Postgres was down
+MAX_SHARED_IDS = 10_000  # the distance of places that share a read
+MAX_SHARED_MILLISECONDS = 5_000  # the distance of marks that share a read
+MAX_MOVES = 100_000  # if there are more, snapshots are cheaper
+MAX_CONCURRENT_READS = 4
+PAGE_EVENTS = 200  # about 40 KB, which stay in memory until the client has read them
+MAX_ADVANCES_PER_QUERY = 1000  # more would be wasted if the client disconnects
+CACHE_SECONDS = 30.0  # short, because a response that was read while Postgres was down lacks evidence
 CACHE_BYTES = 4 << 20
-POSITION = 200  # approximate bytes of an entry of a place, whose length clients determine
+BYTES_PER_POSITION = 200  # about; clients determine the number of positions in a place
 
 T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """One computation that any number of tasks await. It is cancelled when the last task has left."""
+    """One computation, whose result any number of tasks await. It is cancelled if all of them are cancelled."""
 
     def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.create_task(reading)
         # Mark the exception as retrieved, because all waiting tasks may have left.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._waiting = 0
-        self.abandoned = False
-        """Whether it was cancelled: no task may wait for it any more."""
+        self.is_abandoned = False
+        """Whether the computation was cancelled. Then no task may await it."""
 
     async def get(self) -> T:
         """The result of the computation. Raises its exception."""
@@ -56,13 +56,13 @@ class SingleFlight(Generic[T]):
         finally:
             self._waiting -= 1
             if not self._waiting and not self._task.done():
-                self.abandoned = True
+                self.is_abandoned = True
                 self._task.cancel()
 
 
 class ResponseCache:
-    """Caches responses by stream and start place, each with the place after it. A response is one page: the client then
-    requests the next one. For one thread.
+    """Caches responses by stream and start place. A response is the text of one page, and the place after it, from
+    which the client requests the next page. For one thread.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -75,21 +75,23 @@ class ResponseCache:
         if key not in self._texts:
             return None
         at, _, text, after = self._texts[key]
-        if self._now() - at > CACHED_FOR:
+        if self._now() - at > CACHE_SECONDS:
             self._drop(key)
             return None
         self._texts.move_to_end(key)
         return text, after
 
-    def keep(self, stream: str, place: Place, text: bytes, after: Place) -> None:
-        """Store a response. Evicts the least recently used responses. An empty response is not
-        stored: a client would repeat the request without end."""
+    def store(self, stream: str, place: Place, text: bytes, after: Place) -> None:
+        """Store a response. Evicts the least recently used responses.
+
+        An empty response is not stored, because the client would request it again without end.
+        """
         if after == place:
             return
         key = stream, identity(place)
         if key in self._texts:
             self._drop(key)
-        size = len(text) + POSITION * (len(place.positions) + len(after.positions))
+        size = len(text) + BYTES_PER_POSITION * (len(place.positions) + len(after.positions))
         self._texts[key] = self._now(), size, text, after
         self._bytes += size
         while self._bytes > CACHE_BYTES:
@@ -104,27 +106,29 @@ def identity(place: Place) -> Hashable:
 
 
 class MissedPage:
-    """A page: `events` lead to `place`. Only clients that have not read it yet keep a page in memory."""
+    """A page: the `events` that lead to `place`. A page stays in memory only while clients have to read it."""
 
-    def __init__(self, past: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
+    def __init__(self, pager: HistoryPager, events: list[Event], place: Place, *, complete: bool) -> None:
         self.events = events
         self.place = place
         self.complete = complete
-        """Nothing more was published when this was read."""
-        self.sent: dict[Hashable, tuple[bytes, Place]] = {}
-        """By place of a client: the text that it is sent, and its place after that. Many clients are at one place."""
-        self._past = past
+        """Whether nothing more was published when the page was read."""
+        self.responses: dict[Hashable, tuple[bytes, Place]] = {}
+        """By place of a client, the text for the client and its place after the text. Many clients are at one place."""
+        self._pager = pager
         self._next: SingleFlight[MissedPage | None] | None = None
 
     @property
-    def abandoned(self) -> bool:
-        """Whether reading the next page was cancelled. A client that needs it must request again from its own place."""
-        return self._next is not None and self._next.abandoned
+    def is_abandoned(self) -> bool:
+        """Whether reading the next page was cancelled. A client that needs the page must request again from its own
+        place.
+        """
+        return self._next is not None and self._next.is_abandoned
 
     async def next(self) -> "MissedPage | None":
-        """The next page, shared by any number of tasks. Raises `Unavailable` and `Stop`; may be called again."""
+        """The next page, shared by any number of tasks. Raises `Unavailable` and `Stop`; may be called again then."""
         if self._next is None:
-            self._next = SingleFlight(_page(self._past))
+            self._next = SingleFlight(_page(self._pager))
         reading = self._next
         try:
             return await reading.get()
@@ -134,15 +138,20 @@ class MissedPage:
             raise
 
 
-async def _page(past: HistoryPager) -> MissedPage | None:
-    page = await past.page()
-    return None if page is None else MissedPage(past, page.events, page.place, complete=page.complete)
+async def _page(pager: HistoryPager) -> MissedPage | None:
+    page = await pager.page()
+    return None if page is None else MissedPage(pager, page.events, page.place, complete=page.complete)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """The moves of all streams since a mark. `encoded`: by stream, the texts for clients and the place after them. A
-    text is made when a client first needs it; then the events are dropped.
+    """The moves of all streams since a mark.
+
+    Attributes:
+        events: by stream, the events that are not encoded yet.
+        streams: by stream, the positions after the events.
+        encoded: by stream, the texts for clients, and the place after them. The texts are made for the first client.
+        moves: the number of events.
     """
 
     events: dict[str, Sequence[Event]]
@@ -155,39 +164,44 @@ class MissedMoves:
 
 
 class Resumptions:
-    """For one event loop."""
+    """Reads the events that reconnecting clients missed. For one event loop."""
 
     def __init__(self, requests: RequestHandler, postgres_reader: PostgresReader) -> None:
         self._requests = requests
         self._postgres_reader = postgres_reader
         self._since = ReadCoalescer(self._read_since)
         self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SingleFlight[MissedPage | None]]] = {}
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._read_slots = asyncio.Semaphore(MAX_CONCURRENT_READS)
         self._being_sent: WeakSet[MissedMoves] = WeakSet()
         self.responses = ResponseCache()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
-        """The first page of events after `place`, or after a slightly lower one, read after this call. None if no
-        server knows the stream. Raises `Unavailable` and `Stop`.
+        """The first page of events after `place`, or after a slightly lower place. It is read after this call. None if
+        no server knows the stream. Raises `Unavailable` and `Stop`.
         """
-        key = stream, place.linear // NEAR
+        key = stream, place.linear // MAX_SHARED_IDS
         if key not in self._waiting:
             places: dict[object, Place] = {}
             self._waiting[key] = places, SingleFlight(self._read(key, places))
         waiting = places, reading = self._waiting[key]
-        me = object()
-        places[me] = place
+        request_key = object()
+        places[request_key] = place
         try:
             return await reading.get()
         finally:
-            del places[me]  # the read must not begin at the place of a disconnected client
-            if reading.abandoned and self._waiting.get(key) is waiting:
+            del places[request_key]  # a read must not begin at the place of a disconnected client
+            if reading.is_abandoned and self._waiting.get(key) is waiting:
                 del self._waiting[key]
 
     async def since(self, mark: DurableMark) -> MissedMoves | None:
-        """The moves of all streams since `mark`, or since a slightly older one, read after this call. None if there are
-        more than `MOST`, if they are no longer stored, or if unread moves of other clients fill the memory. Raises
-        `Unavailable` and `Stop`.
+        """The moves of all streams since `mark`, or since a slightly older mark. They are read after this call.
+
+        Returns:
+            None if there are more than `MAX_MOVES`, if the moves are no longer stored, or if moves that are being sent
+            to other clients use too much memory.
+
+        Raises:
+            Unavailable, Stop: Postgres does not answer, or refuses the session.
         """
         return (await self._since.get([mark]))[mark]
 
@@ -195,16 +209,16 @@ class Resumptions:
         answers: dict[DurableMark, MissedMoves | None] = {}
         first: DurableMark | None = None
         for mark in sorted(marks, key=lambda mark: (mark.lease, mark.time)):
-            if first is None or first.lease != mark.lease or mark.time - first.time > NEAR_MARKS:
+            if first is None or first.lease != mark.lease or mark.time - first.time > MAX_SHARED_MILLISECONDS:
                 first = mark
                 answers[mark] = await self._missed_since(mark)
             answers[mark] = answers[first]
         return answers
 
     async def _missed_since(self, mark: DurableMark) -> MissedMoves | None:
-        if sum(missed.moves for missed in self._being_sent) > MOST:
+        if sum(missed.moves for missed in self._being_sent) > MAX_MOVES:
             return None
-        changes = await self._postgres_reader.missed(mark, MOST)
+        changes = await self._postgres_reader.missed(mark, MAX_MOVES)
         if changes is None:
             return None
         missed = MissedMoves({**changes.events}, changes.streams)
@@ -212,13 +226,15 @@ class Resumptions:
         return missed
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
-        async with self._turns:
-            del self._waiting[key]  # later requests need another read
-            return await _page(HistoryPager(self._requests, key[0], lowest(places.values()), PAGE, READ))
+        async with self._read_slots:
+            del self._waiting[key]  # requests from now on need another read
+            return await _page(
+                HistoryPager(self._requests, key[0], lowest(places.values()), PAGE_EVENTS, MAX_ADVANCES_PER_QUERY)
+            )
 
 
 def lowest(places: Iterable[Place]) -> Place:
-    """The farthest place that is not beyond any of the places."""
+    """The highest place that is not beyond any of the places, for any writer."""
     first, *rest = places
     for other in rest:
         writers = {*first.positions, *other.positions}
@@ -231,14 +247,14 @@ def lowest(places: Iterable[Place]) -> Place:
 
 
 BUFFER_SECONDS = 15.0
-MOVES = 40_000  # of all streams: about 20 MB, and 8 s at 5,000 moves/s
-SLICES = 10_000  # batches of all streams; fewer than the queue of a listener
-MARKS = 30
+MAX_BUFFERED_MOVES = 40_000  # of all streams: about 20 MB, or 8 s at 5,000 moves/s
+MAX_BUFFERED_BATCHES = 10_000  # of all streams; fewer than fit into the queue of a listener
+MAX_MARKS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class BufferedReplay:
-    """The missed batches of a listener, which leads from `place` to the follower's place."""
+    """The batches that lead a listener from `place` to the place of the follower."""
 
     place: Place
     batches: list[EventBatch]
@@ -246,7 +262,7 @@ class BufferedReplay:
 
 @dataclass(slots=True)
 class _StreamReplay:
-    """The batches of one stream after batch number `since`, up to `place`."""
+    """The batches of one stream with numbers above `since`, up to `place`."""
 
     since: int
     place: Place
@@ -254,7 +270,7 @@ class _StreamReplay:
 
 
 class ReplayBuffer:
-    """The batches of the last seconds of followed streams. For one thread."""
+    """The batches of followed streams in the last seconds. For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -265,13 +281,13 @@ class ReplayBuffer:
         self._marks: dict[DurableMark, int] = {}
 
     def begin(self, stream: str, place: Place) -> None:
-        """Begin to store a stream, which is followed from this place."""
+        """Begin to store the batches of a stream, whose follower is at this place."""
         self._streams[stream] = _StreamReplay(self._number, place)
 
     def end(self, stream: str) -> None:
         self._streams.pop(stream, None)
 
-    def keep(self, batch: EventBatch) -> None:
+    def add(self, batch: EventBatch) -> None:
         """Add the next batch of its stream."""
         self._number += 1
         self._moves += len(batch.events)
@@ -279,12 +295,14 @@ class ReplayBuffer:
         replay.batches.append((self._number, batch))
         replay.place = batch.after
         self._all.append((self._number, batch))
-        self.forget()
+        self.drop_old()
 
-    def forget(self) -> None:
-        """Drop batches that are too old, or beyond the bound of memory."""
+    def drop_old(self) -> None:
+        """Drop the batches that are too old or too many."""
         oldest = self._now() - BUFFER_SECONDS
-        while self._all and (self._moves > MOVES or len(self._all) > SLICES or self._all[0][1].at < oldest):
+        while self._all and (
+            self._moves > MAX_BUFFERED_MOVES or len(self._all) > MAX_BUFFERED_BATCHES or self._all[0][1].at < oldest
+        ):
             number, batch = self._all.popleft()
             self._moves -= len(batch.events)
             replay = self._streams.get(batch.stream)
@@ -293,12 +311,10 @@ class ReplayBuffer:
                 replay.since = number
 
     def mark_complete(self, mark: DurableMark) -> None:
-        """Note that the batches so far include everything that Postgres published up to `mark` in all followed
-        streams.
-        """
-        # Keep the first time of a mark: a listener that got the mark then has no later events.
+        """Note that the batches so far contain all that Postgres published up to `mark` in the followed streams."""
+        # A mark may come again. The first time counts: a listener may have got the mark then, and nothing later.
         self._marks.setdefault(mark, self._number)
-        if len(self._marks) > MARKS:
+        if len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]
 
     def after(self, stream: str, place: Place) -> BufferedReplay | None:
@@ -312,14 +328,14 @@ class ReplayBuffer:
         for start in reversed(range(len(batches))):
             if batches[start].before == place:
                 return BufferedReplay(batches[start].before, batches[start:])
-        # The place is between two places of this buffer, because the client comes from another sidecar.
-        if not reached(place, batches[0].before if batches else replay.place):
+        # The place may be between two batches, because another sidecar makes other batches.
+        if not has_reached(place, batches[0].before if batches else replay.place):
             return None
-        start = next((at for at, batch in enumerate(batches) if not reached(place, batch.after)), len(batches))
+        start = next((at for at, batch in enumerate(batches) if not has_reached(place, batch.after)), len(batches))
         return BufferedReplay(place, batches[start:])
 
     def since(self, mark: DurableMark, streams: Collection[str]) -> dict[str, BufferedReplay]:
-        """The batches of these streams since a mark; empty if they are not in memory for all streams."""
+        """By stream, the batches since a mark. Empty if the batches of any of these streams are not in memory."""
         number = self._marks.get(mark)
         replays: dict[str, BufferedReplay] = {}
         for stream in streams:
@@ -331,7 +347,7 @@ class ReplayBuffer:
         return replays
 
 
-def reached(place: Place, other: Place) -> bool:
+def has_reached(place: Place, other: Place) -> bool:
     """Whether `place` is at or beyond `other` for every writer."""
     return (
         not beyond(other.linear, place.linear)

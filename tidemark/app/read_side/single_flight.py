@@ -1,6 +1,7 @@
 """Sharing of reads between concurrent requests, and circuit breakers of servers.
 
-A thousand requests a second cost a few reads, and each request gets an answer that was read after the request began.
+A thousand requests per second cause only a few reads. Each request gets an answer that was read after the request
+began.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 
-SMALL = 16  # keys; a request for more is a large one
-PIECE = 200  # the largest number of keys of one read
+MAX_SMALL_KEYS = 16  # a request for more keys is a large one
+MAX_KEYS_PER_READ = 200
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -29,42 +30,44 @@ class _SharedRead(Generic[K, T]):
 
 
 class ReadCoalescer(Generic[K, T]):
-    """Collects the keys that are requested during a read, and reads them in the next read. For one event loop.
+    """Combines the keys of concurrent requests into few reads. Keys that are requested during a read are read by the
+    next one. For one event loop.
 
-    At most two calls of `read` run at a time: one for small requests and one for large ones. Each is for at most
-    `PIECE` keys, so a request for few keys never waits for one for many. Keys of cancelled requests are not read.
+    At most two calls of `read` run at a time: one for small requests and one for large ones. Each reads at most
+    `MAX_KEYS_PER_READ` keys, so a request for few keys never waits for many keys. Keys of cancelled requests are not
+    read.
     """
 
     def __init__(self, read: Read[K, T]) -> None:
         self._small, self._large = _Queue(read), _Queue(read)
 
-    async def get(self, keys_wanted: Collection[K]) -> Mapping[K, T]:
-        """The result of a read that begins after this call, perhaps with more keys. Raises the errors of `read`."""
-        if len(keys_wanted) <= SMALL:
-            return await self._small.get(keys_wanted)
-        keys, answers = [*keys_wanted], dict[K, T]()
-        for start in range(0, len(keys), PIECE):
-            answers |= await self._large.get(keys[start : start + PIECE])
+    async def get(self, requested: Collection[K]) -> Mapping[K, T]:
+        """The result of a read that begins after this call. It may contain more keys. Raises the errors of `read`."""
+        if len(requested) <= MAX_SMALL_KEYS:
+            return await self._small.get(requested)
+        keys, answers = [*requested], dict[K, T]()
+        for start in range(0, len(keys), MAX_KEYS_PER_READ):
+            answers |= await self._large.get(keys[start : start + MAX_KEYS_PER_READ])
         return answers
 
 
 class _Queue(Generic[K, T]):
-    """Reads, one at a time and in order. A request joins the last waiting read while that has room for its keys."""
+    """Reads, one at a time and in order. A request joins the last waiting read if there is room for its keys."""
 
     def __init__(self, read: Read[K, T]) -> None:
         self._read = read
-        self._rounds: deque[_SharedRead[K, T]] = deque()
+        self._reads: deque[_SharedRead[K, T]] = deque()
         self._reading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def get(self, asked: Collection[K]) -> Mapping[K, T]:
-        if not self._rounds or len(self._rounds[-1].keys.union(asked)) > PIECE:
-            self._rounds.append(_SharedRead())
-            task = asyncio.create_task(self._go())
+    async def get(self, requested: Collection[K]) -> Mapping[K, T]:
+        if not self._reads or len(self._reads[-1].keys.union(requested)) > MAX_KEYS_PER_READ:
+            self._reads.append(_SharedRead())
+            task = asyncio.create_task(self._run_next())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        last_read = self._rounds[-1]
-        last_read.keys.update(asked)
+        last_read = self._reads[-1]
+        last_read.keys.update(requested)
         last_read.waiting += 1
         try:
             # Shielded, so that a disconnected client does not cancel the read of other clients.
@@ -72,9 +75,9 @@ class _Queue(Generic[K, T]):
         finally:
             last_read.waiting -= 1
 
-    async def _go(self) -> None:
+    async def _run_next(self) -> None:
         async with self._reading:
-            reading = self._rounds.popleft()
+            reading = self._reads.popleft()
             if not reading.waiting:
                 return
             try:
@@ -89,27 +92,30 @@ class _Queue(Generic[K, T]):
 
 log = get_logger(__name__)
 
-REST_SECONDS = 0.5
-REST_TIMES = 2  # pause after a failure, as a multiple of its duration, so that few requests wait for a time-out
+MIN_PAUSE_SECONDS = 0.5
+PAUSE_FACTOR = 2  # the pause after a failure, as a multiple of its duration; so few requests wait for a time-out
 
 
 class CircuitBreaker:
-    """Pauses requests to a server after a failure, so that callers need not wait for time-outs. One per server.
+    """Refuses requests to a server for a while after a failure, so that callers need not wait for time-outs. One per
+    server.
 
-    A refused user is a failure; a single slow query is not.
+    If the server refuses the user, that is a failure; a single slow query is none.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
-        self._what = name
+        self._name = name
         self._now = now
         self._until = 0.0
         self.problem: TidemarkError | None = None
-        """Why the server did not answer the last time; None: it answered."""
+        """The error of the last query; None if the server answered."""
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Guard the block, which queries the server. Raises `Unavailable` at once after a recent failure, and the
-        block's `Unavailable` and `Stop`.
+        """Guard the block, which queries the server.
+
+        Raises:
+            Unavailable, Stop: the error of the block; soon after a failure, the same error without running the block.
         """
         if self.problem is not None and self._now() < self._until:
             raise self.problem
@@ -120,25 +126,25 @@ class CircuitBreaker:
             raise
         except (Unavailable, Stop) as problem:
             if self.problem is None:
-                log.warning(f"{self._what} does not answer", problem=str(problem))
+                log.warning(f"{self._name} does not answer", problem=str(problem))
             self.problem = problem
             now = self._now()
-            self._until = now + max(REST_SECONDS, REST_TIMES * (now - began))
+            self._until = now + max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (now - began))
             raise
         if self.problem is not None:
-            log.info(f"{self._what} answers again")
+            log.info(f"{self._name} answers again")
         self.problem = None
 
 
-AGAIN = 0.1  # seconds
+CANCEL_INTERVAL_SECONDS = 0.1
 
 
 async def cancel_until_done(task: asyncio.Task[Any]) -> None:
-    """Cancel a task repeatedly until it has ended, because redis-py treats a cancellation during a connection attempt
-    as a failed connection.
+    """Cancel a task again and again until it has ended. One call of `cancel` may be lost, because redis-py takes a
+    cancellation during a connection attempt for a failed connection.
     """
     while not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=AGAIN)
+        await asyncio.wait([task], timeout=CANCEL_INTERVAL_SECONDS)
     if not task.cancelled():
         task.exception()

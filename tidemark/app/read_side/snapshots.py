@@ -1,9 +1,9 @@
 """Snapshots: the current positions of streams, from Redis, else from Postgres, else from memory. Positions never go
 back.
 
-A Redis that was restored from an older copy, or a lagging Postgres replica, may have lower positions than this process
-has answered. Positions stay true (Rule 2), so the farther one is answered. After a failover Redis may have lower
-positions than were published, so Postgres is read too, once a second.
+If Redis was restored from an older copy, or Postgres is a replica that lags, a server may return lower positions than
+this process has answered. Positions stay true (Rule 2), so the farther position is answered. After a failover, Redis
+may have lower positions than were published, so Postgres is read too, once a second.
 """
 
 import asyncio
@@ -22,12 +22,14 @@ from tidemark.sinks.postgres.history import StreamChange
 from tidemark.sinks.reader import MonotonicPositions, PublishedPositions
 from tidemark.streaming.values.direction import beyond
 
-COPIES: Final = ("redis", "postgres")
+SERVERS: Final = ("redis", "postgres")
 
 
 @dataclass(frozen=True, slots=True)
 class PositionDifference:
-    """The linear positions in both servers when they were last read. `since`: seconds since 1970."""
+    """The linear positions in both servers when they were last read. `since`: since when they have differed (seconds
+    since 1970).
+    """
 
     redis: int
     postgres: int
@@ -35,21 +37,21 @@ class PositionDifference:
 
 
 class DivergenceDetector:
-    """Streams whose linear positions in Redis and Postgres differ. For one thread; pure.
+    """Finds streams whose linear positions in Redis and Postgres differ. For one thread; pure.
 
-    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if Postgres had it before
-    the read of Redis, and Postgres lacks data if Redis had it before the read of Postgres. Short differences are
-    normal; `since` shows the duration.
+    Each batch is written to Postgres first and to Redis a moment later. So Redis lacks data if a position was read from
+    Postgres before a lower one was read from Redis, and vice versa. Short differences are normal; `since` shows the
+    duration.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self._linear: dict[str, dict[str, int]] = {name: {} for name in COPIES}
+        self._linear: dict[str, dict[str, int]] = {name: {} for name in SERVERS}
         self._differences: dict[str, tuple[str, PositionDifference]] = {}  # by stream: the server that lacks data
 
     def read(self, copy: str, positions: Mapping[str, int]) -> None:
-        """Add the linear positions, by stream, that `copy` (`redis` or `postgres`) has just returned."""
-        other = self._linear[COPIES[copy == "redis"]]
+        """Add the linear positions by stream that `copy` (`redis` or `postgres`) has just returned."""
+        other = self._linear[SERVERS[copy == "redis"]]
         for stream, position in positions.items():
             self._linear[copy][stream] = position
             before = self._differences.get(stream)
@@ -65,17 +67,17 @@ class DivergenceDetector:
         return difference and difference[1]
 
 
-DETAILS_AGE = 1.0  # seconds for which details are cached, because decoding is expensive
-COMPARE_AGE = 1.0  # seconds between two comparisons of Postgres with Redis
-NAMES_AGE = 10.0  # seconds for which names from Postgres are cached; Redis may lack names while it is filled
-DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details, and for the comparison with Postgres
+DETAILS_CACHE_SECONDS = 1.0  # because decoding is expensive
+COMPARE_INTERVAL_SECONDS = 1.0  # between two comparisons of Postgres with Redis
+NAMES_CACHE_SECONDS = 10.0  # for names from Postgres; Redis may lack names while it is filled
+DETAILS_TIMEOUT_SECONDS = 0.25  # for details, and for the comparison with Postgres
 
 Source = Literal["redis", "postgres", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPositions(PublishedPositions):
-    """The positions of a stream, and the time of their read from `source` (`read_at`, s, monotonic)."""
+    """The positions of a stream. `source`: the server. `read_at`: when they were read (seconds, monotonic)."""
 
     source: Source
     read_at: float
@@ -86,10 +88,10 @@ class KnownPositions(PublishedPositions):
 
 
 class AnsweredPositions(MonotonicPositions[KnownPositions]):
-    """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
+    """The farthest positions that this process has read. One per process, for one thread; pure."""
 
     def merge(self, before: KnownPositions, published: KnownPositions) -> KnownPositions:
-        """`source` is the server from which the farthest positions were read."""
+        """The farther positions, with the server from which they were read as `source`."""
         farthest = super().merge(before, published)
         is_found = (farthest.linear, farthest.vector) == (published.linear, published.vector)
         return farthest if is_found else replace(farthest, source=before.source)
@@ -103,7 +105,7 @@ class AnsweredPositions(MonotonicPositions[KnownPositions]):
         return {stream: known.linear for stream, known in self.items() if known.read_at >= since}
 
     def remembered(self, stream: str) -> KnownPositions | None:
-        """The last answer, if no server answers; None: there was none."""
+        """The last positions of the stream, with the source `memory`; None if there are none."""
         before = self.get(stream)
         return before and replace(before, source="memory")
 
@@ -113,9 +115,11 @@ class Snapshot:
     """The state of `stream`, as far as known.
 
     Attributes:
-        exists: False: Postgres does not know the stream. None: unknown, because no server answered.
-        known: None while the stream is recovering.
-        divergence: the difference between the positions in Redis and Postgres.
+        exists: False if Postgres does not know the stream. None if no server answered.
+        known: the positions; None while the stream is recovering.
+        details: None until Postgres answers for the first time.
+        details_read_at: when the details were read (seconds, monotonic).
+        divergence: the difference between the positions in Redis and Postgres, if there is one.
     """
 
     stream: str
@@ -127,8 +131,8 @@ class Snapshot:
 
 
 class Snapshots:
-    """Reads snapshots; one per process, for one event loop. Never raises while servers are down, but answers from
-    memory.
+    """Reads snapshots. While servers are down, answers from memory and raises no error. One per process, for one event
+    loop.
     """
 
     def __init__(
@@ -149,11 +153,11 @@ class Snapshots:
         self._divergence = DivergenceDetector()
         self._details: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
-        self._names_at = -NAMES_AGE
+        self._names_at = -NAMES_CACHE_SECONDS
 
     @property
     def has_any(self) -> bool:
-        """Whether any stream can be answered from memory."""
+        """Whether the positions of any stream are in memory."""
         return bool(self._answered.streams)
 
     def has(self, stream: str) -> bool:
@@ -169,7 +173,7 @@ class Snapshots:
         names: set[str] = set()
         with suppress(Unavailable, Stop):
             names = await self._redis_reader.names()
-        if not names or self._now() - self._names_at >= NAMES_AGE:
+        if not names or self._now() - self._names_at >= NAMES_CACHE_SECONDS:
             with suppress(Unavailable, Stop):
                 names |= await self._postgres_reader.names()
                 self._names_at = self._now()
@@ -184,32 +188,32 @@ class Snapshots:
         return [self._with_details(snapshots[name]) for name in streams]
 
     async def positions(self, stream: str) -> KnownPositions | None:
-        """The positions of one stream without details, or None."""
+        """The positions of one stream; None if they are not known."""
         snapshots = await self._position_reads.get([stream])
         await self._compare_with_postgres(snapshots)
         return self._with_details(snapshots[stream]).known
 
     async def known(self, streams: Collection[str]) -> dict[str, KnownPositions]:
-        """The positions of streams, without unknown ones."""
+        """By stream, the positions that are known."""
         snapshots = await self._position_reads.get(streams)
         return {name: known for name in sorted(streams) if (known := snapshots[name].known) is not None}
 
     async def _compare_with_postgres(self, snapshots: Mapping[str, Snapshot]) -> None:
-        """Read the streams that Redis has answered from Postgres too."""
+        """Also read from Postgres the streams that Redis has answered, at most once a second per stream."""
         now = self._now()
         due = [
             name
             for name, snapshot in snapshots.items()
             if snapshot.known
             and snapshot.known.source == "redis"
-            and now - self._compared_at.get(name, -math.inf) >= COMPARE_AGE
+            and now - self._compared_at.get(name, -math.inf) >= COMPARE_INTERVAL_SECONDS
         ]
         await self._read_soon(self._postgres_reads, due)
 
     async def _read_soon(self, reads: ReadCoalescer[str, Any], streams: Collection[str]) -> None:
         if streams:
-            with suppress(TimeoutError):  # a later answer will contain it
-                await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
+            with suppress(TimeoutError):  # a later answer will contain the result
+                await asyncio.wait_for(reads.get(streams), DETAILS_TIMEOUT_SECONDS)
 
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
         # Another request may have answered farther positions since this read.
@@ -270,7 +274,7 @@ class Snapshots:
 
     def _is_stale(self, stream: str) -> bool:
         detailed = self._details.get(stream)
-        return detailed is None or self._now() - detailed[1] >= DETAILS_AGE
+        return detailed is None or self._now() - detailed[1] >= DETAILS_CACHE_SECONDS
 
     async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
         now = self._now()

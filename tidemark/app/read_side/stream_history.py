@@ -1,7 +1,7 @@
-"""The past hour of a stream, and the readers of streams, for the live page and the metrics.
+"""The past hour of a stream, and the status of readers, for the live page and the metrics.
 
 A separate thread reads both from Postgres, so that reads of positions are not delayed. Answers are cached for a few
-seconds, so that any number of pages costs a few queries.
+seconds, so that many pages need few queries.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lag_history import LagHistory, StreamHistoryChart
 from tidemark.sinks.reader import ReaderPlaces
 
-SECONDS, STEPS = 3600, 120  # of a chart
-CHART_AGE = 10.0  # seconds for which a chart is cached
-READERS_AGE = 5.0  # seconds for which readers are cached
-TIMEOUT = 10.0  # seconds that a request waits
-MAX_CHARTS = 1000  # cached charts
+CHART_SECONDS, CHART_STEPS = 3600, 120
+CHART_CACHE_SECONDS = 10.0
+READERS_CACHE_SECONDS = 5.0
+TIMEOUT_SECONDS = 10.0
+MAX_CACHED_ANSWERS = 1000
 
 T = TypeVar("T")
 
 
 class StreamHistoryReader:
-    """For one event loop. Methods raise `Unavailable`, `Refused` and `Slow`."""
+    """Reads charts and the status of readers. For one event loop. Methods raise `Unavailable`, `Refused` and `Slow`."""
 
     def __init__(self, postgres: Dsn, readers: Dsn | None) -> None:
         self._session = session_of(postgres, "tidemark history")
         self._history = LagHistory(self._session)
         self._places = ReaderPlaces(postgres if readers is None else readers)
-        self._is_own = readers is not None
+        self._has_own_database = readers is not None
         self._lag = ReaderLag(self._history)
         self._thread = ThreadPoolExecutor(1, "stream history")
         self._answers: dict[Hashable, tuple[float, Any]] = {}
@@ -47,32 +47,35 @@ class StreamHistoryReader:
         self._places.close()
 
     async def chart(self, stream: str) -> StreamHistoryChart:
-        """The last hour of the stream."""
+        """The past hour of the stream."""
         return await self._read(
-            "Postgres", stream, CHART_AGE, lambda: self._history.chart(stream, datetime.now(UTC), SECONDS, STEPS)
+            "Postgres",
+            stream,
+            CHART_CACHE_SECONDS,
+            lambda: self._history.chart(stream, datetime.now(UTC), CHART_SECONDS, CHART_STEPS),
         )
 
     async def readers(self) -> list[ReaderStatus]:
         """The readers of all streams, by stream and name."""
-        return await self._read("The database of the readers", None, READERS_AGE, self._read_readers)
+        return await self._read("The database of the readers", None, READERS_CACHE_SECONDS, self._read_readers)
 
     def _read_readers(self) -> list[ReaderStatus]:
         try:
             stored = self._places.places()
         except Refused:
-            if self._is_own:
+            if self._has_own_database:
                 raise
             return []  # the user may not read the places, and no database of readers is configured
         return self._lag.statuses(stored)
 
     async def _read(self, server: str, key: Hashable, age: float, read: Callable[[], T]) -> T:
         def read_once() -> T:
-            """Use the answer of the previous request if it finished while this request waited for the thread."""
+            """Use the cache, because another request may have read while this request waited for the thread."""
             if key in self._answers and time.monotonic() - self._answers[key][0] < age:
                 remembered: T = self._answers[key][1]
                 return remembered
             fresh = read()
-            while len(self._answers) >= MAX_CHARTS:
+            while len(self._answers) >= MAX_CACHED_ANSWERS:
                 del self._answers[next(iter(self._answers))]
             self._answers[key] = time.monotonic(), fresh
             return fresh
@@ -80,8 +83,10 @@ class StreamHistoryReader:
         with self._breakers[server].guarding():
             future = self._thread.submit(read_once)
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT)
+                return await asyncio.wait_for(asyncio.wrap_future(future), TIMEOUT_SECONDS)
             except TimeoutError:
-                raise Slow("Postgres", self._places.where, f"no answer within {TIMEOUT:g} s; ask again") from None
+                raise Slow(
+                    "Postgres", self._places.where, f"no answer within {TIMEOUT_SECONDS:g} s; ask again"
+                ) from None
             finally:
-                future.cancel()  # has an effect only before the start
+                future.cancel()  # has no effect if the read has started

@@ -1,4 +1,4 @@
-"""The items that a follower gives to its listeners: batches of events of a stream, shared by all listeners."""
+"""The queue of a listener, and the items that a follower puts into it. All listeners share batches of events."""
 
 import asyncio
 import time
@@ -13,30 +13,30 @@ from tidemark.streaming.values.direction import beyond
 
 T = TypeVar("T")
 
-BUFFER = 20_000  # batches in the queue of a listener
-PATIENCE = 20.0  # seconds that a batch may wait for a listener; bounds the memory, because batches are shared
+MAX_QUEUED_BATCHES = 20_000  # per listener
+MAX_QUEUE_SECONDS = 20.0  # for a batch in a queue; this limits the memory, because queues share batches
 
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """The follower is at `place`, and every later item continues from there."""
+    """The follower has reached `place`. The next items of the stream continue from there."""
 
     place: Place
     by_place: "PlaceCache" = field(default_factory=dict, init=False, repr=False)
 
 
 PlaceCache = dict[int, tuple[Place, Any]]
-"""A cache of results for listeners at other places, by the identity of the place, which is kept alive."""
+"""A cache of results for listeners at other places, by `id(place)`. A value keeps its place alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamAdded:
-    """A stream that did not exist when the listener subscribed."""
+    """The stream did not exist when the listener subscribed."""
 
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """The events that moved `stream` from `before` to `after`, joined."""
+    """The events that moved `stream` from `before` to `after`. `before` is the `after` of the previous batch."""
 
     stream: str
     before: Place
@@ -51,17 +51,17 @@ class EventBatch:
         """The linear position after the events; None if it did not move."""
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
-    def once(self, encode: Callable[["EventBatch"], T]) -> T:
-        """The result of `encode(self)`, computed once and shared by all listeners."""
+    def encoded(self, encode: Callable[["EventBatch"], T]) -> T:
+        """The result of `encode(self)`, computed once for all listeners."""
         if encode not in self._encoded:
             self._encoded[encode] = encode(self)
-        encoded: T = self._encoded[encode]
-        return encoded
+        result: T = self._encoded[encode]
+        return result
 
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """All earlier items include everything that Postgres published up to `mark` in the streams of the listener."""
+    """The listener has got everything that Postgres published up to `mark`, in all its streams."""
 
     mark: DurableMark
 
@@ -70,14 +70,14 @@ Item = Started | StreamAdded | EventBatch | Watermark
 
 
 class Listener:
-    """The queue of one listener. For one event loop. `cut_off` is done if the listener was too slow; no more items
-    follow then.
+    """The queue of one listener. For one event loop. `cut_off`: done if the listener was too slow. Then the queue is
+    cleared, and no more items follow.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.wants_watermarks = False
-        """Whether it gets `Watermark` items."""
+        """Whether the listener gets `Watermark` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task that waits
@@ -86,21 +86,21 @@ class Listener:
         if self.cut_off.done():
             return
         now = self._now()
-        if self._items and (len(self._items) >= BUFFER or now - self._items[0][0] > PATIENCE):
+        if self._items and (len(self._items) >= MAX_QUEUED_BATCHES or now - self._items[0][0] > MAX_QUEUE_SECONDS):
             self._items.clear()
-            settle(self.cut_off)
+            complete(self.cut_off)
         else:
             self._items.append((now, stream, item))
             if self._waiter is not None:
-                settle(self._waiter)
+                complete(self._waiter)
 
-    async def waited(self, seconds: float) -> bool:
-        """Wait until there is an item (True), or for `seconds` (False). For one task at a time."""
+    async def wait_for_item(self, seconds: float) -> bool:
+        """Wait for an item, up to `seconds`. Returns whether there is one. Only one task may wait at a time."""
         if not self._items:
-            # Thousands of tasks wait here several times a second; asyncio's time-outs would cost several times as much.
+            # Thousands of tasks wait here several times a second, and asyncio's time-outs need several times more CPU.
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(seconds, settle, self._waiter)
+            timer = loop.call_later(seconds, complete, self._waiter)
             try:
                 await self._waiter
             finally:
@@ -108,11 +108,11 @@ class Listener:
                 timer.cancel()
         return bool(self._items)
 
-    def take(self, most: int) -> list[tuple[str, Item]]:
-        """Remove and return at most `most` items."""
-        return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
+    def take(self, limit: int) -> list[tuple[str, Item]]:
+        """Remove and return at most `limit` items, each with its stream."""
+        return [self._items.popleft()[1:] for _ in range(min(limit, len(self._items)))]
 
 
-def settle(future: "asyncio.Future[None]") -> None:
+def complete(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tidemark.app.diagnosis.open_ranges import StreamId
-from tidemark.app.read_side.replay import PAGE, MissedMoves, MissedPage
+from tidemark.app.read_side.replay import PAGE_EVENTS, MissedMoves, MissedPage
 from tidemark.app.read_side.single_flight import ReadCoalescer
 from tidemark.app.read_side.snapshots import Snapshots
 from tidemark.app.read_side.subscription import EventBatch, Started
@@ -267,8 +267,8 @@ async def encode_missed_moves(missed: MissedMoves, stream: str, start: Place) ->
     two pages, because there may be very many moves.
     """
     merge, events, texts = EventMerge(start), missed.events[stream], []
-    for first in range(0, len(events), PAGE):
-        page = events[first : first + PAGE]
+    for first in range(0, len(events), PAGE_EVENTS):
+        page = events[first : first + PAGE_EVENTS]
         for event in page:
             deque(_merge_event(merge, event), maxlen=0)
         texts.append(b"".join(encode_event(move_answer(stream, event)) for event in page))

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from tidemark.app.read_side import ReadSide, metrics
 from tidemark.app.read_side.replay import MissedPage, SingleFlight, identity
-from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, settle
+from tidemark.app.read_side.subscription import EventBatch, Item, Listener, Started, StreamAdded, Watermark, complete
 from tidemark.app.sidecar.event_stream import (
     EVENT_STREAM,
     SNAPSHOTS_PER_READ,
@@ -109,7 +109,7 @@ class EventsClient:
             yield text
         self._on_started()
         while not self._listener.cut_off.done():
-            if await self._listener.waited(KEEP_ALIVE_SECONDS):
+            if await self._listener.wait_for_item(KEEP_ALIVE_SECONDS):
                 if text := await self._next_text():
                     yield text
             else:
@@ -121,7 +121,7 @@ class EventsClient:
         page: MissedPage | None = None
         resumptions = self._read_side.resumptions
         while page is None or not page.complete:
-            if page is not None and page.abandoned:
+            if page is not None and page.is_abandoned:
                 page = None
             if page is None and (cached := resumptions.responses.get(stream, place)):
                 text, place = cached
@@ -136,11 +136,11 @@ class EventsClient:
             if page is None:  # no server knows the stream
                 return
             key = identity(place)
-            if key not in page.sent:
-                page.sent[key] = encode_page_after(page, stream, place)
+            if key not in page.responses:
+                page.responses[key] = encode_page_after(page, stream, place)
                 if not page.complete:
-                    resumptions.responses.keep(stream, place, *page.sent[key])
-            text, place = page.sent[key]
+                    resumptions.responses.store(stream, place, *page.responses[key])
+            text, place = page.responses[key]
             yield text
         self._places[stream] = place
 
@@ -162,7 +162,7 @@ class EventsClient:
             if stream not in missed.streams:
                 self._places[stream] = Place(positions.linear, positions.vector, positions.late)
                 continue
-            if stream not in missed.encoded or missed.encoded[stream].abandoned:
+            if stream not in missed.encoded or missed.encoded[stream].is_abandoned:
                 place = Place(positions.linear, positions.vector, positions.late)
                 missed.encoded[stream] = SingleFlight(encode_missed_moves(missed, stream, place))
             # Encoded once for all clients. Positions that a client read before the moves are among the moves.
@@ -206,7 +206,7 @@ class EventsClient:
         place = self._places[stream]
         if isinstance(item, EventBatch) and (place is item.before or place == item.before):
             self._places[stream] = item.after
-            return item.once(encode_batch)
+            return item.encoded(encode_batch)
         if isinstance(item, Started) and place == item.place:
             self._places[stream] = item.place
             return ()
@@ -220,7 +220,7 @@ class EventsClient:
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, EventBatch) and len(self._places) == 1 and last.after is self._places[last.stream]:
-            text = last.once(encode_batch_id)
+            text = last.encoded(encode_batch_id)
         else:
             text = encode_places(self._places).encode()
         if len(text) > MAX_EVENT_ID_LENGTH:
@@ -261,7 +261,7 @@ async def follow_events(call: OperationCall) -> Response:
             return Response(media_type=EVENT_STREAM)
     with ExitStack() as stack:
         listener = Listener()
-        stack.enter_context(service.limiter.slot("events", address, partial(settle, listener.cut_off)))
+        stack.enter_context(service.limiter.slot("events", address, partial(complete, listener.cut_off)))
         on_started = await service.start_queue.wait_for_start(address)
         stack.callback(on_started)
         names = set(query.stream) or await read_side.snapshots.names()
@@ -281,7 +281,7 @@ async def follow_events(call: OperationCall) -> Response:
 async def watch_streams(call: OperationCall) -> Response:
     with ExitStack() as stack:
         cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stack.enter_context(call.service.limiter.slot("watch", call.address, partial(settle, cut_off)))
+        stack.enter_context(call.service.limiter.slot("watch", call.address, partial(complete, cut_off)))
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
     return EventStream(_changes(call.service.watch, watcher, cut_off), cut_off, resources)
@@ -290,7 +290,7 @@ async def watch_streams(call: OperationCall) -> Response:
 async def _changes(watch: Watch, watcher: Watcher, cut_off: asyncio.Future[None]) -> AsyncIterator[bytes]:
     while True:
         text = await watch.next_text(watcher)
-        write_timeout = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_SECONDS, settle, cut_off)
+        write_timeout = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_SECONDS, complete, cut_off)
         yield text
         write_timeout.cancel()
 

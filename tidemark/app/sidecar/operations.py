@@ -215,11 +215,11 @@ async def wait(call: OperationCall) -> Response:
 async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_request: OpenRequest) -> None:
     """Return when the stream has reached the token. Positions are read after each notification and once a second."""
     read_side = call.service.read_side
-    notified = read_side.notifications.next(call.stream)
+    notified = read_side.notifications.next_event(call.stream)
     while isinstance(step := driver.step(), Request):
         match step:
             case ReadKeys():
-                notified = read_side.notifications.next(call.stream)
+                notified = read_side.notifications.next_event(call.stream)
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
                     await _position(call)  # raises if no server knows the stream
