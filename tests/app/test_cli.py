@@ -82,7 +82,7 @@ def test_nan_is_no_number() -> None:
     for command, option in found:
         words = {"skip": ["s", "w", "1"], "retire": ["s", "w"], "join": ["s", "w"], "wait": ["s", "m1"]}
         done = CliRunner().invoke(command, [*words.get(command.name or "", []), option, "nan"])
-        assert (done.exit_code, "is no number" in done.output) == (2, True), (command.name, done.output)
+        assert (done.exit_code, "is not a number" in done.output) == (2, True), (command.name, done.output)
 
 
 def test_what_is_not_utf_8_is_wrong_usage() -> None:
@@ -178,7 +178,7 @@ def test_without_a_stack_a_verb_says_what_is_missing(verb: str, tmp_path: Path) 
     done = _tidemark(verb, TIDEMARK_HOME=str(tmp_path))
     assert done.returncode == 1
     where = "localhost:5432/tidemark"
-    hint = "is `tidemark up` running? else set TIDEMARK_POSTGRES_DSN"
+    hint = "is `tidemark up` running? If not, start it or set TIDEMARK_POSTGRES_DSN"
     assert done.stderr == f"Error: Postgres does not answer at {where}: {hint}\n"
 
 

@@ -125,7 +125,7 @@ def test_a_stream_with_writers_here_is_left_to_its_transactions(
     readers.execute("update tidemark.append_progress set writer = 'shop'")
     pipeline.move("shop", 0, 9)
     with following(redis_url, database) as follower:
-        eventually(lambda: follower.is_ours("s"))
+        eventually(lambda: follower.is_local("s"))
         assert token(readers) is None
 
 
@@ -136,10 +136,10 @@ def test_a_stream_with_writers_elsewhere_is_moved_by_what_is_published(
     readers.execute("update tidemark.append_progress set writer = 'shop'")
     readers.execute("select tidemark_reader.publish('database', array['s'], array[4])")
     with following(redis_url, database) as follower:
-        eventually(lambda: follower.is_ours("s"))
+        eventually(lambda: follower.is_local("s"))
         pipeline.move("elsewhere", 0, 9)
         eventually(is_at(readers, "m9"))
-        assert not follower.is_ours("s")
+        assert not follower.is_local("s")
 
 
 @pytest.mark.parametrize(("epoch", "position"), [(7, "m9"), (6, "m4")])
@@ -155,7 +155,7 @@ def test_an_override_moves_the_stream(
     readers.execute("select tidemark_reader.publish('database', array['s'], array[4])")
     with following(redis_url, database) as follower:
         pipeline.publish(stream("s", advance("shop", 0, 4, epoch=epoch, facts=4), linear=4))
-        eventually(lambda: follower.is_ours("s"))
+        eventually(lambda: follower.is_local("s"))
         pipeline.publish(stream("s", advance("shop", 4, 9, epoch=epoch, skipped=1, facts=4), linear=9, linear_prev=4))
         if epoch == 6:
             time.sleep(2.5)  # it has looked twice

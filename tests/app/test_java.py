@@ -11,7 +11,7 @@ def test_java_that_is_too_old_is_named(tmp_path: Path) -> None:
     program.parent.mkdir()
     program.write_text("""#!/bin/sh\necho 'openjdk version "1.8.0_412"' >&2\n""")
     program.chmod(0o755)
-    with pytest.raises(JavaUnfit, match=r"Java 17 or newer is needed and .* is Java 8: install one") as caught:
+    with pytest.raises(JavaUnfit, match=r"Tidemark needs Java 17 or newer, but .* is Java 8: install Java") as caught:
         find_java(tmp_path)
     assert str(program) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -20,5 +20,5 @@ def test_java_that_is_too_old_is_named(tmp_path: Path) -> None:
 def test_java_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any Java the line says how to get one."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaUnfit, match="there is none on the PATH: install one"):
+    with pytest.raises(JavaUnfit, match="there is no java on the PATH: install Java"):
         find_java(None)

@@ -267,7 +267,7 @@ def test_trusted_proxies_are_addresses_or_networks(setenv: SetEnv) -> None:
 def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
     """A variable that is no setting is named, with the setting that was probably meant."""
     setenv("SHARD", "8")
-    assert "TIDEMARK_SHARD is no setting; did you mean TIDEMARK_SHARDS?" in list(settings_lines(load()))
+    assert "TIDEMARK_SHARD is not a setting; did you mean TIDEMARK_SHARDS?" in list(settings_lines(load()))
 
 
 def test_settings_never_show_a_secret_by_accident(setenv: SetEnv) -> None:

@@ -21,12 +21,15 @@ from tidemark.sources.synapse.channel import SynapseChannel
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (BridgePlan("hs", ["typing"]), "typing is not published: it exists only in its writer's memory"),
-        (BridgePlan("hs", ["pushers"]), "pushers is not published: its tables have not been examined"),
-        (BridgePlan("hs", ["evnets"]), "'evnets' is none of events, backfill, "),
+        (
+            BridgePlan("hs", ["typing"]),
+            "the stream typing cannot be sent: the stream exists only in its writer's memory",
+        ),
+        (BridgePlan("hs", ["pushers"]), "the stream pushers cannot be sent: Tidemark does not support its tables yet"),
+        (BridgePlan("hs", ["evnets"]), "'evnets' is not one of events, backfill, "),
         (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
         (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
-        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not published: add --stream"),
+        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not sent: add it with --stream"),
         (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not 1 to 255 characters"),
     ],
 )
@@ -89,9 +92,7 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
         assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
         begun_by_a_bridge(dsn, "hs1.events", "event1")
         said = CliRunner().invoke(main, ["synapse", "retire", "evnet1"], env={"TIDEMARK_POSTGRES_DSN": dsn})
-        assert said.output.endswith(
-            "no stream has a writer evnet1 beside others, that has not retired: there are event1\n"
-        )
+        assert said.output.endswith("no stream has an active writer evnet1 beside others; active writers are event1\n")
         assert bridges(looking) == {"hs1.events": BridgeStatus(False, None)}
         with psycopg.connect(dsn, autocommit=True) as speaking:
             take_turn(speaking, ["hs2.events"])

@@ -127,14 +127,14 @@ def test_relay_migrate_behind_a_dump(database: str) -> None:
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert said().endswith("made stream orders\n")
+    assert said().endswith("created stream orders\n")
     with (
         locked(database, "relay_schema_version", "access share") as dump,
         psycopg.connect(database) as service,
     ):
         dump.execute("lock table tidemark.append_streams in access share mode")
         service.execute("select from tidemark.append_streams for update")
-        assert said() == "the schema is up to date\nthere is stream orders\n"
+        assert said() == "the schema is up to date\nstream orders exists\n"
 
 
 def test_database_that_is_being_restored_is_waited_for(

@@ -1,7 +1,7 @@
-"""The command line: `VERBS` has every verb with its module and help. The module of a verb is imported at its use.
+"""The command line. `VERBS` has every verb with its module and help. A verb's module is imported when the verb is used.
 
-Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 the
-condition of `--check` is false, or the effect of an operator override was not confirmed in time, 130 Ctrl-C.
+Exit codes: 0 success, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 a check
+of `--check` failed, or the effect of an operator override was not confirmed in time, 130 Ctrl-C.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ from tidemark.common.errors import ExtraMissing
 
 
 class Verb(NamedTuple):
-    """A verb's module, the extra that the module needs ("" if every installation has it), and its line in the help."""
+    """A verb: its module, the extra that the module needs ("" for none), and its line in the help."""
 
     module: str
     extra: str
@@ -25,15 +25,15 @@ class Verb(NamedTuple):
 SECTIONS: Final[dict[str, dict[str, Verb]]] = {
     "Run": {
         "up": Verb("up", "local", "Run the whole local stack: Kafka, Postgres, Redis, pipeline and sidecar."),
-        "config": Verb("run", "", "Print the effective settings and where each came from."),
+        "config": Verb("run", "", "Print the effective settings and the source of each."),
         "migrate": Verb("run", "", "Create or update Tidemark's schema in Postgres."),
         "topics": Verb("run", "pipeline", "Create the Kafka topics that are missing, and check the others."),
         "pipeline": Verb("run", "pipeline", "Read records from Kafka and publish positions."),
         "sidecar": Verb("run", "sidecar", "Serve positions over HTTP and the line protocol."),
-        "relay": Verb("sources", "relay", "Send to Kafka what services wrote with tidemark.append()."),
-        "follow": Verb("sources", "sidecar", "Keep the published positions in a database of readers."),
-        "synapse": Verb("sources", "synapse", "Send to Kafka what the workers of a Synapse write."),
-        "simulate": Verb("run", "local", "Write and read with real processes, with faults injected."),
+        "relay": Verb("sources", "relay", "Send the facts that services wrote with tidemark.append() to Kafka."),
+        "follow": Verb("sources", "sidecar", "Copy the published positions into a database of readers."),
+        "synapse": Verb("sources", "synapse", "Send the streams of a Synapse homeserver to Kafka."),
+        "simulate": Verb("run", "local", "Run processes that write and read, and inject faults."),
     },
     "Write and read": {
         "produce": Verb("kafka_records", "relay", "Send records from a file of JSON lines to Kafka."),
@@ -41,9 +41,9 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
         "wait": Verb("follow", "sidecar", "Wait until a stream is complete up to a token or an ID."),
         "listen": Verb("follow", "", "Show what a sidecar sends over the line protocol."),
     },
-    "Look": {
+    "Inspect": {
         "status": Verb("status", "sidecar", "Show the positions of all streams and their writers, and the pipeline."),
-        "top": Verb("status", "sidecar", "Show `status` and `gaps`, refreshed every two seconds."),
+        "top": Verb("status", "sidecar", "Show `status` and `gaps`, every two seconds."),
         "gaps": Verb("gaps", "sidecar", "Show every gap and silent writer, and the command that settles it."),
         "explain": Verb("explain", "sidecar", "Show why a stream was stuck at a given time."),
         "trace": Verb("trace", "sidecar", "Show the history of one ID, from its Kafka record to its publication."),
@@ -55,14 +55,14 @@ SECTIONS: Final[dict[str, dict[str, Verb]]] = {
     "Settle": {
         "skip": Verb("overrides", "sidecar", "Settle a range of IDs that a writer left open."),
         "retire": Verb("overrides", "sidecar", "Stop waiting for a writer."),
-        "join": Verb("overrides", "sidecar", "Join in the name of a writer that never joined."),
+        "join": Verb("overrides", "sidecar", "Send the JOIN of a writer that never joined."),
         "fence": Verb("overrides", "sidecar", "End the epoch of a writer whose process cannot be stopped."),
-        "overrides": Verb("override_log", "sidecar", "List what operators settled: who, when, why."),
+        "overrides": Verb("override_log", "sidecar", "List operator overrides: author, time and reason."),
     },
     "Repair": {
-        "late": Verb("late", "sidecar", "List and resolve facts that came after readers had passed them."),
+        "late": Verb("late", "sidecar", "List and resolve facts that completed after readers had passed them."),
         "dead-letters": Verb("dead_letters", "sidecar", "List, show and replay rejected records."),
-        "readers": Verb("readers", "sidecar", "List readers, move their places, and settle facts that they parked."),
+        "readers": Verb("readers", "sidecar", "List readers, move their places, and retry or drop parked facts."),
         "policy": Verb("policy", "sidecar", "Set limits, alert thresholds and retention for single streams."),
         "reseed": Verb("reseed", "pipeline", "Change the number of shards of a stopped pipeline."),
     },
@@ -71,7 +71,7 @@ VERBS: Final = {name: verb for section in SECTIONS.values() for name, verb in se
 
 
 class LazyGroup(CommandGroup):
-    """A command group that imports each command at its use (click's pattern for lazy subcommands)."""
+    """A command group that imports each command when it is used (click's pattern for lazy subcommands)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*VERBS, *(name for name in self.commands if name not in VERBS)]
@@ -90,7 +90,7 @@ class LazyGroup(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in VERBS and args[0] != "doctor" and not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
-            check_settings(ctx)  # before importing the verb, so that a wrong setting is reported at once
+            check_settings(ctx)  # before the slow import of the verb, so that a wrong setting is reported at once
         return super().resolve_command(ctx, args)
 
     def run_command(self, ctx: click.Context) -> Any:
@@ -121,7 +121,7 @@ EXAMPLES: Final = """
 \b
 Examples:
   tidemark up --demo               run everything on this machine, with demo writers
-  tidemark status                  show positions, who blocks them, and the pipeline
+  tidemark status                  show positions, what blocks them, and the pipeline
   tidemark gaps orders             show what blocks the stream orders, and how to settle it
   tidemark wait orders 4711        wait until orders is complete up to ID 4711
   tidemark doctor                  find out why something does not work

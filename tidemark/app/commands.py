@@ -1,4 +1,4 @@
-"""Shared parts of all commands: exit codes, one-line errors, and the extra that a command needs."""
+"""Shared parts of all commands: exit codes, one-line errors, common options, and the settings."""
 
 import errno
 import getpass
@@ -18,7 +18,7 @@ from tidemark.common.errors import Refused, Stop, TidemarkError, Unavailable
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
 
-_UNWRITABLE: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
+_OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
 
 
 class CommandFailed(click.ClickException):
@@ -28,10 +28,14 @@ class CommandFailed(click.ClickException):
 
 
 class CommandStopped(CommandFailed):
+    """A failure that a person must resolve."""
+
     exit_code = 2
 
 
 class OurCommand(click.Command):
+    """A command that rejects arguments that are not UTF-8."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for word in args:
             try:
@@ -42,6 +46,8 @@ class OurCommand(click.Command):
 
 
 class CommandGroup(OurCommand, click.Group):
+    """A command group that reports errors in one line with the exit codes of `tidemark.app.cli`."""
+
     command_class = OurCommand
     group_class = type
 
@@ -63,14 +69,15 @@ class CommandGroup(OurCommand, click.Group):
         except KeyboardInterrupt:
             ctx.exit(130)
         except OSError as problem:
-            if problem.errno not in _UNWRITABLE:
+            if problem.errno not in _OUTPUT_ERRORS:
                 raise
             _discard_output(sys.stdout)
             raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
 def without_stack(error: Unavailable | Refused) -> str | None:
-    """The error text for a server whose address is not set; None if it is set."""
+    """The error text if the server's address is the default, or that of a local stack that has ended; otherwise
+    None."""
     from tidemark.app.settings import origin_of, stack_env, variable_of
 
     name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
@@ -79,13 +86,12 @@ def without_stack(error: Unavailable | Refused) -> str | None:
     if name is None or not (origin == "default" or (origin == str(stack_env()) and not listening)):
         return None
     problem = one_line(error) if listening else f"{error.what} does not answer at {error.where}"
-    return f"{problem}: is `tidemark up` running? else set {variable_of(name)}"
+    return f"{problem}: is `tidemark up` running? If not, start it or set {variable_of(name)}"
 
 
 def _listens(where: str) -> bool:
-    """Whether a process accepts connections at the first `host:port` in `where`, which may be a list or end with a
-    path.
-    """
+    """Whether a process accepts connections at the first `host:port` in `where`. `where` may be a list, or end with a
+    path."""
     from tidemark.app.connections import host_port
 
     try:
@@ -96,25 +102,28 @@ def _listens(where: str) -> bool:
 
 
 class Amount(click.FloatRange):
-    """A number other than `nan`, which would pass all range checks."""
+    """A number. `nan` is rejected, because it would pass all range checks."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if math.isnan(number):
-            self.fail(f"{value!r} is no number", param, ctx)
+            self.fail(f"{value!r} is not a number", param, ctx)
         return number
 
 
-waiting = click.option(
+wait_for_servers = click.option(
     "--wait",
     type=Amount(min=0),
     default=0.0,
-    help="Seconds to try for while a server does not answer; inf: for ever. Without it once.",
+    help="Seconds to try again while a server does not answer; inf: forever. Default: try once.",
 )
 
 
-awaiting_its_end = click.option(
-    "--wait", type=Amount(min=0), default=30.0, help="Seconds to wait for its end; inf: for ever. Default: 30."
+wait_for_retirement = click.option(
+    "--wait",
+    type=Amount(min=0),
+    default=30.0,
+    help="Seconds to wait until the writer is retired; inf: forever. Default: 30.",
 )
 
 
@@ -122,21 +131,21 @@ _SETTINGS: Final = "tidemark.settings"
 
 
 def check_settings(ctx: click.Context) -> None:
-    """Read the settings, for `loaded` to return. Raises `BadSetting`."""
+    """Read the settings; `loaded` returns them later. Raises `BadSetting`."""
     from tidemark.app.settings import load
 
     ctx.meta[_SETTINGS] = load()
 
 
 def loaded(*, other_database: bool = False) -> "Settings":
-    """Load the settings of this process and configure its log. Call this before other imports, so that a wrong setting
-    is reported without waiting for Spark.
+    """Load the settings of this process and configure its log. Call this before slow imports, so that a wrong setting
+    is reported at once.
 
-    Removes environment variables that would redirect local requests: proxies for loopback, and `PG...` if the database
-    belongs to the local stack.
+    Changes environment variables that would redirect local requests: adds loopback to `no_proxy`, and removes `PG...`
+    variables if the database belongs to the local stack.
 
     Args:
-        other_database: the process also connects to a user's database, for which `PG...` variables apply.
+        other_database: the process also connects to another database, for which `PG...` variables apply.
 
     Raises:
         BadSetting: a setting is wrong.
@@ -149,26 +158,36 @@ def loaded(*, other_database: bool = False) -> "Settings":
 
     logs.configure_at_first_line(settings)
     bypass_proxies_for_loopback()
-    if not other_database and settings.synapse_dsn is None and _is_of_stack(settings):
+    if not other_database and settings.synapse_dsn is None and _uses_local_stack(settings):
         forget([Foreign.POSTGRES])
     return settings
 
 
-def _is_of_stack(settings: "Settings") -> bool:
-    """Whether the database belongs to the local stack, including when the shell has sourced `stack.env`."""
+def _uses_local_stack(settings: "Settings") -> bool:
+    """Whether the database is that of the local stack, from `stack.env` or from a shell that has sourced it."""
     from tidemark.app.settings import read_stack_env, variable_of
 
     return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 
 
 def confirmed(word: str, name: str, *, yes: bool) -> None:
-    """Ask a person to type `word` (the `name` of it), unless `yes`. Raises `UsageError` without a terminal."""
+    """Ask the operator to type `word` as a confirmation, unless `yes`.
+
+    Args:
+        word: what to type, such as the name of a stream.
+        name: what the word is, such as "the stream's name".
+        yes: skip the question.
+
+    Raises:
+        UsageError: standard input is not a terminal.
+        CommandFailed: the operator typed another word.
+    """
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():  # None: standard input is closed
         raise click.UsageError("standard input is not a terminal: add --yes, or preview with --dry-run")
     try:
-        answer = click.prompt(f"Type {name} to do it ({word})", err=True)
+        answer = click.prompt(f"Type {name} to confirm ({word})", err=True)
     except click.Abort as end:
         click.echo("\nnothing was sent", err=True)
         raise (KeyboardInterrupt if isinstance(end.__context__, KeyboardInterrupt) else SystemExit(1)) from None
@@ -177,7 +196,8 @@ def confirmed(word: str, name: str, *, yes: bool) -> None:
 
 
 def echo_result(line: str, *, err: bool = False) -> None:
-    """`click.echo` for completed work: if standard output is closed, the exit code still reports the result."""
+    """Print the result of completed work. If the output is closed, ignore the error: the exit code reports the
+    result."""
     try:
         click.echo(line, err=err)
     except OSError:
@@ -185,17 +205,17 @@ def echo_result(line: str, *, err: bool = False) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect standard output, so that flushing its buffer at exit causes no error."""
+    """Redirect the stream to /dev/null, so that flushing its buffer at exit causes no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def no_stream(name: str) -> str:
-    """The error for an unknown stream."""
-    return f"there is no stream {name}; `tidemark status` shows all"
+    """The error text for an unknown stream."""
+    return f"there is no stream {name}; `tidemark status` shows all streams"
 
 
 def own_name() -> str:
-    """The name of the current user, or its number if it has no name."""
+    """The name of the current user, or the user ID if the user has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -205,29 +225,29 @@ def own_name() -> str:
 def plain_text(_: click.Context, param: click.Parameter, text: str) -> str:
     """Reject blank text and control characters."""
     if not text.strip() or not text.isprintable():
-        raise click.BadParameter("say it in words, in one line without control characters", param=param)
+        raise click.BadParameter("give one line of text, not empty and without control characters", param=param)
     return text
 
 
-CHECK_FAILED: Final = 3
-NOT_SEEN: Final = 3
-MOST_ID: Final = 2**63 - 1
+CHECK_FAILED: Final = 3  # exit code of --check
+NOT_SEEN: Final = 3  # exit code if the effect of an override was not confirmed in time
+MAX_ID: Final = 2**63 - 1
 
-_ANSWERING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, callback=plain_text, help="Who is responsible; stored with the change."),
+_CHANGE_OPTIONS: Final[list[Callable[[Any], Any]]] = [
+    click.option("--by", required=True, callback=plain_text, help="Your name; stored with the change."),
     click.option("--why", required=True, callback=plain_text, help="The reason; stored with the change."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
-    click.option("--yes", is_flag=True, help="Do not ask. Required without a terminal."),
+    click.option("--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
 ]
 
-until_seen = click.option(
+wait_for_effect = click.option(
     "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
 )
 
 
-def answering(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of every verb that changes something."""
-    for option in reversed(_ANSWERING):
+def change_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that all commands that change something have."""
+    for option in reversed(_CHANGE_OPTIONS):
         command = option(command)
     return command

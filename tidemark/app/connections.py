@@ -1,6 +1,6 @@
 """The settings with the addresses and credentials of Kafka, Postgres and Redis, and their validation.
 
-Part of `app.settings`, which reads them and the files of their secrets, and uses the same address types.
+`app.settings` reads these settings and the files of their secrets.
 """
 
 import re
@@ -42,7 +42,7 @@ def host_name(field: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listening address is reachable only from this machine."""
+    """Whether a server that listens on this address is reachable only from this machine."""
     return host in LOOPBACK
 
 
@@ -70,19 +70,19 @@ _NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^
 
 
 def masked(text: str) -> str:
-    """Remove the passwords from a URL or from key=value words; return other text unchanged."""
+    """Replace the passwords in a URL or in key=value words by `***`. Other text is returned unchanged."""
     return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 def _without_path(text: str) -> str:
-    """Remove path, query and user, which may contain a key, from a URL."""
+    """Remove user, path and query from a URL, because each may contain a key."""
     parts = urlsplit(text)
     rest = parts.path.strip("/") or parts.query or parts.fragment
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
 
 
 def masked_url(text: str) -> str:
-    """The address of a web service, without parts that may contain a key."""
+    """The URL of a web service, without the parts that may contain a key."""
     try:
         return _without_path(text)
     except ValueError:
@@ -97,26 +97,25 @@ def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Marks a secret address that may be shown without its passwords. `web`: show only scheme and host, because a key
-    may be anywhere in the rest.
-    """
+    """Marks a secret address that may be shown without its passwords. `web`: show only scheme and host, because the
+    other parts may contain a key."""
 
     web: bool = False
 
 
-def _is_no_or_conninfo(secret: SecretStr | None) -> SecretStr | None:
+def _is_optional_conninfo(secret: SecretStr | None) -> SecretStr | None:
     return None if secret is None else _is_conninfo(secret)
 
 
-def _is_no_or_redis_url(secret: SecretStr | None) -> SecretStr | None:
+def _is_optional_redis_url(secret: SecretStr | None) -> SecretStr | None:
     return None if secret is None else _is_redis_url(secret)
 
 
 WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown(web=True)]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
-OtherDsn = Annotated[SecretStr | None, AfterValidator(_is_no_or_conninfo), Shown()]
-OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_is_no_or_redis_url), Shown()]
+OtherDsn = Annotated[SecretStr | None, AfterValidator(_is_optional_conninfo), Shown()]
+OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_is_optional_redis_url), Shown()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_is_host_port)]
@@ -130,56 +129,62 @@ class Connections(BaseModel):
     model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
 
     kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
-    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
+    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic of the writers' records.")
     kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operator overrides.")
-    kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
+    kafka_dead_letters_topic: Topic = Field(
+        "tidemark.dead-letters", description="Topic to which rejected records are written."
+    )
     kafka_positions_topic: Topic | None = Field(
-        None, description="Compacted topic that positions are published to as well; without it none."
+        None, description="Compacted topic to which positions are also published. Default: none."
     )
-    kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
-        False
+    kafka_create_topics: Annotated[bool, Field(description="Create missing topics. The local stack sets this.")] = False
+    kafka_partitions: Positive = Field(
+        4, description="Partitions of a facts topic that Tidemark creates; they can never change."
     )
-    kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="How brokers are reached."
+        "PLAINTEXT", description="Protocol of the connections to the brokers."
     )
     kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
-        None, description="How to log in where the protocol has SASL."
+        None, description="Login mechanism, if the protocol has SASL."
     )
     kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
     kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
     kafka_sasl_oauthbearer_token_endpoint_url: WebUrl = Field(
-        None, description="OAUTHBEARER: where tokens come from, https://..."
+        None, description="OAUTHBEARER: URL of the token endpoint, https://..."
     )
-    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: our name there.")
-    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: our secret there.")
-    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope to ask for.")
-    kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
-    kafka_ssl_certificate_file: Path | None = Field(None, description="PEM file of our certificate, for mutual TLS.")
-    kafka_ssl_key_file: Path | None = Field(None, description="PEM file of the key of that certificate.")
+    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: client ID.")
+    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: client secret.")
+    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope of the token.")
+    kafka_ca_file: Path | None = Field(
+        None, description="PEM file of the authority that signed the brokers' certificates."
+    )
+    kafka_ssl_certificate_file: Path | None = Field(
+        None, description="PEM file of the client certificate, for mutual TLS."
+    )
+    kafka_ssl_key_file: Path | None = Field(None, description="PEM file of the key of the client certificate.")
 
     postgres_dsn: PostgresDsn = Field(
         SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
     )
-    postgres_password: SecretStr | None = Field(None, description="Password, in place of one in the address.")
+    postgres_password: SecretStr | None = Field(None, description="Password; it replaces a password in the address.")
     readers_dsn: OtherDsn = Field(
         None,
-        description="Database with the places of readers, their `effects`; without it that of TIDEMARK_POSTGRES_DSN.",
+        description="Database with the places of readers (their `effects`). Default: TIDEMARK_POSTGRES_DSN.",
     )
     redis_url: RedisUrl = Field(
         SecretStr("redis://localhost:6379/0"),
         description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
     )
-    redis_password: SecretStr | None = Field(None, description="Password, in place of one in the URL.")
+    redis_password: SecretStr | None = Field(None, description="Password; it replaces a password in the URL.")
     redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
-    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's names.")
+    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's certificates.")
     synapse_dsn: OtherDsn = Field(None, description="`tidemark synapse`: address of Synapse's own database.")
     synapse_redis_url: OtherRedisUrl = Field(
-        None, description="`tidemark synapse`: URL of the Redis by which Synapse's processes replicate."
+        None, description="`tidemark synapse`: URL of the Redis over which Synapse's processes replicate."
     )
 
     otlp_url: WebUrl = Field(
-        None, description="Collector (http://host:4318) that gets a trace of each batch, in OTLP over HTTP."
+        None, description="Collector (http://host:4318) to which a trace of each batch is sent, in OTLP over HTTP."
     )
 
     @model_validator(mode="after")
@@ -195,7 +200,7 @@ class Connections(BaseModel):
 
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
-        go_together(self, "kafka_ssl_certificate_file", "kafka_ssl_key_file")
+        require_both(self, "kafka_ssl_certificate_file", "kafka_ssl_key_file")
         return self
 
     @property
@@ -225,7 +230,7 @@ class Connections(BaseModel):
 
     @property
     def redis(self) -> "RedisAddress":
-        from tidemark.sinks.redis.client import RedisAddress  # noqa: PLC0415 - who only writes has no redis
+        from tidemark.sinks.redis.client import RedisAddress  # noqa: PLC0415 - a writer's installation has no redis
 
         return RedisAddress(
             self.redis_url.get_secret_value(),
@@ -250,14 +255,15 @@ class Connections(BaseModel):
 
 
 def variable(name: str) -> str:
+    """The environment variable of a setting."""
     return f"{PREFIX}{name.upper()}"
 
 
-def go_together(settings: BaseModel, *pair: str) -> None:
-    """Raises `ValueError` if only one of two settings is set."""
+def require_both(settings: BaseModel, *pair: str) -> None:
+    """Raise `ValueError` if only one of two settings is set."""
     missing = [name for name in pair if getattr(settings, name) is None]
     if len(missing) == 1:
-        raise ValueError(f"{' and '.join(map(variable, pair))} go together; {variable(missing[0])} is not set")
+        raise ValueError(f"set both {' and '.join(map(variable, pair))}, or neither; {variable(missing[0])} is not set")
 
 
 def _text(path: Path | None) -> str | None:

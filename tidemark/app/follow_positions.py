@@ -1,7 +1,8 @@
-"""`tidemark follow`: keeps the published positions in a database of readers. The relay does so in its own database.
+"""`tidemark follow`: copies the published positions from Redis to a database of readers. The relay does the same in its
+own database.
 
-It copies the published positions from Redis: channels wake this process, and once a second it reads all streams.
-Several processes may copy into one database, because stored positions only rise.
+Messages on Redis channels wake this process, and once a second it reads all streams. Several processes may write to the
+same database, because stored positions never move back.
 """
 
 import threading
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.app.diagnosis.reader_lag import PositionSamples, ReaderLag, ReaderMetrics
-from tidemark.app.logs import beside, shutdown_event
+from tidemark.app.logs import run_in_thread, shutdown_event
 from tidemark.app.read_side.redis_reader import STREAMS_PER_TRANSACTION
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
@@ -44,19 +45,19 @@ from tidemark.streaming.values.direction import beyond
 
 log = get_logger(__name__)
 
-READERS_EVERY = 5.0
+READERS_INTERVAL_SECONDS = 5.0
 """Seconds between two reads of the places of readers."""
-SILENT = 15.0
+NOT_READY_SECONDS = 15.0
 """Seconds without a read of all streams after which the process is not ready."""
-HANGS = 60.0
-"""Seconds without a round of the loop after which the process counts as hanging."""
-TIMEOUT = 2.0
-"""Time-out in seconds of a connection to Redis, and of an answer."""
-ALL_EVERY = 1.0
+HANGING_SECONDS = 60.0
+"""Seconds without an iteration of the loop after which the process counts as hanging."""
+REDIS_TIMEOUT_SECONDS = 2.0
+"""Timeout of a connection to Redis, and of an answer."""
+FULL_READ_SECONDS = 1.0
 """Seconds between two reads of all streams, because messages on channels may be lost."""
-_COLLECT = 0.01
+_COLLECT_SECONDS = 0.01
 """Seconds for which further messages are collected after the first."""
-REFUSED_PAUSE = 5.0
+REFUSED_PAUSE_SECONDS = 5.0
 
 
 class FollowMetrics:
@@ -66,25 +67,27 @@ class FollowMetrics:
         self.registry = registry
         self.heartbeat = Gauge(
             "tidemark_follow_heartbeat_timestamp_seconds",
-            "Time of the last turn of the loop, also while a server is away (s since 1970).",
+            "Time of the last iteration of the loop (s since 1970). It rises even if a server does not answer.",
             registry=registry,
         )
         self.last_read = Gauge(
             "tidemark_follow_last_read_timestamp_seconds",
-            "Time of the last reading of all streams (s since 1970). Not rising: Redis or the database does not"
+            "Time of the last read of all streams (s since 1970). If it does not rise, Redis or the database does not"
             " answer.",
             registry=registry,
         )
         self.streams = Gauge(
-            "tidemark_follow_streams", "Streams whose positions the database of readers has.", registry=registry
+            "tidemark_follow_streams",
+            "Number of streams whose positions are in the database of readers.",
+            registry=registry,
         )
         self.heartbeat.set_to_current_time()
 
     def liveness_problem(self, now: float) -> str | None:
-        return "the loop does not run" if now - http_health.gauge_value(self.heartbeat) >= HANGS else None
+        return "the loop does not run" if now - http_health.gauge_value(self.heartbeat) >= HANGING_SECONDS else None
 
     def readiness_problem(self) -> str | None:
-        is_silent = time.time() - http_health.gauge_value(self.last_read) >= SILENT
+        is_silent = time.time() - http_health.gauge_value(self.last_read) >= NOT_READY_SECONDS
         return "starting, or waiting for Redis or the database of readers" if is_silent else None
 
 
@@ -99,18 +102,20 @@ class ReaderWatch:
         self._halt = halt
 
     def run(self) -> None:
-        is_shown = True
+        has_metrics = True
         try:
             while not self._halt.is_set():
                 try:
                     self._metrics.show(self._lag.statuses(self._places.places()))
-                    is_shown = True
+                    has_metrics = True
                 except (Unavailable, Refused) as problem:
                     self._metrics.show(())
-                    if is_shown:
-                        log.warning("The metrics of readers are missing", problem=str(problem))
-                    is_shown = False
-                self._halt.wait(READERS_EVERY)
+                    if has_metrics:
+                        log.warning(
+                            "Cannot read the places of readers; their metrics are missing", problem=str(problem)
+                        )
+                    has_metrics = False
+                self._halt.wait(READERS_INTERVAL_SECONDS)
         finally:
             self._session.close()
             self._places.close()
@@ -122,8 +127,9 @@ class PositionFollower:
     Args:
         redis: the Redis with the published positions.
         dsn: the database of readers.
+        halt: ends `run`.
         streams: the streams to follow; None for all.
-        history: the address of Tidemark's Postgres, for late completions that Redis no longer lists.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists.
         metrics: the metrics to update.
     """
 
@@ -136,63 +142,68 @@ class PositionFollower:
         history: str | None = None,
         metrics: FollowMetrics | None = None,
     ) -> None:
-        self._redis = RedisSession(redis, REMEDIES, TIMEOUT)
+        self._redis = RedisSession(redis, REMEDIES, REDIS_TIMEOUT_SECONDS)
         self._session = reader_session(dsn, "tidemark follow")
         self._positions = Positions(redis, history)
         self._halt = halt
         self._metrics = metrics or FollowMetrics(CollectorRegistry())
         self._streams = None if streams is None else frozenset(streams)
         self._known: dict[str, KnownStream] = {}
-        self._here: Mapping[str, tuple[int, Mapping[str, int]]] = {}
+        """By stream, the positions in the database of readers."""
+        self._local_writers: Mapping[str, tuple[int, Mapping[str, int]]] = {}
+        """By stream with writers in this database: its first ID, and by writer the epoch."""
         self._published: dict[str, tuple[int, Mapping[str, int], int]] = {}
+        """By stream, what was last copied: linear position, writers' positions, newest late completion."""
         self._is_full_read = False
-        """Whether the positions of this database were read a moment ago."""
-        self._ours = set[str]()
+        """Whether this iteration has read the positions of the database."""
+        self._local_streams = set[str]()
 
-    def is_ours(self, stream: str) -> bool:
+    def is_local(self, stream: str) -> bool:
         """Whether all writers of the stream are in this database, according to the last read of Redis. Thread-safe."""
-        return stream in self._ours
+        return stream in self._local_streams
 
     def run(self, *, patient: bool = False) -> None:
-        """Run until `halt` is set; wait while servers are unavailable. Raises `Refused`, unless `patient`. Closes all
-        sessions at the end.
+        """Run until `halt` is set; wait while servers are unavailable. Closes all sessions at the end.
+
+        Args:
+            patient: if a server refuses a statement, log a warning and try again instead of raising `Refused`.
         """
-        patience = WaitLog()
+        wait_log = WaitLog()
         try:
             while not self._halt.is_set():
                 self._metrics.heartbeat.set_to_current_time()
                 try:
-                    self._follow(patience)
+                    self._follow(wait_log)
                 except Unavailable as problem:
-                    self._halt.wait(patience.pause_after(problem))
+                    self._halt.wait(wait_log.pause_after(problem))
                 except Refused as problem:
                     if not patient:
                         raise
-                    log.warning("Published positions are not followed", problem=str(problem))
-                    self._halt.wait(REFUSED_PAUSE)
+                    log.warning("Cannot copy the published positions; trying again", problem=str(problem))
+                    self._halt.wait(REFUSED_PAUSE_SECONDS)
         finally:
             self._redis.close()
             self._positions.close()
             self._session.close()
 
-    def _follow(self, patience: WaitLog) -> None:
+    def _follow(self, wait_log: WaitLog) -> None:
         self._published.clear()
         with self._redis.use() as client, client.pubsub() as pubsub:
             pubsub.psubscribe(channels(database_of(client)))
-            read_at = -ALL_EVERY
+            read_at = -FULL_READ_SECONDS
             while not self._halt.is_set():
                 self._metrics.heartbeat.set_to_current_time()
                 moved = _moved(pubsub)
-                self._is_full_read = time.monotonic() - read_at >= ALL_EVERY
+                self._is_full_read = time.monotonic() - read_at >= FULL_READ_SECONDS
                 if self._is_full_read:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
-                    self._here = reader_database.writers_here(self._session)
-                    moved = {*client.smembers(STREAMS), *self._here}
+                    self._local_writers = reader_database.writers_here(self._session)
+                    moved = {*client.smembers(STREAMS), *self._local_writers}
                 if self._streams is not None:
                     moved &= self._streams
                 self._read(client, sorted(moved))
-                patience.succeeded()
+                wait_log.succeeded()
                 if self._is_full_read:
                     self._metrics.last_read.set_to_current_time()
                     self._metrics.streams.set(len(self._known))
@@ -214,25 +225,26 @@ class PositionFollower:
                     self._known[stream] = KnownStream(move.linear, newest, is_decided_here=False)
 
     def _is_followed(self, stream: str, keys: StreamKeys) -> bool:
-        """Whether the published positions move the stream. They do not if all its writers are in this database, whose
-        transactions decide its position then.
-        """
+        """Whether the stream's position in this database comes from the published positions. If all its writers are in
+        this database, its position comes from the transactions of this database instead."""
         known = self._known.get(stream)
         is_decided_here = known is not None and known.is_decided_here
-        if stream in self._here:
-            after, writers = self._here[stream]
+        if stream in self._local_writers:
+            after, writers = self._local_writers[stream]
             if any(writer not in writers and beyond(id, after) for writer, id in keys.positions.items()):
-                reason = "it has writers elsewhere"
+                reason = "the stream has writers in other databases"
             elif known is not None and is_decided_here and self._is_overridden(stream, keys, known, writers):
-                reason = "an operator has settled IDs that are open here"
+                reason = "an operator has settled IDs that are open in this database"
             elif known is None or is_decided_here:
-                self._ours.add(stream)
+                self._local_streams.add(stream)
                 return False
             else:
                 reason = ""
-            self._ours.discard(stream)
+            self._local_streams.discard(stream)
             if is_decided_here:
-                log.warning("Published positions move a stream now", stream=stream, reason=reason)
+                log.warning(
+                    "The position of a stream now comes from the published positions", stream=stream, reason=reason
+                )
                 reader_database.share(self._session, stream, keys.late)
                 self._known[stream] = KnownStream(keys.linear or 0, keys.late, is_decided_here=False)
                 is_decided_here = False
@@ -240,7 +252,7 @@ class PositionFollower:
 
     def _is_overridden(self, stream: str, keys: StreamKeys, known: KnownStream, epochs: Mapping[str, int]) -> bool:
         """Whether an operator has settled IDs beyond the position of this database, in the current epoch of a writer.
-        An override of an earlier epoch happened before a restore."""
+        An override of an earlier epoch is ignored, because it happened before a restore."""
         if keys.linear is None or not beyond(keys.linear, known.linear) or not self._is_full_read:
             return False
         return any(
@@ -249,6 +261,7 @@ class PositionFollower:
         )
 
     def _move(self, stream: str, keys: StreamKeys) -> Move | None:
+        """The move of a stream to its published positions; None if it has not moved since the last call."""
         assert keys.linear is not None
         published = (keys.linear, keys.positions, keys.late)
         if self._published.get(stream) == published:
@@ -270,7 +283,7 @@ class PositionFollower:
         return Move(keys.linear, writers, lost, late)
 
     def _events(self, stream: str, since: Place) -> list[Event]:
-        """The events beyond a place, up to the currently published positions."""
+        """The events between a place and the currently published positions."""
         driver: Driver[Event | CaughtUp] = Driver(FollowProgram(stream, "vector", since).steps())
         events = list[Event]()
         while not isinstance(step := driver.step(), CaughtUp):
@@ -286,20 +299,30 @@ class PositionFollower:
 def run(
     settings: Settings, dsn: Dsn, streams: Collection[str] | None, history: str | None, metrics: str | None
 ) -> None:
-    """Follow until SIGTERM or SIGINT; serve metrics and probes at the address `metrics`."""
+    """Copy published positions until SIGTERM or SIGINT.
+
+    Args:
+        settings: for the address of Redis.
+        dsn: the database of readers.
+        streams: the streams to copy; None for all.
+        history: DSN of Tidemark's Postgres, for late completions that Redis no longer lists.
+        metrics: address at which metrics and probes are served; None for none.
+    """
     halt = shutdown_event()
-    shown = FollowMetrics(CollectorRegistry())
+    follow_metrics = FollowMetrics(CollectorRegistry())
     with ExitStack() as stack:
         if metrics is not None:
-            stack.enter_context(http_health.serve_health("--metrics", http_health.metrics_address(metrics), shown))
-            stack.enter_context(beside(ReaderWatch(dsn, shown.registry, halt).run, halt))
-        PositionFollower(settings.redis, dsn, halt, streams, history, shown).run()
+            stack.enter_context(
+                http_health.serve_health("--metrics", http_health.metrics_address(metrics), follow_metrics)
+            )
+            stack.enter_context(run_in_thread(ReaderWatch(dsn, follow_metrics.registry, halt).run, halt))
+        PositionFollower(settings.redis, dsn, halt, streams, history, follow_metrics).run()
 
 
 def _moved(pubsub: object) -> set[str]:
-    """The streams with new messages, collected over a short wait."""
+    """Wait shortly for messages, and return the streams that they name."""
     moved, wait = set[str](), 0.05
-    deadline = time.monotonic() + wait + _COLLECT
+    deadline = time.monotonic() + wait + _COLLECT_SECONDS
     while time.monotonic() < deadline:
         message = pubsub.get_message(ignore_subscribe_messages=True, timeout=0.0 if moved else wait)  # type: ignore[attr-defined]
         if message is None:
@@ -309,7 +332,7 @@ def _moved(pubsub: object) -> set[str]:
 
 
 def migrate(dsn: Dsn, halt: threading.Event, wait: float, say: Callable[[str], None]) -> None:
-    """Install or update the schema `tidemark_reader`; try for `wait` seconds."""
+    """Install or update the schema `tidemark_reader`. Tries for `wait` seconds, or until `halt` is set."""
     with reader_session(dsn, "tidemark follow migrate") as session:
         installed = wait_out(lambda: reader_database.install(session), halt, wait)
     say("installed the functions of readers" if installed else "the functions of readers are up to date")

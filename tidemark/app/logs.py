@@ -1,6 +1,6 @@
-"""Log lines on stderr: as text for people, or as JSON for machines. Also shutdown signals as an event.
+"""Log lines on stderr, as text for people or as JSON for machines, and the event of a shutdown signal.
 
-Each event is one line, including messages of libraries and unexpected errors. `RepeatedLog` limits the lines that
+Each log event is one line, including messages of libraries and unexpected errors. `RepeatedLog` limits the lines that
 clients can cause. `shutdown_event` turns shutdown signals into an event that a process can wait for.
 """
 
@@ -32,14 +32,14 @@ def configure(settings: Settings) -> None:
 
 
 def configure_at_first_line(settings: Settings) -> None:
-    """Call `configure` at the first line, so that a process that logs nothing does not import structlog."""
+    """Configure structlog when the first line is logged, so that a process that logs nothing does not import it."""
     # These libraries log errors that they also raise; the exception handlers log them already.
     for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_py4j)  # py4j logs a lost connection to the root logger
     if settings.log_format == "json":
-        sys.excepthook = lambda *error: _ended(error)
-        threading.excepthook = lambda args: _ended(
+        sys.excepthook = lambda *error: _log_crash(error)
+        threading.excepthook = lambda args: _log_crash(
             (args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
         )
     root = logging.getLogger()
@@ -79,7 +79,7 @@ class _LibraryHandler(logging.Handler):
         log.log(record.levelno, " ".join(record.getMessage().split()), exc_info=record.exc_info or False)
 
 
-def _ended(error: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
+def _log_crash(error: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
     get_logger(__name__).critical("Ended by an unexpected error", exc_info=error)
 
 
@@ -91,56 +91,61 @@ def _not_py4j(record: logging.LogRecord) -> bool:
     return record.module != "java_gateway"
 
 
-WINDOW = 60.0  # seconds
-WRITTEN = 10  # lines of one event in a window
-SHOWN = 100  # logged characters of a client's text
+WINDOW_SECONDS = 60.0
+MAX_LINES = 10  # of one event in a window
+MAX_TEXT_CHARS = 100  # of a client's text
 
 Level = Literal["info", "warning"]
 
 
 def shortened(text: str) -> str:
-    """Truncate a client's text; a truncated text ends with the full length."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+    """Truncate a client's text to `MAX_TEXT_CHARS`. A truncated text ends with its full length."""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}... ({len(text)} characters)"
 
 
 @dataclass(slots=True)
-class _Kind:
+class _EventWindow:
+    """The lines of one event since the time `since`."""
+
     level: Level
     since: float
     written: int = 0
-    counted: int = 0
+    suppressed: int = 0
 
 
 class RepeatedLog:
-    """Writes a few lines per minute for each event, and counts the others. For one thread.
+    """Writes at most `MAX_LINES` lines per minute for each event, and counts the others. Not thread-safe.
 
     A client can cause the same event thousands of times a second. The text of an event must be a constant.
     """
 
     def __init__(self, log: Any, now: Callable[[], float] = time.monotonic) -> None:
-        """`log` is a logger of structlog; `now` returns seconds of a monotonic clock."""
+        """`log`: a structlog logger. `now`: returns seconds of a monotonic clock."""
         self._log = log
         self._now = now
-        self._kinds: dict[str, _Kind] = {}
+        self._windows: dict[str, _EventWindow] = {}
 
     def write(self, level: Level, event: str, **fields: str) -> None:
-        """Write the line, or count it if the window is full. Truncates the texts of the fields."""
+        """Write a line, or count it if its event has too many lines in this window. Truncates the texts of the
+        fields."""
         self.flush()
-        kind = self._kinds.setdefault(event, _Kind(level, self._now()))
-        if kind.written >= WRITTEN:
-            kind.counted += 1
+        window = self._windows.setdefault(event, _EventWindow(level, self._now()))
+        if window.written >= MAX_LINES:
+            window.suppressed += 1
             return
-        kind.written += 1
+        window.written += 1
         self._log.log(_NUMBERS[level], event, **{name: shortened(value) for name, value in fields.items()})
 
     def flush(self) -> None:
         """Log the number of suppressed lines of ended windows. Call this regularly."""
         now = self._now()
-        for event, kind in [*self._kinds.items()]:
-            if now - kind.since >= WINDOW:
-                del self._kinds[event]
-                if kind.counted:
-                    self._log.log(_NUMBERS[kind.level], event, left_out=kind.counted, seconds=round(now - kind.since))
+        for event, window in [*self._windows.items()]:
+            if now - window.since >= WINDOW_SECONDS:
+                del self._windows[event]
+                if window.suppressed:
+                    self._log.log(
+                        _NUMBERS[window.level], event, left_out=window.suppressed, seconds=round(now - window.since)
+                    )
 
 
 _NUMBERS: dict[Level, int] = {"info": 20, "warning": 30}
@@ -150,26 +155,26 @@ SHUTDOWN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def shutdown_event(
-    then: Callable[[], object] = lambda: None,
+    on_shutdown: Callable[[], object] = lambda: None,
     *,
     numbers: Sequence[signal.Signals] = SHUTDOWN_SIGNALS,
     again: signal.Handlers = signal.SIG_IGN,
 ) -> threading.Event:
-    """An event that the first of these signals sets. Call this on the main thread.
+    """Create an event that the first of these signals sets. Call this on the main thread.
 
     Python runs signal handlers on the main thread, possibly while it has the event's lock inside `wait`. Calling `set`
     there could deadlock, so a helper thread does it; starting it with `_thread` takes no lock.
 
     Args:
-        then: called on the helper thread after the event is set.
+        on_shutdown: called on the helper thread after the event is set.
         numbers: the signals.
-        again: handler of a second signal of the same number.
+        again: handler of later signals of the same number.
     """
     shutdown = threading.Event()
 
     def finish() -> None:
         shutdown.set()
-        then()
+        on_shutdown()
 
     def handle(number: int, _: object) -> None:
         signal.signal(number, again)
@@ -181,9 +186,11 @@ def shutdown_event(
 
 
 @contextmanager
-def beside(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
-    """Run `work`, which ends once `halt` is set, in a thread during the block. If `work` fails, `halt` is set, and the
-    error is raised at the end of the block.
+def run_in_thread(work: Callable[[], None], halt: threading.Event) -> Iterator[None]:
+    """Run `work` in a thread while the block runs.
+
+    `work` must end when `halt` is set; the end of the block sets it. If `work` fails, `halt` is set, and the end of the
+    block raises the error.
     """
     failures = list[BaseException]()
 

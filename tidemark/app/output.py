@@ -1,6 +1,6 @@
-"""The output of the verbs: tables and sentences for people, one JSON object for programs.
+"""The output of commands: tables and sentences for people, one JSON object for programs.
 
-A terminal gets colour and tables that fit its width. A pipe or a file gets neither, and no progress bar.
+On a terminal, the output has colours, fits the width, and has progress bars. In a pipe or a file it has none of these.
 """
 
 import os
@@ -20,8 +20,8 @@ import msgspec
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MAX_CELL: Final = 48  # characters of a cell, unless it is in the last column
-MIN_CELL: Final = 12  # characters of a cell on a narrow terminal
+MAX_CELL_CHARS: Final = 48  # of a cell before the last column
+MIN_CELL_CHARS: Final = 12  # of a cell on a narrow terminal
 _HEADINGS: Final = re.compile(r"[A-Z][A-Z ()]*$")
 _PROBLEM: Final = re.compile(r"problem: |failed ")
 _COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
@@ -33,20 +33,22 @@ _COMMAND: Final = re.compile(r" {4}(.*\btidemark |select |rollback )")
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = (), width: int | None = None
 ) -> list[str]:
-    """Align cells in columns: a line for the headings and one for each row.
+    """Align cells in columns. Returns a line for the headings and a line for each row.
 
     Args:
+        headings: one for each column.
+        rows: the cells of each row.
         right: headings of the columns that are aligned to the right.
-        width: columns of the terminal; None: of standard output, without a limit if it is not a terminal. A cell that
-            is too wide is cut in its middle; in the last column it is cut only if `width` is known.
+        width: maximum characters of a line; None: the width of the terminal, or no limit without a terminal. A cell
+            that is too long is cut in the middle. The last column is cut only if there is a limit.
     """
     width = terminal_width() if width is None else width
-    limit = MAX_CELL
+    limit = MAX_CELL_CHARS
     while True:
         cells = [[*(_shorten(cell, limit) for cell in row[:-1]), *row[-1:]] for row in rows]
         widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
         before_last = sum(widths[:-1]) + 2 * (len(widths) - 1)
-        if width is None or before_last + min(widths[-1], MIN_CELL) <= width or limit <= MIN_CELL:
+        if width is None or before_last + min(widths[-1], MIN_CELL_CHARS) <= width or limit <= MIN_CELL_CHARS:
             break
         limit -= 4
     lines = [
@@ -159,10 +161,10 @@ def echo(text: str) -> None:
     if not has_colour():
         click.echo(click.unstyle(text), color=False)
         return
-    click.echo("\n".join(map(_painted, text.split("\n"))), color=True)
+    click.echo("\n".join(map(_colour_line, text.split("\n"))), color=True)
 
 
-def _painted(line: str) -> str:
+def _colour_line(line: str) -> str:
     if _HEADINGS.match(line):
         return click.style(line, bold=True)
     if _PROBLEM.match(line):

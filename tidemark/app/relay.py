@@ -1,5 +1,5 @@
-"""`tidemark relay`: sends appended facts of a service's database to Kafka, creates its schema, and lists blocking
-transactions.
+"""`tidemark relay`: send the appended facts of a service's database to Kafka, create its schema, retire writers, and
+list blocking transactions.
 """
 
 import threading
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from prometheus_client import CollectorRegistry
 from psycopg import errors
 
-from tidemark.app.logs import beside, shutdown_event
+from tidemark.app.logs import run_in_thread, shutdown_event
 from tidemark.app.output import progress
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
@@ -34,14 +34,18 @@ from tidemark.streaming.wire.records import is_name, why_no_name
 Say = Callable[[str], None]
 
 
-# The loop runs twenty times a second. Only a server that does not answer can delay it for this long.
 STALE_SECONDS = 60.0
+"""The loop of a live process iterates more often than this: usually twenty times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
-    """The arguments of `run`. `writer`: the database's writer name in Tidemark; None: the name of the database.
-    `metrics`: the listening address for metrics.
+    """The arguments of `run`.
+
+    Attributes:
+        dsn: the service's database.
+        writer: the writer name of the database; None: the name of the database.
+        metrics: address at which metrics and probes are served; None for none.
     """
 
     dsn: Dsn
@@ -65,11 +69,11 @@ def run(settings: Settings, plan: RelayPlan) -> None:
                 from tidemark.app.follow_positions import ReaderWatch  # noqa: PLC0415
 
                 watch = ReaderWatch(plan.dsn, metrics.registry, halt)
-                stack.enter_context(beside(watch.run, halt))
-        is_ours = _followed(settings, plan.dsn, halt, stack)
-        positions = LocalPositions(session_of(plan.dsn, "tidemark relay positions"), halt, is_ours)
-        stack.enter_context(beside(positions.run, halt))
-        wait_out(lambda: find_topic(settings), halt)
+                stack.enter_context(run_in_thread(watch.run, halt))
+        is_local = _follow_positions(settings, plan.dsn, halt, stack)
+        positions = LocalPositions(session_of(plan.dsn, "tidemark relay positions"), halt, is_local)
+        stack.enter_context(run_in_thread(positions.run, halt))
+        wait_out(lambda: require_facts_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
@@ -81,23 +85,21 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         ).run()
 
 
-def _followed(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
-    """Follow the published positions, if a Redis is configured. Returns a function: whether all writers of a stream are
-    in this database.
-    """
+def _follow_positions(settings: Settings, dsn: Dsn, halt: threading.Event, stack: ExitStack) -> Callable[[str], bool]:
+    """Copy the published positions into the database, if a Redis is configured. Returns a function that tells whether
+    all writers of a stream are in this database."""
     if "redis_url" not in settings.model_fields_set:
         return lambda _: True
-    from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - it needs the library of Redis
+    from tidemark.app.follow_positions import PositionFollower  # noqa: PLC0415 - needs redis-py
 
     follower = PositionFollower(settings.redis, dsn, halt)
-    stack.enter_context(beside(partial(follower.run, patient=True), halt))
-    return follower.is_ours
+    stack.enter_context(run_in_thread(partial(follower.run, patient=True), halt))
+    return follower.is_local
 
 
-def find_topic(settings: Settings) -> None:
-    """Check the facts topic. Raises `Unavailable` also if it is missing, because the program that creates it may start
-    later.
-    """
+def require_facts_topic(settings: Settings) -> None:
+    """Raise `Unavailable` if Kafka does not answer or the facts topic is missing. A missing topic is no permanent
+    error, because the program that creates it may start later."""
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
     except TopicMissing as problem:
@@ -127,7 +129,11 @@ class LoopHealth:
 
 
 def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
-    """Update schema and functions, and create the missing streams."""
+    """Create or update the schema and its functions, and create the missing streams. `say` prints a line.
+
+    Raises:
+        BadSetting: a stream's name is not allowed, or the database is not UTF-8.
+    """
     for name in streams:
         if not is_name(name):
             raise BadSetting("stream", why_no_name(name))
@@ -135,18 +141,20 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
         with session.use() as connection:
             row = connection.execute("show server_encoding").fetchone()
             if row is None or row[0] != "UTF8":
-                raise BadSetting("dsn", f"the database has encoding {row and row[0]}; create it WITH ENCODING 'UTF8'")
+                raise BadSetting(
+                    "dsn", f"the database has encoding {row and row[0]}; create a database WITH ENCODING 'UTF8'"
+                )
         applied = SCHEMA.migrate(session, partial(progress, "migrating", unit="migration"))
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
         if install(session):
             say("installed the functions of readers")
         for name in streams:
-            made = run_locking(session, f"making stream {name}", partial(_make_stream, name, direction))
-            say(f"{'made stream' if made else 'there is stream'} {name}")
+            is_new = run_locking(session, f"creating stream {name}", partial(_create_stream, name, direction))
+            say(f"created stream {name}" if is_new else f"stream {name} exists")
 
 
-def _make_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
-    """Create the stream if it is missing; returns whether it was. Takes no lock otherwise."""
+def _create_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
+    """Create the stream if it is missing. Returns whether it was missing. Takes no lock if the stream exists."""
     existing = connection.execute(
         "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
         [name, 1 if direction == "forward" else -1],
@@ -158,7 +166,13 @@ def _make_stream(name: str, direction: DirectionName, connection: Connection) ->
 
 @dataclass(frozen=True, slots=True)
 class RetireOrder:
-    """The writer to retire, in `stream` or (None) in all its streams. `wait`: seconds to try."""
+    """The arguments of `retire`.
+
+    Attributes:
+        writer: the writer to retire.
+        stream: the stream; None: all streams of the writer.
+        wait: seconds to try.
+    """
 
     writer: str
     stream: str | None
@@ -166,18 +180,20 @@ class RetireOrder:
 
 
 def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
-    """End the writer's epochs. The relay publishes that after all facts of the writer.
+    """Retire a writer. The relay sends the RETIRE after all facts of the writer.
 
-    Raises `Refused` if there is no such writer, and `PrerequisitePending` if it has open transactions or unpublished
-    facts, or if the next ID already has a row because the sequence was set back.
+    Raises:
+        Refused: there is no such writer.
+        PrerequisitePending: the writer has open transactions or unsent facts, or the next ID already has a row because
+            the sequence was set back.
     """
     with session_of(dsn, "tidemark relay retire") as session:
         streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
         for stream in streams:
-            id = wait_out(partial(_retired, session, order.writer, stream), halt, order.wait)
-            say(f"{order.writer} ends at {id} of {stream}")
+            id = wait_out(partial(_retire_writer, session, order.writer, stream), halt, order.wait)
+            say(f"{order.writer} retires at ID {id} of {stream}")
         if not streams:
-            say(f"no stream has a writer {order.writer} that is not retired")
+            say(f"no stream has an active writer {order.writer}")
 
 
 def _streams_of(session: PostgresSession, writer: str) -> list[str]:
@@ -195,16 +211,16 @@ def _streams_of(session: PostgresSession, writer: str) -> list[str]:
     return [stream for (stream,) in rows]
 
 
-def _retired(session: PostgresSession, writer: str, stream: str) -> int:
-    """The ID at which the writer ends, signed."""
+def _retire_writer(session: PostgresSession, writer: str, stream: str) -> int:
+    """Retire a writer in one stream. Returns its last ID, signed."""
     with session.use() as connection:
         try:
             row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
         except (errors.ObjectInUse, errors.ObjectNotInPrerequisiteState, errors.UniqueViolation) as error:
-            raise PrerequisitePending(f"the end of {writer}", session.where, first_line(error)) from error
+            raise PrerequisitePending(f"the retirement of {writer}", session.where, first_line(error)) from error
         except (errors.UndefinedObject, errors.InvalidParameterValue) as error:
-            do = error.diag.message_hint or "give another name"
-            raise Refused("Postgres", session.where, first_line(error), do) from error
+            remedy = error.diag.message_hint or "give the name of an existing writer and stream"
+            raise Refused("Postgres", session.where, first_line(error), remedy) from error
     assert row is not None
     return int(row[0])
 

@@ -1,10 +1,10 @@
-"""Every setting, from `TIDEMARK_...` in the environment. The only module that reads settings from the environment.
+"""All settings, from environment variables `TIDEMARK_...`. The only module that reads settings from the environment.
 
-A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of the
-local stack in TIDEMARK_HOME, so that another terminal needs no settings; the default.
+The value of a setting comes from the first of these that exists: the variable; the file that `<variable>_FILE` names
+(only secrets); `stack.env` of the local stack in TIDEMARK_HOME, so that another terminal needs no settings; the
+default.
 
-A shell can source `stack.env`, and commands in other terminals read it. `settings_lines` shows the effective settings
-with their sources, without secrets.
+A shell can source `stack.env`, too. `settings_lines` shows the effective settings with their sources, without secrets.
 """
 
 import os
@@ -27,26 +27,28 @@ from tidemark.app.connections import (
     HostPort,
     Positive,
     Shown,
-    go_together,
     masked,
     masked_url,
+    require_both,
     variable,
 )
 from tidemark.common.environment import default_home, is_own
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
 
-_FOR_SHELLS = "# For the shell alone: what it inherited would lead psql and curl elsewhere."
+_FOR_SHELLS = "# Only for shells: unset what would direct psql and curl to other servers."
 
 
 def stack_env() -> Path:
-    """The path of the file, which exists only while a stack runs."""
+    """The path of `stack.env`. The file exists only while a local stack runs."""
     return Path(os.environ.get(f"{PREFIX}HOME") or default_home()) / "stack.env"
 
 
 def read_stack_env(path: Path | None = None) -> dict[str, str]:
-    """The exported variables in `path` (None: of the stack in TIDEMARK_HOME); empty if the file is missing, unreadable
-    or not trusted.
+    """The exported variables in `stack.env`; empty if the file is missing, unreadable, or belongs to another user.
+
+    Args:
+        path: the file; None: that of the stack in TIDEMARK_HOME.
     """
     path = path or stack_env()
     words: list[list[str]] = []
@@ -58,7 +60,7 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
 
 
 def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str]) -> None:
-    """Write the file, readable only by its owner, because it has the password of Postgres.
+    """Write `stack.env`. Only its owner may read it, because it contains the password of Postgres.
 
     Args:
         path: the file.
@@ -72,8 +74,8 @@ def write_stack_env(path: Path, variables: Mapping[str, str], unset: list[str]) 
     path.write_text("\n".join(lines) + "\n")
 
 
-def _are_proxies(text: str) -> str:
-    for proxy in _listed(text):
+def _check_proxies(text: str) -> str:
+    for proxy in _split_list(text):
         try:
             proxy == "*" or ip_network(proxy)
         except ValueError:
@@ -81,49 +83,51 @@ def _are_proxies(text: str) -> str:
     return text
 
 
-Proxies = Annotated[str, AfterValidator(_are_proxies)]
+Proxies = Annotated[str, AfterValidator(_check_proxies)]
 
 
 class SidecarSettings(BaseModel):
-    model_config = ConfigDict(defer_build=True)  # only `Settings`, which inherits it, is used
+    model_config = ConfigDict(defer_build=True)  # only the subclass `Settings` is used
 
     sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
-    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
+    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free port.")
     sidecar_tokens_file: Path | None = Field(
         None,
-        description="File of bearer tokens, one a line, read again when it changes; without it every client may read.",
+        description="File of bearer tokens, one a line; read again when it changes. Default: every client may read.",
     )
     sidecar_certificate_file: Path | None = Field(
-        None, description="PEM file of the certificate, with its chain: HTTP and lines are served with TLS."
+        None, description="PEM file of the certificate with its chain. If set, HTTP and the line protocol use TLS."
     )
     sidecar_key_file: Path | None = Field(
-        None, description="PEM file of the key of that certificate; both are read again when they change."
+        None, description="PEM file of the certificate's key. Both files are read again when they change."
     )
     sidecar_ca_file: Path | None = Field(
-        None, description="PEM file of the authority that signed the certificate: `tidemark listen` connects with TLS."
+        None, description="PEM file of the authority that signed the certificate. If set, `tidemark listen` uses TLS."
     )
     sidecar_cors_origins: str = Field(
         "", description="Web sites whose scripts may read the sidecar: https://host[,...]."
     )
     sidecar_allowed_hosts: str = Field(
         "",
-        description="Accepted `Host` names, comma-separated; by default any, or on a loopback address its names.",
+        description="Accepted `Host` names, comma-separated. Default: any; on a loopback address, only loopback names.",
     )
     sidecar_trusted_proxies: Proxies = Field(
         "",
-        description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For counts; * = any.",
+        description="Addresses or networks, comma-separated, of proxies whose X-Forwarded-For is trusted; * = any.",
     )
     sidecar_max_connections: Positive = Field(5000, description="Connections that the sidecar serves at the same time.")
     sidecar_max_open_requests: Positive = Field(
-        2500, description="Waits and event streams that may be open at the same time."
+        2500, description="Requests that wait and event streams that may be open at the same time."
     )
-    sidecar_banner: str = Field("", description="Banner text on the live page; further lines are folded on a phone.")
+    sidecar_banner: str = Field(
+        "", description="Banner text on the live page. On a phone, only its first line is shown unfolded."
+    )
     sidecar_max_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
-        60.0, description="Seconds that one wait may last."
+        60.0, description="Maximum seconds that a request may wait."
     )
 
     lines_listen: HostPort = Field(
-        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free one."
+        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free port."
     )
     lines_max_connections: Positive = Field(
         1000, description="Clients of the line protocol that are served at the same time."
@@ -134,37 +138,37 @@ class SidecarSettings(BaseModel):
     )
     lines_redis_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
         None,
-        description="Redis channel on which sidecars announce positions too. In database n (not 0), /n is appended"
-        " to the name. Without it they announce over TCP alone.",
+        description="Redis channel on which sidecars also announce positions. In database n (not 0), /n is appended"
+        " to the name. Default: positions are announced only over TCP.",
     )
     lines_row_buffer_mib: Positive = Field(
-        64, description="MiB of rows that wait for positions; beyond that, clients of the line protocol fetch."
+        64, description="MiB of rows that may wait for positions. Beyond that, clients of the line protocol fetch rows."
     )
 
     @model_validator(mode="after")
     def _sidecar_certificate_has_its_key(self) -> Self:
-        go_together(self, "sidecar_certificate_file", "sidecar_key_file")
+        require_both(self, "sidecar_certificate_file", "sidecar_key_file")
         return self
 
     @property
     def sidecar_origins(self) -> list[str]:
-        return _listed(self.sidecar_cors_origins)
+        return _split_list(self.sidecar_cors_origins)
 
     @property
     def sidecar_proxies(self) -> list[str]:
-        return _listed(self.sidecar_trusted_proxies)
+        return _split_list(self.sidecar_trusted_proxies)
 
     @property
     def sidecar_names(self) -> list[str]:
-        return _listed(self.sidecar_allowed_hosts)
+        return _split_list(self.sidecar_allowed_hosts)
 
 
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-# Written to `stack.env` for people and their programs; Tidemark does not read them.
-FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
+# Variables in `stack.env` that only users and their programs read.
+USER_VARIABLES = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
@@ -177,130 +181,143 @@ class Settings(SidecarSettings, Connections):
     home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
         default_factory=default_home, description="Directory of the jars and of the local stack's data."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
-    no_color: str = Field("", validation_alias="NO_COLOR", description="Anything: no colours on a terminal.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum level of logged lines."
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console", description="Format of log lines: text for people, or JSON."
+    )
+    no_color: str = Field("", validation_alias="NO_COLOR", description="If set to any text, no colours on a terminal.")
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
-        16, description="Groups that streams are spread over; a change needs --accept shards."
+        16, description="Groups over which streams are distributed. A change needs --accept shards."
     )
     checkpoint: Path = Field(
         default_factory=lambda known: known["home"] / "checkpoint",
-        description="Directory in which each query has a folder for Spark's checkpoint, as long as it lives.",
+        description="Directory of Spark's checkpoints. Each query has a folder in it until the query ends.",
     )
     checkpoint_store: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.-]*:/.+",
-        description="URI that driver and executors reach (s3a://bucket/tidemark), of one database's pipelines alone.",
+        description="URI of a store that driver and executors reach (s3a://bucket/tidemark); one for each database.",
     )
     spark_master: str = Field(
         "local",
         pattern=r"^(local(\[(\*|[1-9]\d*)\])?|spark://.+|k8s://.+)$",
-        description="Where Spark runs: local (on all cores we may use), local[N], spark://host:7077, k8s://https://host.",
+        description="Where Spark runs: local (all available cores), local[N], spark://host:7077, k8s://https://host.",
     )
     spark_driver_memory: Memory = Field("1g", description="Heap of Spark's driver, such as 512m or 2g.")
     spark_driver_host: str | None = Field(
-        None, min_length=1, description="Name by which executors reach this process; without it the host's own."
+        None,
+        min_length=1,
+        description="Host name at which executors reach this process. Default: the name of the host.",
     )
-    spark_driver_port: AnyPort = Field(0, description="Port at which executors reach the driver; 0 = any free one.")
+    spark_driver_port: AnyPort = Field(0, description="Port at which executors reach the driver; 0 = any free port.")
     spark_block_manager_port: AnyPort = Field(
-        0, description="Port at which processes of Spark send each other data; 0 = any free one."
+        0, description="Port for data between Spark's processes; 0 = any free port."
     )
-    spark_executors: Positive = Field(2, description="Executors on a cluster; with more below, the fewest.")
+    spark_executors: Positive = Field(
+        2, description="Executors on a cluster; the minimum if TIDEMARK_SPARK_EXECUTORS_MAX is set."
+    )
     spark_executors_max: Positive | None = Field(
-        None, description="The most executors, as the load asks for them; needs TIDEMARK_CHECKPOINT_STORE."
+        None, description="Maximum of executors, allocated by load; needs TIDEMARK_CHECKPOINT_STORE."
     )
     spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
     spark_executor_memory: Memory = Field("1g", description="Heap of each executor.")
     spark_executor_python: str | None = Field(
-        None, min_length=1, description="Python of the executors, with Tidemark's dependencies; without it ours."
+        None,
+        min_length=1,
+        description="Python of the executors, with Tidemark's dependencies. Default: that of this process.",
     )
     spark_kubernetes_image: str | None = Field(None, min_length=1, description="Image of executor pods.")
     spark_kubernetes_namespace: str | None = Field(None, min_length=1, description="Namespace of executor pods.")
     spark_kubernetes_service_account: str | None = Field(
-        None, min_length=1, description="Service account of executor pods; they need no right."
+        None, min_length=1, description="Service account of executor pods; it needs no rights."
     )
     spark_kubernetes_driver_pod: str | None = Field(
-        None, min_length=1, description="Name of the pod that we run in: executors end with it."
+        None, min_length=1, description="Name of the pod of this process. Executor pods end when it ends."
     )
     spark_kubernetes_executor_template: Path | None = Field(
-        None, description="YAML file of a pod that executor pods are made after."
+        None, description="YAML file with the template of executor pods."
     )
     spark_conf_file: Path | None = Field(
-        None, description="Properties file with settings of Spark's own; they win over Tidemark's."
+        None, description="Properties file with settings of Spark. They override Tidemark's."
     )
-    spark_jars: Path | None = Field(None, description="Directory with the jars that the checkpoint's store needs.")
-    max_records_per_batch: Positive = Field(4_000_000, description="Kafka records that one batch reads at most.")
+    spark_jars: Path | None = Field(None, description="Directory of the jars that TIDEMARK_CHECKPOINT_STORE needs.")
+    max_records_per_batch: Positive = Field(4_000_000, description="Maximum of Kafka records that one batch reads.")
     batch_cpu_share: Annotated[float, Field(gt=0, le=1000)] = Field(
-        0.35, description="Cores that batches of fewer than 20,000 records may take; no record waits longer than 0.6 s."
+        0.35,
+        description="Cores that batches of fewer than 20,000 records may use. It delays no record by more than 0.6 s.",
     )
     java_home: Path | None = Field(
-        None, validation_alias="JAVA_HOME", description="Java to use; without it the first on the PATH."
+        None,
+        validation_alias="JAVA_HOME",
+        description="Directory of the Java installation. Default: the first java on the PATH.",
     )
 
     owner: str = Field(
         default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}",
         min_length=1,
-        description="Name of this process in the lease; for people.",
+        description="Name of this process in the lease. It is only shown.",
     )
     lease_seconds: Annotated[int, Field(ge=3, le=600)] = Field(
-        15, description="How long a lease lives that is not renewed: bounds a take-over from a host that fell silent."
+        15, description="Seconds after which a lease expires that is not renewed. Another pipeline then takes over."
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
-    metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free one.")
+    metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free port.")
     metrics_max_streams: int = Field(
-        1000, ge=0, description="Streams with series of their own in the metrics; the others have one together."
+        1000, ge=0, description="Streams with their own series in the metrics. The others are aggregated in one."
     )
     metrics_max_writers: int = Field(
-        5000, ge=0, description="Writers, of all streams, with a series of their own; the others have one together."
+        5000, ge=0, description="Writers, of all streams, with their own series. The others are aggregated in one."
     )
 
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
     audit_days: Positive = Field(400, description="Days that Postgres keeps operator overrides and late completions.")
-    redis_advances_max: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
+    redis_advances_max: Positive = Field(10_000, description="Maximum of advances of each stream that Redis keeps.")
     pending_bound: Positive = Field(
         10_000,
-        description="Completed intervals above a gap that are stored for one writer; further edges are deferred.",
+        description="Maximum of completed intervals above a gap, for one writer. Further edges are deferred.",
     )
     completed_bound: Positive = Field(
         10_000,
-        description="Intervals of completed IDs stored above a linear position; beyond it, the position is cautious.",
+        description="Maximum of completed intervals above a linear position. Beyond it, the position moves later.",
     )
-    retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
-    retired_bound: Positive = Field(10_000, description="Retired writers stored of one stream before that.")
+    retirement_days: Positive = Field(7, description="Days after which a retired writer is removed from the state.")
+    retired_bound: Positive = Field(10_000, description="Maximum of retired writers of one stream that are stored.")
     gap_seconds: Positive = Field(
-        120, description="Age of a gap, and time without a move of a blocked linear position, that cause an alert."
+        120,
+        description="Age of a gap in seconds, and seconds for which a linear position is blocked, that cause an alert.",
     )
     silent_seconds: Positive = Field(60, description="Seconds without a record after which a writer counts as silent.")
 
     heartbeat_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
         30,
-        description="Seconds in which a relay or bridge sends at least one record of each stream; 0 = no promise.",
+        description="Seconds in which a relay or bridge sends at least one record of each stream; 0 = no heartbeat.",
     )
 
-    up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free one.")
-    up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free one.")
-    up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
-    up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
-    up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free one.")
-    up_lines_port: AnyPort = Field(19481, description="`tidemark up`: port of the lines; 0 = any free one.")
+    up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free port.")
+    up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free port.")
+    up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free port.")
+    up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free port.")
+    up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free port.")
+    up_lines_port: AnyPort = Field(19481, description="`tidemark up`: port of the line protocol; 0 = any free port.")
 
     @model_validator(mode="after")
-    def _executors_come_and_go_with_a_store(self) -> Self:
-        fewest, most = self.spark_executors, self.spark_executors_max
-        given = f"{variable('spark_executors_max')}={most}"
-        if most is not None and self.checkpoint_store is None:
+    def _dynamic_executors_need_a_store(self) -> Self:
+        minimum, maximum = self.spark_executors, self.spark_executors_max
+        setting = f"{variable('spark_executors_max')}={maximum}"
+        if maximum is not None and self.checkpoint_store is None:
             raise ValueError(
-                f"{given} needs {variable('checkpoint_store')}: without it who is taken away takes states with it"
+                f"{setting} needs {variable('checkpoint_store')}: otherwise states are lost with removed executors"
             )
-        if most is not None and most < fewest:
-            raise ValueError(f"{given} is below {variable('spark_executors')}={fewest}")
+        if maximum is not None and maximum < minimum:
+            raise ValueError(f"{setting} is below {variable('spark_executors')}={minimum}")
         return self
 
     def secret(self, name: str) -> str | None:
-        """The current value of a secret. If it is in a file, the file is read again; while the file is missing, the
-        first value is returned.
-        """
+        """The current value of a secret. If the secret is in a file, reads the file again; if the file is missing,
+        returns the value of the start."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
             if path:
@@ -332,7 +349,7 @@ class Settings(SidecarSettings, Connections):
 
 
 def _secret_of_file(name: str, field: FieldInfo) -> str | None:
-    """Read a secret from the file that `TIDEMARK_..._FILE` names, in the way container platforms provide secrets.
+    """Read a secret from the file that `TIDEMARK_..._FILE` names, as container platforms provide secrets.
 
     Raises:
         BadSetting: the file cannot be read, or the variable is also set directly.
@@ -341,7 +358,7 @@ def _secret_of_file(name: str, field: FieldInfo) -> str | None:
     if not is_secret(field) or not (path := os.environ.get(variable)):
         return None
     if os.environ.get(variable_of(name)):
-        raise BadSetting(variable, f"{variable_of(name)} is set too; keep one of them")
+        raise BadSetting(variable, f"{variable_of(name)} is set too; unset one of them")
     try:
         return _read(Path(path))
     except OSError as error:
@@ -353,7 +370,7 @@ def _read(secret: Path) -> str:
 
 
 def load() -> Settings:
-    """Load the settings of this process. Raises `BadSetting` for the first wrong one."""
+    """Load the settings of this process. Raises `BadSetting` for the first wrong setting."""
     try:
         return Settings()
     except ValidationError as error:
@@ -363,7 +380,7 @@ def load() -> Settings:
 def _bad_setting(error: ValidationError) -> BadSetting:
     first = error.errors()[0]
     problem = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # an error about several settings, which its text names
+    if not first["loc"]:  # an error about several settings; its text names them
         return BadSetting("settings", problem)
     name = str(first["loc"][0])
     field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
@@ -396,8 +413,8 @@ def origin_of(name: str) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """`TIDEMARK_...` variables that are not settings: a misspelling, or for another program."""
-    known = FOR_OTHERS | {variable_of(name) for name in Settings.model_fields}
+    """`TIDEMARK_...` variables that are not settings: misspelled, or for another program."""
+    known = USER_VARIABLES | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
@@ -411,7 +428,7 @@ def settings_lines(settings: Settings) -> Iterator[str]:
     known = [row[0] for row in rows]
     for unknown in unknown_variables():
         close = get_close_matches(unknown, known, n=1)
-        yield f"{unknown} is no setting" + (f"; did you mean {close[0]}?" if close else "")
+        yield f"{unknown} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _names() -> list[str]:

@@ -1,4 +1,5 @@
-"""`tidemark synapse`: sends the facts of Synapse's workers to Kafka, and creates the tables of its state."""
+"""`tidemark synapse`: send the facts of Synapse's workers to Kafka, create the bridge's tables, retire workers, and
+list blocking transactions."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tidemark.app.logs import shutdown_event
 from tidemark.app.output import progress
-from tidemark.app.relay import LoopHealth, find_topic
+from tidemark.app.relay import LoopHealth, require_facts_topic
 from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
@@ -28,13 +29,20 @@ from tidemark.sources.synapse.tables import REFUSED, STREAMS, synapse_session, t
 from tidemark.sources.transactions import is_old
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 
-REDIS_SECONDS = 5.0
+REDIS_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class BridgePlan:
-    """`server` is Synapse's server_name; `writers` are `stream=worker,worker`; `prefix` begins each stream's name on
-    Kafka; `metrics` an address to serve them on."""
+    """The arguments of `run`.
+
+    Attributes:
+        server: Synapse's server_name.
+        streams: Synapse's names of the streams to send.
+        writers: for some streams, all their writers: `stream=worker,worker`.
+        prefix: prefix of the streams' names in Kafka.
+        metrics: address at which metrics and probes are served; None for none.
+    """
 
     server: str
     streams: Sequence[str]
@@ -43,17 +51,17 @@ class BridgePlan:
     metrics: str | None = None
 
     def bridged(self) -> list[BridgedStream]:
-        """Raises `BadSetting` for a stream that is not published, with the reason."""
-        named = dict(map(_writers, self.writers))
-        for stream in [*self.streams, *named]:
+        """The streams to send. Raises `BadSetting` for a stream that cannot be sent, with the reason."""
+        writers = dict(map(_parse_writers, self.writers))
+        for stream in [*self.streams, *writers]:
             if stream in REFUSED:
-                raise BadSetting("--stream", f"{stream} is not published: {REFUSED[stream]}")
+                raise BadSetting("--stream", f"the stream {stream} cannot be sent: {REFUSED[stream]}")
             if stream not in STREAMS:
-                raise BadSetting("--stream", f"{stream!r} is none of {', '.join(STREAMS)}")
-        if unused := named.keys() - {*self.streams}:
-            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not published: add --stream")
+                raise BadSetting("--stream", f"{stream!r} is not one of {', '.join(STREAMS)}")
+        if unused := writers.keys() - {*self.streams}:
+            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not sent: add it with --stream")
         streams = [
-            BridgedStream(STREAMS[name], self.prefix + name, named.get(name, ()))
+            BridgedStream(STREAMS[name], self.prefix + name, writers.get(name, ()))
             for name in dict.fromkeys(self.streams)
         ]
         for bridged in streams:
@@ -62,7 +70,7 @@ class BridgePlan:
         return streams
 
 
-def _writers(text: str) -> tuple[str, Sequence[str]]:
+def _parse_writers(text: str) -> tuple[str, Sequence[str]]:
     stream, sign, names = text.partition("=")
     workers = names.split(",")
     if not sign or not all(map(is_writer, workers)):
@@ -75,7 +83,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     streams = plan.bridged()
     dsn, redis = _address(settings), settings.secret("synapse_redis_url")
     if redis is None:
-        raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: the Redis of Synapse's workers")
+        raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: give the URL of the Redis of Synapse's workers")
     address = RedisAddress(redis)
     halt = shutdown_event()
     metrics = BridgeMetrics(CollectorRegistry())
@@ -86,10 +94,10 @@ def run(settings: Settings, plan: BridgePlan) -> None:
             stack.enter_context(
                 http_health.serve_health("--metrics", http_health.metrics_address(plan.metrics), health)
             )
-        wait_out(lambda: find_topic(settings), halt)
+        wait_out(lambda: require_facts_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
         own = stack.enter_context(state_session(settings.postgres))
-        channel = SynapseChannel(lambda: address.client(REDIS_SECONDS), plan.server, halt)
+        channel = SynapseChannel(lambda: address.client(REDIS_TIMEOUT_SECONDS), plan.server, halt)
         stack.enter_context(channel)
         SynapseBridge(
             synapse,
@@ -105,13 +113,13 @@ def run(settings: Settings, plan: BridgePlan) -> None:
 
 def _address(settings: Settings) -> str:
     if (dsn := settings.secret("synapse_dsn")) is None:
-        raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: the address of Synapse's own database")
+        raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: give the address of Synapse's own database")
     return dsn
 
 
 def blockers(settings: Settings, say: Callable[[str], None]) -> None:
-    """Print the transactions that write to the tables of Synapse's streams for unusually long, the oldest first, and
-    how to end them."""
+    """Print the transactions that have written to the tables of Synapse's streams for unusually long, oldest first, and
+    how to end each."""
     dsn = _address(settings)
     with synapse_session(lambda: dsn) as session, session.use() as connection:
         writing = [
@@ -125,7 +133,7 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
             f"{', '.join(sorted(writer.streams))}: {transaction.process}"
             + ("" if transaction.pid is None else f": {transaction.query or '-'}")
         )
-        say(f"    to end it, in Synapse's database: {transaction.ending}")
+        say(f"    to end it, run in Synapse's database: {transaction.ending}")
     if not writing:
         say("no transaction of Synapse has been open for long")
 
@@ -138,34 +146,45 @@ def migrate(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerGone:
-    """The worker to retire. `stream`: its name on Kafka; None: all streams. `wait`: seconds."""
+class WorkerRetirement:
+    """The arguments of `retire`.
+
+    Attributes:
+        writer: the worker to retire.
+        stream: the stream's name in Kafka; None: all streams of the worker.
+        wait: seconds to try.
+    """
 
     writer: str
     stream: str | None
     wait: float
 
 
-def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
-    """Ask the active bridge to retire the writer after all its facts are sent. Raises `BadSetting` if the writer is
-    still running, and `PrerequisitePending` if it was not retired in time; the request stays."""
+def retire(settings: Settings, order: WorkerRetirement, halt: threading.Event, say: Callable[[str], None]) -> None:
+    """Ask the active bridge to retire a worker after all its facts are sent.
+
+    Raises:
+        BadSetting: the worker still runs.
+        PrerequisitePending: the bridge has not retired the worker in time. The request stays.
+    """
     with state_session(settings.postgres) as session:
         with session.use() as connection:
             SCHEMA.check(connection)
-            streams = state.order_retirement(connection, gone.writer, gone.stream)
-            known = state.active_writers(connection, gone.stream)
+            streams = state.request_retirement(connection, order.writer, order.stream)
+            known = state.active_writers(connection, order.stream)
         for stream in streams:
-            id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
-            say(f"{gone.writer} ends at {id} of {stream}")
+            id = wait_out(partial(_retirement_id, session, order.writer, stream), halt, order.wait)
+            say(f"{order.writer} retires at ID {id} of {stream}")
         if not streams:
-            existing = f"there are {', '.join(known)}" if known else "no bridge has published one here"
-            say(f"no stream has a writer {gone.writer} beside others, that has not retired: {existing}")
+            existing = f"active writers are {', '.join(known)}" if known else "no bridge has sent records of a writer"
+            say(f"no stream has an active writer {order.writer} beside others; {existing}")
 
 
-def _retired(session: PostgresSession, writer: str, stream: str) -> int:
+def _retirement_id(session: PostgresSession, writer: str, stream: str) -> int:
+    """The ID at which the bridge has retired the writer. Raises `PrerequisitePending`."""
     with session.use() as connection:
         retired = state.retired_at(connection, writer, stream)
     if retired is None:
-        problem = "it does as soon as a bridge runs and every other worker of the stream has answered"
-        raise PrerequisitePending(f"the end of {writer}", session.where, problem)
+        problem = "a bridge must run, and every other worker of the stream must have answered"
+        raise PrerequisitePending(f"the retirement of {writer}", session.where, problem)
     return retired

@@ -243,7 +243,7 @@ def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.
 def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psycopg.Connection) -> None:
     """Anything else sends nothing."""
     code, said = operator.typed("zoe", "retire", STREAM, "b")
-    assert (code, "Type the writer's name to do it (b)" in said, "nothing was sent" in said) == (1, True, True)
+    assert (code, "Type the writer's name to confirm (b)" in said, "nothing was sent" in said) == (1, True, True)
     assert sql.execute("select 1 from tidemark.overrides").fetchall() == []
     code, said = operator.typed("b", "retire", STREAM, "b", "--wait", "0")
     assert (code, "noted as override 1 of postgres" in said) == (3, True)

@@ -14,9 +14,9 @@ from tidemark.sources.relay.queries import session_of
 class SteppedKeeper:
     """A process that keeps positions, a step at a time; after an error of its connection it begins again."""
 
-    def __init__(self, dsn: str, is_ours: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(self, dsn: str, is_local: Callable[[str], bool] = lambda _: True) -> None:
         self._dsn = dsn
-        self._is_ours = is_ours
+        self._is_ours = is_local
         self._session: PostgresSession | None = None
         self._decider: PositionDecider | None = None
         self._steps: Iterator[str] | None = None

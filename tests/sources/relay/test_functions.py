@@ -352,7 +352,7 @@ def test_a_database_with_another_encoding_is_refused(sql: psycopg.Connection, re
     sql.execute("drop database if exists latin")
     sql.execute("create database latin encoding 'LATIN1' template template0 lc_collate 'C' lc_ctype 'C'")
     dsn = conninfo.make_conninfo(ready, dbname="latin")
-    with pytest.raises(BadSetting, match="the database has encoding LATIN1; create it WITH ENCODING 'UTF8'"):
+    with pytest.raises(BadSetting, match="the database has encoding LATIN1; create a database WITH ENCODING 'UTF8'"):
         relay.migrate(dsn, ["orders"], "forward", print)
     with psycopg.connect(dsn) as latin:
         assert latin.execute("select to_regnamespace('tidemark')").fetchone() == (None,)

@@ -164,7 +164,7 @@ def test_a_restore_of_the_whole_database_stops_no_reader(world: ReadingWorld) ->
 
 def test_a_stream_with_writers_elsewhere_is_not_decided_here(world: ReadingWorld) -> None:
     world.services[0].append(world.stream, 1)
-    keeper = SteppedKeeper(world.dsn, is_ours=lambda _: False)
+    keeper = SteppedKeeper(world.dsn, is_local=lambda _: False)
     keeper.round()
     keeper.round()
     assert world.sql.execute("select count(*) from tidemark_reader.positions").fetchone() == (0,)

@@ -165,13 +165,13 @@ def test_a_writer_that_is_retired_holds_nobody_back(
             waiting = pool.submit(retire)
             eventually(lambda: waits(sql))
             held.commit()
-            assert "pod-1 ends at " in waiting.result(60)
+            assert "pod-1 retires at ID " in waiting.result(60)
 
     def orders() -> StreamState:
         return codec.decode(judge.verdict().states["orders"])
 
     eventually(lambda: orders().writers["pod-1"].retired is not None)
-    assert retire() == "no stream has a writer pod-1 that is not retired\n"
+    assert retire() == "no stream has an active writer pod-1\n"
     facts = append(sql)
     eventually(lambda: settled(sql))
     assert orders().linear.position >= max(facts)
@@ -445,8 +445,8 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert said("migrate", "--stream", "orders") == "the schema is up to date\nmade stream orders\n"
-    assert said("migrate", "--stream", "orders") == "the schema is up to date\nthere is stream orders\n"
+    assert said("migrate", "--stream", "orders") == "the schema is up to date\ncreated stream orders\n"
+    assert said("migrate", "--stream", "orders") == "the schema is up to date\nstream orders exists\n"
     assert said("blockers") == "no open transaction blocks a stream\n"
     command = [sys.executable, "-m", "tidemark", "relay", "--writer", "shop", "--metrics", "127.0.0.1:0"]
     with subprocess.Popen(command, env=child_environment(changes)) as process:

@@ -156,7 +156,7 @@ class FilteredError(Exception):
 
 @dataclass
 class Bridge:
-    """What the bridge makes of it: `streams.StreamTelling` and `timelines.begin` without databases.
+    """What the bridge makes of it: `streams.StreamTelling` and `timelines.load_progress` without databases.
 
     `regular` and `late` are the rows that were published, by ID; `reached`: how far each writer ever was.
     """
@@ -232,9 +232,9 @@ class Bridge:
         head, reach = self.head(), max(self.sent_upto.values())
         table = self._table(self.published.since, reach)
         if self.writers.database != self.database or head < max(self.seen, reach) or self.published.replaced(table):
-            agreed = self.published.agreed(table, self.sent_upto)
+            agreed = self.published.last_common_id(table, self.sent_upto)
             at = min(FLOOR if agreed is None else max(agreed, FLOOR), head)
-            self.published.go_back(at)
+            self.published.truncate(at)
             self.sent_upto = {name: min(sent_upto, at) for name, sent_upto in self.sent_upto.items()}
             self.timelines += 1
         self.database, self.seen = self.writers.database, head
@@ -252,22 +252,22 @@ class Bridge:
             if name == BEGINS:
                 self.decider.mark_uncertain()
             elif name == ASKED:
-                self.decider.asked_all()
+                self.decider.note_request()
             elif second is None:
-                self.decider.completed(name, first, "{}")
+                self.decider.apply_rdata(name, first, "{}")
             else:
-                self.decider.announced(name, first, second)
+                self.decider.apply_position(name, first, second)
         del lines[:count]
 
     def _read(self) -> None:
-        if (asked := self.decider.asked()) is None:
+        if (asked := self.decider.range_to_read()) is None:
             return
         facts = self._table(*asked)
         self._see()
-        if (asked_again := self.decider.asked()) is None:
+        if (asked_again := self.decider.range_to_read()) is None:
             return
         if asked_again == asked:
-            for advance in self.decider.read(asked, self.head(), facts):
+            for advance in self.decider.apply_facts(asked, self.head(), facts):
                 self._take(advance)
 
     def _take(self, advance: ProvenAdvance) -> None:
@@ -314,5 +314,5 @@ class Bridge:
             self.step()
             writers.ask()
         assert {*self.sent_upto.values()} == {writers.head}, (
-            f"{self.sent_upto}, head {writers.head}, {self.decider.beyond}"
+            f"{self.sent_upto}, head {writers.head}, {self.decider.discarded_positions}"
         )

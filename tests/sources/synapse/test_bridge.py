@@ -152,7 +152,7 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
 
 def retire(site: SynapseSite, writer: str) -> None:
     done = CliRunner().invoke(main, ["synapse", "retire", writer], env=site.variables)
-    assert done.output.splitlines()[-1] == f"{writer} ends at {site.head()} of events", done.output
+    assert done.output.splitlines()[-1] == f"{writer} retires at ID {site.head()} of events", done.output
 
 
 def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:

@@ -125,23 +125,23 @@ class _NoDoubt(StreamDecider):
     def mark_uncertain(self) -> None:
         pass
 
-    def announced(self, writer: str, prev: int, id: int) -> None:
-        super().announced(writer, min(prev, id - 1), id)
+    def apply_position(self, writer: str, prev: int, id: int) -> None:
+        super().apply_position(writer, min(prev, id - 1), id)
 
 
 class _WordOfOthers(StreamDecider):
     """Takes the word of one writer for that of all."""
 
-    def announced(self, writer: str, prev: int, id: int) -> None:
+    def apply_position(self, writer: str, prev: int, id: int) -> None:
         for name in NAMES:
-            super().announced(name, prev, id)
+            super().apply_position(name, prev, id)
 
 
 class _HeardAlone(StreamDecider):
     """Believes that whoever is heard has told all its facts."""
 
-    def read(self, asked: tuple[int, int], head: int, facts: object) -> list[ProvenAdvance]:
-        return super().read(asked, head, [])
+    def apply_facts(self, ids: tuple[int, int], head: int, facts: object) -> list[ProvenAdvance]:
+        return super().apply_facts(ids, head, [])
 
 
 SPOKEN: list[Act] = [("answer", 0, True), ("hear", 9, True), ("read", 0, True)]
@@ -205,25 +205,25 @@ def test_what_a_writer_said_before_it_was_known_counts() -> None:
     """It is not asked again; and nothing is told until it has joined."""
     decider = StreamDecider({"event1": 1})
     for name in ("event1", "event2"):
-        decider.announced(name, 3, 3)
+        decider.apply_position(name, 3, 3)
     decider.observe(3, frozenset())
-    assert (decider.unknown_writers, decider.asked()) == ({"event2"}, (1, 3))
-    assert decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
+    assert (decider.unknown_writers, decider.range_to_read()) == ({"event2"}, (1, 3))
+    assert decider.apply_facts((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
     decider.add_writer("event2", 1)
     assert (decider.wants_observation, decider.backlog) == (True, [])
     decider.observe(3, frozenset())
     assert decider.backlog == ["event2"]
     decider.backlog_sent("event2")
-    sent_upto = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
+    sent_upto = decider.apply_facts((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
     assert [(each.writer, each.id, len(each.facts)) for each in sent_upto] == [("event1", 3, 0), ("event2", 3, 1)]
 
 
 def test_row_that_names_nobody_is_of_the_only_writer() -> None:
     """Or of who announced it: some of Synapse's tables leave the name out."""
     decider = StreamDecider({"misc1": 1})
-    decider.announced("misc1", 3, 3)
+    decider.apply_position("misc1", 3, 3)
     decider.observe(3, frozenset())
-    (sent_upto,) = decider.read((1, 3), 3, [StreamFact(3, "", ["{}"])])
+    (sent_upto,) = decider.apply_facts((1, 3), 3, [StreamFact(3, "", ["{}"])])
     assert [(fact.id, fact.writer) for fact in sent_upto.facts] == [(3, "misc1")]
 
 
@@ -232,25 +232,31 @@ def test_missing_row_that_may_have_been_deleted_for_its_age_proves_nothing() -> 
     for kept_above, unseen in ((1, False), (2, True), (9, True)):
         decider = StreamDecider({"master": 1})
         decider.kept_above = kept_above
-        decider.announced("master", 4, 4)
+        decider.apply_position("master", 4, 4)
         decider.observe(4, frozenset())
-        (sent_upto,) = decider.read((1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])])
+        (sent_upto,) = decider.apply_facts(
+            (1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])]
+        )
         assert ([fact.id for fact in sent_upto.facts], sent_upto.unseen) == ([3, 4], unseen)
 
 
 def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
     """The stream is not founded with it, and its writer is held and named until it says another one."""
     decider = StreamDecider({"event1": 0, "event2": 0})
-    decider.announced("event1", 50, 50)
-    decider.announced("event2", 40, 40)
+    decider.apply_position("event1", 50, 50)
+    decider.apply_position("event2", 40, 40)
     decider.observe(40, frozenset())
-    assert (decider.floor(), decider.beyond, decider.reported_positions["event1"]) == (None, {"event1": 50}, 0)
-    decider.announced("event1", 39, 40)
+    assert (decider.floor(), decider.discarded_positions, decider.reported_positions["event1"]) == (
+        None,
+        {"event1": 50},
+        0,
+    )
+    decider.apply_position("event1", 39, 40)
     decider.observe(40, frozenset())
-    assert (decider.floor(), decider.beyond) == (40, {})
+    assert (decider.floor(), decider.discarded_positions) == (40, {})
     decider.begin(40)
-    decider.announced("event1", 40, 60)
-    decider.completed("event1", 60, "{}")
-    assert decider.asked() == (40, 60)
-    assert decider.read((40, 60), 45, []) == []
-    assert (decider.sent_upto, decider.beyond) == ({"event1": 40, "event2": 40}, {"event1": 60})
+    decider.apply_position("event1", 40, 60)
+    decider.apply_rdata("event1", 60, "{}")
+    assert decider.range_to_read() == (40, 60)
+    assert decider.apply_facts((40, 60), 45, []) == []
+    assert (decider.sent_upto, decider.discarded_positions) == ({"event1": 40, "event2": 40}, {"event1": 60})

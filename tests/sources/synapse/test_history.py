@@ -59,7 +59,7 @@ def test_fact_that_completes_below_what_was_published_is_late(site: SynapseSite)
     eventually(lambda: sent_upto(site) and core.line > row[0], 60, site.known)
     site.sql.execute(COPY, [row[0]])
     try:
-        eventually(logged(site, "facts where everything was published"), 30, site.known)
+        eventually(logged(site, "below published positions"), 30, site.known)
         eventually(lambda: sent_upto(site) and core.late_ids == {row[0]}, 30, site.known)
         assert core.timelines == []
     finally:

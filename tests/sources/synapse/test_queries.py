@@ -72,6 +72,8 @@ def test_another_row_of_the_same_id_is_another_fact(sql: psycopg.Connection) -> 
 
 def test_sequence_that_does_not_give_ids_in_order_is_unfit(sql: psycopg.Connection) -> None:
     """A cache hands them to connections in portions."""
-    assert tables.unfit(sql, RULES) == ""
+    assert tables.sequence_problem(sql, RULES) == ""
     sql.execute("alter sequence push_rules_stream_sequence cache 20")
-    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in tables.unfit(sql, RULES)
+    assert "alter sequence push_rules_stream_sequence increment 1 cache 1 no cycle" in tables.sequence_problem(
+        sql, RULES
+    )

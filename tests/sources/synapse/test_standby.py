@@ -58,17 +58,17 @@ class Bridged:
 
     def connect(self) -> None:
         self.reconnect()
-        found = server_history(self.synapse, "here", self._stream.questions[0].name)
+        found = server_history(self.synapse, "here", self._stream.queries[0].name)
         server = SynapseServer(found.database, flush_wal(self.synapse), "one.test")
         head = tables.head(self.synapse, self._stream)
         table = partial(tables.identities, self.synapse, self._stream)
-        known = timelines.begin(self._own, self._stream, self._stream.name, server, head, table)
+        known = timelines.load_progress(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
         self.publisher = StreamPublisher(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
 
     def write(self, count: int) -> list[int]:
         rows = self.synapse.execute(
-            f"insert into {self._stream.questions[0].name} select nextval('{self._stream.sequence}'), %s,"
+            f"insert into {self._stream.queries[0].name} select nextval('{self._stream.sequence}'), %s,"
             f" {VALUES[self._stream.name]} from generate_series(1, %s) returning stream_id".encode(),
             [WRITERS[count % 2], count],
         ).fetchall()
@@ -81,7 +81,7 @@ class Bridged:
             self.publisher.receive(PositionCommand(self._stream.name, name, head, head))
         self.publisher.decider.observe(head, frozenset())
         for _ in range(3):
-            self.publisher.round(self.synapse, self._own)
+            self.publisher.publish(self.synapse, self._own)
         self.publisher.audit(self.synapse, self._own)
         unsent = state.unsent(self._own, {self._stream.name: self._sent})
         self.core.take([each.value for each in unsent])

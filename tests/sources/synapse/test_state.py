@@ -74,7 +74,7 @@ def begun(
 def found_again(
     sql: psycopg.Connection, server: SynapseServer, head: int, table: Sequence[StreamFact]
 ) -> tuple[StreamProgress, PublishedFacts]:
-    found = timelines.begin(
+    found = timelines.load_progress(
         sql, EVENTS, "events", server, head, lambda low, top: [it for it in table if low < it.id <= top]
     )
     assert found is not None
@@ -83,7 +83,7 @@ def found_again(
 
 def test_a_stream_that_was_never_told_is_not_known(sql: psycopg.Connection) -> None:
     """Its writers join together, and what lies below was never announced."""
-    assert timelines.begin(sql, EVENTS, "events", SERVER, 100, lambda low, top: []) is None
+    assert timelines.load_progress(sql, EVENTS, "events", SERVER, 100, lambda low, top: []) is None
     has_begun(sql)
     core = sent_upto(sql)
     assert (core.line, core.positions, core.unseen) == (7, {"event1": 7, "event2": 7}, {"event1": 7, "event2": 7})
@@ -147,13 +147,13 @@ def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
 def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
     """The line goes on without it; heard again it joins in a later epoch, not below where it ended."""
     known = advance_stream(sql, has_begun(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
-    assert state.order_retirement(sql, "event1", None) == ["events"]
-    assert state.order_retirement(sql, "event2", "events") == []
-    assert (state.ordered_retirements(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
+    assert state.request_retirement(sql, "event1", None) == ["events"]
+    assert state.request_retirement(sql, "event2", "events") == []
+    assert (state.requested_retirements(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
     known = state.retire(sql, known, "event1")
     assert begun(sql) == known
     assert (known.sent_upto, known.retired) == ({"event2": 9}, {"event1": 12})
-    assert (state.retired_at(sql, "event1", "events"), state.order_retirement(sql, "event1", None)) == (12, [])
+    assert (state.retired_at(sql, "event1", "events"), state.request_retirement(sql, "event1", None)) == (12, [])
     known = advance_stream(sql, known, [advance("event2", 9, 15, 15)], "0/300")
     core = sent_upto(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
@@ -169,7 +169,7 @@ def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) ->
 def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> None:
     """Whoever waits for its end is told so."""
     has_begun(sql)
-    state.order_retirement(sql, "event1", "events")
+    state.request_retirement(sql, "event1", "events")
     state.cancel_retirement(sql, "events", "event1")
     with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; stop it"):
         state.retired_at(sql, "event1", "events")
@@ -246,12 +246,12 @@ def test_what_older_bridges_told_is_remembered_from_the_table(sql: psycopg.Conne
 
 def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """They show the history of a database that has none of the newest."""
-    monkeypatch.setattr(published_facts, "MOST_FACTS", 10)
+    monkeypatch.setattr(published_facts, "MAX_FACTS", 10)
     monkeypatch.setattr(published_facts, "_SLACK", 0)
     known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
     facts = [fact(id, "event1") for id in range(8, 100)]
     known = state.advance_stream(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
-    evidence.forget(sql, "events", published)
+    evidence.trim(sql, "events", published)
     assert (len(published), published.since) == (10, 89)
     assert sql.execute("select min(id), count(*) from tidemark.synapse_facts").fetchone() == (8, 10 + 82)
     anew, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
@@ -311,7 +311,9 @@ def test_rows_are_as_old_as_the_samples_allow(sql: psycopg.Connection) -> None:
 def test_two_synapses_need_names_of_their_own(sql: psycopg.Connection) -> None:
     """The streams of one do not go on with those of the other, whose bridge came first."""
     has_begun(sql)
-    with pytest.raises(BadSetting, match=r"stream events is published for one\.test: the streams of two\.test need"):
+    with pytest.raises(
+        BadSetting, match=r"the stream events belongs to one\.test: set another prefix for the streams of two\.test"
+    ):
         begun(sql, SynapseServer("two", "0/300", "two.test"))
 
 

@@ -104,7 +104,7 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
                 nonlocal received
                 received = server.call("listener", "GET", "/_synapse/client/heard")
                 at = {
-                    name: {it: STREAMS[name].towards.signed(core.positions[it]) for it in core.positions}
+                    name: {it: STREAMS[name].direction.signed(core.positions[it]) for it in core.positions}
                     for name, core in cores.items()
                 }
                 return site.checked() and received == {"tokens": at, "lost": 0}

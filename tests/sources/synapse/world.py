@@ -169,11 +169,11 @@ class WriterPositions:
             if name == BEGINS:
                 self.decider.mark_uncertain()
             elif name == ASKED:
-                self.decider.asked_all()
+                self.decider.note_request()
             elif second is None:
-                self.decider.completed(name, first, f'["{name}",{first}]')
+                self.decider.apply_rdata(name, first, f'["{name}",{first}]')
             else:
-                self.decider.announced(name, first, second)
+                self.decider.apply_position(name, first, second)
         del lines[:count]
 
     def lose(self, count: int) -> None:
@@ -189,10 +189,10 @@ class WriterPositions:
 
     def read(self) -> None:
         self._come_and_go()
-        if asked := self.decider.asked():
+        if asked := self.decider.range_to_read():
             low, top = asked
             table = [StreamFact(id, writer, ["{}"]) for id, writer in self._table().items() if low < id <= top]
-            for advance in self.decider.read(asked, self._writers.head, table):
+            for advance in self.decider.apply_facts(asked, self._writers.head, table):
                 self._take(advance)
 
     def _take(self, advance: ProvenAdvance) -> None:

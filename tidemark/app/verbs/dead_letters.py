@@ -15,7 +15,15 @@ import click
 import msgspec
 import numpy as np
 
-from tidemark.app.commands import NOT_SEEN, CommandFailed, CommandGroup, answering, confirmed, loaded, until_seen
+from tidemark.app.commands import (
+    NOT_SEEN,
+    CommandFailed,
+    CommandGroup,
+    change_options,
+    confirmed,
+    loaded,
+    wait_for_effect,
+)
 from tidemark.app.output import as_object, duration, table
 from tidemark.app.verbs.overrides import (
     Outcome,
@@ -279,8 +287,8 @@ def dead_letters_show(place: tuple[int, int], *, as_json: bool) -> None:
 
 @dead_letters.command("replay")
 @click.argument("place", type=DeadLetterOffset(), metavar="OFFSET")
-@answering
-@until_seen
+@change_options
+@wait_for_effect
 def dead_letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:

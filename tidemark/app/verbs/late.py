@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, answering, confirmed, loaded
+from tidemark.app.commands import CHECK_FAILED, CommandFailed, CommandGroup, change_options, confirmed, loaded
 from tidemark.app.output import as_object, count, duration, id_range, sanitize, table
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.inspect import LateCompletions
@@ -47,7 +47,7 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
 @late.command("resolve")
 @click.argument("stream")
 @click.argument("numbers", type=click.IntRange(1), nargs=-1, required=True, metavar="NUMBER...")
-@answering
+@change_options
 def late_resolve(
     stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:

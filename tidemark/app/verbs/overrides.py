@@ -15,16 +15,16 @@ import click
 import msgspec
 
 from tidemark.app.commands import (
-    MOST_ID,
+    MAX_ID,
     NOT_SEEN,
     CommandFailed,
     OurCommand,
-    answering,
+    change_options,
     confirmed,
     echo_result,
     loaded,
     no_stream,
-    until_seen,
+    wait_for_effect,
 )
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.diagnosis.open_ranges import NO_POLICIES, OpenRange, Verdict, last_seen, silent_after_seconds
@@ -462,7 +462,7 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
 def _override_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         command = option(command)
-    return answering(until_seen(command))
+    return change_options(wait_for_effect(command))
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
@@ -473,7 +473,7 @@ class IdRange(click.ParamType[tuple[int, int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         match = re.fullmatch(r"(-?\d+)(?:\.\.(-?\d+))?", str(value))
         first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
-        if not first or first * last < 0 or abs(first) > abs(last) or abs(last) > MOST_ID:
+        if not first or first * last < 0 or abs(first) > abs(last) or abs(last) > MAX_ID:
             self.fail(f"{value!r} is not a range of IDs such as 8..11, or -8..-11", param, ctx)
         return (first - 1 if first > 0 else first + 1), last
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, answering, confirmed, echo_result, loaded
+from tidemark.app.commands import CommandFailed, CommandGroup, change_options, confirmed, echo_result, loaded
 from tidemark.app.output import as_object, table
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.values.limits import POLICY_SETTINGS, Policies, fitting
@@ -104,7 +104,7 @@ def policy_show(stream: str, *, as_json: bool) -> None:
 @policy.command("set")
 @click.argument("name", callback=_name)
 @click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_values)
-@answering
+@change_options
 def policy_set(
     name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -117,7 +117,7 @@ def policy_set(
 @click.argument(
     "settings", nargs=-1, metavar="[SETTING]...", callback=lambda *words: [_known_setting(word) for word in words[2]]
 )
-@answering
+@change_options
 def policy_unset(
     name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:

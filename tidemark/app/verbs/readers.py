@@ -14,10 +14,10 @@ import click
 
 from tidemark.app.commands import (
     CHECK_FAILED,
-    MOST_ID,
+    MAX_ID,
     CommandFailed,
     CommandGroup,
-    answering,
+    change_options,
     confirmed,
     echo_result,
     loaded,
@@ -161,7 +161,7 @@ def readers_show(reader: str, stream: str, dsn: str | None, *, as_json: bool) ->
 @click.argument("stream")
 @click.argument("token", metavar="TOKEN|now|beginning")
 @_dsn
-@answering
+@change_options
 def readers_seek(
     reader: str, stream: str, token: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -192,7 +192,7 @@ def readers_seek(
 @click.argument("reader")
 @click.argument("stream")
 @_dsn
-@answering
+@change_options
 def readers_reset(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -213,7 +213,7 @@ def readers_reset(
 @click.argument("reader")
 @click.argument("stream")
 @_dsn
-@answering
+@change_options
 def readers_delete(
     reader: str, stream: str, dsn: str | None, by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -255,8 +255,8 @@ def readers_parked_list(reader: str | None, stream: str | None, limit: int, dsn:
 
 def _parked_arguments(command: Callable[..., None]) -> Callable[..., None]:
     """The arguments and options of a command that changes parked facts."""
-    ids = click.argument("ids", type=click.IntRange(-MOST_ID, MOST_ID), nargs=-1, required=True, metavar="ID...")
-    return click.argument("reader")(click.argument("stream")(ids(_dsn(answering(command)))))
+    ids = click.argument("ids", type=click.IntRange(-MAX_ID, MAX_ID), nargs=-1, required=True, metavar="ID...")
+    return click.argument("reader")(click.argument("stream")(ids(_dsn(change_options(command)))))
 
 
 def _change_parked(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from tidemark.app.commands import Amount, OurCommand, loaded, waiting
+from tidemark.app.commands import Amount, OurCommand, loaded, wait_for_servers
 from tidemark.app.output import count, progress
 
 
@@ -21,7 +21,7 @@ def config() -> None:
 
 
 @click.command("migrate", cls=OurCommand)
-@waiting
+@wait_for_servers
 def migrate(*, wait: float) -> None:
     """Create or update Tidemark's schema in Postgres."""
     settings = loaded()
@@ -34,7 +34,7 @@ def migrate(*, wait: float) -> None:
 
 
 @click.command("topics", cls=OurCommand)
-@waiting
+@wait_for_servers
 def topics(*, wait: float) -> None:
     """Create the Kafka topics that are missing, and check the others."""
     settings = loaded().model_copy(update={"kafka_create_topics": True})

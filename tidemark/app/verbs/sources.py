@@ -5,7 +5,7 @@ from typing import Literal
 
 import click
 
-from tidemark.app.commands import CommandGroup, awaiting_its_end, loaded, waiting
+from tidemark.app.commands import CommandGroup, loaded, wait_for_retirement, wait_for_servers
 
 _dsn = click.option("--dsn", help="DSN of the service's database. Default: TIDEMARK_POSTGRES_DSN.")
 
@@ -34,7 +34,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
 @click.option(
     "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Direction of the streams' IDs."
 )
-@waiting
+@wait_for_servers
 @click.pass_obj
 def relay_migrate(
     group_dsn: str | None,
@@ -57,7 +57,7 @@ def relay_migrate(
 @_dsn
 @click.argument("writer")
 @click.argument("stream", required=False)
-@awaiting_its_end
+@wait_for_retirement
 @click.pass_obj
 def relay_retire(group_dsn: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
     """Retire WRITER, a name of append_as that is no longer used, in STREAM or in all its streams.
@@ -105,7 +105,7 @@ def follow(ctx: click.Context, dsn: str | None, streams: tuple[str, ...], metric
 
 @follow.command("migrate")
 @_dsn
-@waiting
+@wait_for_servers
 @click.pass_obj
 def follow_migrate(group_dsn: str | None, dsn: str | None, *, wait: float) -> None:
     """Create or update the tables and functions of `tidemark_reader.take` in a database of readers."""
@@ -151,7 +151,7 @@ def synapse(
 
 
 @synapse.command("migrate")
-@waiting
+@wait_for_servers
 def synapse_migrate(*, wait: float) -> None:
     """Create or update the bridge's tables in Tidemark's own database."""
     settings = loaded()
@@ -164,7 +164,7 @@ def synapse_migrate(*, wait: float) -> None:
 @synapse.command("retire")
 @click.argument("writer")
 @click.argument("stream", required=False)
-@awaiting_its_end
+@wait_for_retirement
 def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     """Retire WRITER, a worker that was removed from Synapse for good, in STREAM or in all its streams.
 
@@ -174,7 +174,7 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     settings = loaded()
     from tidemark.app import synapse
 
-    synapse.retire(settings, synapse.WorkerGone(writer, stream, wait), threading.Event(), click.echo)
+    synapse.retire(settings, synapse.WorkerRetirement(writer, stream, wait), threading.Event(), click.echo)
 
 
 @synapse.command("blockers")

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from tidemark.app.commands import MOST_ID, CommandFailed, OurCommand, loaded, no_stream
+from tidemark.app.commands import MAX_ID, CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.diagnosis.open_ranges import moment
 from tidemark.app.output import as_object, count, duration, echo, id_range, ids, plain, progress, sanitize, timestamp
 from tidemark.app.settings import Settings
@@ -521,7 +521,7 @@ class StreamIdType(click.ParamType[int]):
             id = int(str(value))
         except ValueError:
             id = 0
-        if not 0 < abs(id) <= MOST_ID:
+        if not 0 < abs(id) <= MAX_ID:
             self.fail(f"{value!r} is not an ID such as 17, or -17 in a backward stream", param, ctx)
         return id
 

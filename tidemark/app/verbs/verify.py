@@ -242,21 +242,21 @@ def compare_copies(
     report = VerifyReport(copies=[copy.name for copy in copies])
     names = audit.names()
     report.streams = len(names)
-    answering = [*copies]
+    change_options = [*copies]
     with progress("comparing", len(names), "stream") as advance:
         for start in range(0, len(names), CHUNK_SIZE):
             part = names[start : start + CHUNK_SIZE]
             before = audit.streams(part)
             for stream, rows in before.items():
                 report.differences += state_differences(audit, stream, rows)
-            for copy in [*answering]:
+            for copy in [*change_options]:
                 try:
                     report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
                 except TidemarkError as problem:
-                    answering.remove(copy)
+                    change_options.remove(copy)
                     report.differences.append(_no_answer(copy, problem))
             advance(len(part))
-    for copy in answering:
+    for copy in change_options:
         try:
             shown = copy.names()
         except TidemarkError as problem:

@@ -1,8 +1,9 @@
-"""Receives Synapse's replication channel on Redis in a thread: announcements of workers, and possible losses of lines.
+"""Receives Synapse's replication channel on Redis in a thread: positions and rows of workers, and possible losses of
+lines.
 
-The subscription is confirmed before the first request. Redis does not store lines, so lines that were sent during an
-outage of Redis or of the connection are lost, and lines that were sent just before may be lost, too. The thread reports
-that, and asks all workers for their positions.
+Redis does not store lines. So lines that are sent during an outage of Redis or of the connection are lost, and lines
+that were sent just before an outage may be lost. After each subscription, the thread reports a possible loss and
+requests the positions of all workers.
 """
 
 import threading
@@ -22,17 +23,18 @@ from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand,
 
 log = get_logger(__name__)
 
-MOST_LINES = 200_000
-_PING_EVERY, _SILENCE = 5.0, 15.0
-_PAUSE = 1.0
+MAX_MESSAGES = 200_000  # that `take` has not returned yet
+_PING_SECONDS, _TIMEOUT_SECONDS = 5.0, 15.0
+_RECONNECT_SECONDS = 1.0
 
 
 class ChannelEvent(Enum):
-    """An event of the channel. `LOSS`: lines may be lost, or a worker has started; all workers were asked for their
-    positions. `ASKED`: this bridge has asked for positions without a loss of lines, so the same processes answer."""
+    """An event of the channel."""
 
     LOSS = "loss"
-    ASKED = "asked"
+    """Lines may be lost, or a worker has started. The positions of all workers were requested."""
+    REQUESTED = "requested"
+    """This bridge has requested the positions of all workers, without a loss of lines."""
 
 
 ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
@@ -40,22 +42,28 @@ ChannelMessage = PositionCommand | RdataCommand | ChannelEvent
 
 class SynapseChannel:
     """The client of the channel. Its thread runs from `__enter__` to `__exit__`. Only one other thread may call `take`
-    and `ask`.
-    """
+    and `request_positions`."""
 
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
-        """`make` returns a client of redis-py with its own time-outs."""
+        """
+        Args:
+            make: creates a client of redis-py with timeouts.
+            name: the name of the channel, which is Synapse's server_name.
+            halt: ends the thread.
+        """
         self._make = make
         self.name = name
         self._halt = halt
         self._received: deque[ChannelMessage] = deque()
-        self._asked = set[str]()
+        self._own_requests = set[str]()
+        """REPLICATE lines of this bridge that have not come back yet."""
         self._lock = threading.Lock()
-        self._asking = threading.Event()
+        self._request_pending = threading.Event()
         self._client: Any = None
-        self._thread = threading.Thread(target=self._listen_on, name="synapse-channel", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="synapse-channel", daemon=True)
         self._failure: BaseException | None = None
         self.lines = 0
+        """Number of received lines."""
         self.connected = False
 
     def __enter__(self) -> "SynapseChannel":
@@ -67,7 +75,7 @@ class SynapseChannel:
         self._thread.join(10)
 
     def take(self) -> list[ChannelMessage]:
-        """The messages since the last call, in order. Raises the unexpected error by which the thread has ended."""
+        """The messages since the last call, in order. If the thread has ended by an error, raises the error."""
         if self._failure is not None:
             raise self._failure
         with self._lock:
@@ -75,11 +83,11 @@ class SynapseChannel:
             self._received.clear()
         return received
 
-    def ask(self) -> None:
-        """Ask all workers for their positions soon."""
-        self._asking.set()
+    def request_positions(self) -> None:
+        """Let the thread request the positions of all workers."""
+        self._request_pending.set()
 
-    def _listen_on(self) -> None:
+    def _run_thread(self) -> None:
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - raised in the other thread
@@ -95,47 +103,51 @@ class SynapseChannel:
                 problem = ""
             except (redis.RedisError, OSError) as error:
                 if problem != (problem := str(error)):
-                    log.warning("Synapse's replication channel is not subscribed", channel=self.name, problem=problem)
+                    log.warning(
+                        "Cannot subscribe to Synapse's replication channel; trying again",
+                        channel=self.name,
+                        problem=problem,
+                    )
             finally:
                 self.connected = False
                 with suppress(redis.RedisError, OSError):
                     if self._client is not None:
                         self._client.close()
-            self._halt.wait(_PAUSE)
+            self._halt.wait(_RECONNECT_SECONDS)
 
     def _listen(self, subscription: Any) -> None:
         subscription.subscribe(self.name)
-        alive = pinged = time.monotonic()
+        received_at = pinged_at = time.monotonic()
         while not self._halt.is_set():
             message = subscription.get_message(timeout=0.2)
             now = time.monotonic()
             if message is not None:
-                alive = now
+                received_at = now
                 if message["type"] == "subscribe":
-                    log.info("Listening to Synapse", channel=self.name)
+                    log.info("Subscribed to Synapse's replication channel", channel=self.name)
                     self._report_loss()
                     self.connected = True
-                    self._ask()
+                    self._send_request()
                 elif message["type"] == "message":
                     self._receive(message["data"])
-            if self._asking.is_set() and self.connected:
-                self._ask()
-            if now - pinged >= _PING_EVERY:
+            if self._request_pending.is_set() and self.connected:
+                self._send_request()
+            if now - pinged_at >= _PING_SECONDS:
                 subscription.ping()
-                pinged = now
-            if now - alive >= _SILENCE:
-                raise redis.TimeoutError("no answer")
+                pinged_at = now
+            if now - received_at >= _TIMEOUT_SECONDS:
+                raise redis.TimeoutError(f"Redis has sent nothing for {_TIMEOUT_SECONDS:.0f} s")
 
-    def _ask(self) -> None:
-        """Send a REPLICATE line that this bridge can recognise: workers read only its first word."""
-        self._asking.clear()
+    def _send_request(self) -> None:
+        """Send a REPLICATE line. Its second word, which workers ignore, lets this bridge recognise its own line."""
+        self._request_pending.clear()
         line = f"REPLICATE {uuid.uuid4().hex}"
-        self._asked.add(line)
+        self._own_requests.add(line)
         self._client.publish(self.name, line)
 
     def _report_loss(self) -> None:
         with self._lock:
-            self._asked.clear()
+            self._own_requests.clear()
             self._received.clear()
             self._received.append(ChannelEvent.LOSS)
 
@@ -147,14 +159,14 @@ class SynapseChannel:
         except BadCommand:
             return  # a line of a newer Synapse, or of another program
         if isinstance(command, ReplicateCommand):
-            received: ChannelMessage = ChannelEvent.ASKED if text in self._asked else ChannelEvent.LOSS
-            self._asked.discard(text)
+            received: ChannelMessage = ChannelEvent.REQUESTED if text in self._own_requests else ChannelEvent.LOSS
+            self._own_requests.discard(text)
         elif isinstance(command, PositionCommand | RdataCommand):
             received = command
         else:
             return
         with self._lock:
             self._received.append(received)
-        if len(self._received) > MOST_LINES:
+        if len(self._received) > MAX_MESSAGES:
             self._report_loss()
-            self.ask()
+            self.request_positions()

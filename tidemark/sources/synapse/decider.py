@@ -1,16 +1,18 @@
-"""Decides the position and facts of each writer of one Synapse stream (docs/how-to/synapse.md). Pure; magnitudes.
+"""Decides the position and facts of each writer of one Synapse stream (docs/how-to/synapse.md). Pure. IDs are
+magnitudes.
 
-It needs all three kinds of evidence:
+The decision needs three kinds of evidence:
 
-- *The position that a writer announces* on the channel: all its IDs up to `n` have ended. Synapse takes an ID before it
-  opens the transaction that uses it, so the database alone cannot show which IDs are about to be used.
-- *The table*: the facts and their writers. Lines may be lost unnoticed; a committed row is in the table.
-- *The running transactions*: a process that was killed leaves transactions that may commit after its successor has
-  announced a position. So a position that may be a successor's counts only when all transactions that ran at its
-  receipt have ended: its *barrier*.
+- *The position that a writer announces* on the channel: all IDs of the writer up to this ID are complete. Synapse
+  reserves an ID before it opens the transaction that uses the ID. So the database alone cannot show which IDs are
+  reserved.
+- *The table*: the facts and their writers. Lines on the channel may be lost, but a committed row is in the table.
+- *The running transactions*: a killed process leaves transactions that may commit after its successor has announced a
+  position. So if a position may come from a successor, it has a *barrier*: the transactions that ran when the position
+  was received. The position takes effect when all these transactions have ended.
 
-Repeated, late or reordered positions are harmless: the highest one counts. A position beyond the IDs that the sequence
-has given out is ignored, and the writer does not advance until it announces another one.
+Repeated, late or reordered positions are harmless, because only the highest one has an effect. A position beyond the
+IDs that the sequence has given out is ignored, and the writer does not advance until it announces another position.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -23,15 +25,19 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
 
 MASTER = "master"
-"""The main process. Older rows do not name it."""
+"""The name of the main process. Old rows of the main process have no writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFact:
-    """`rows` are JSON, at least one. `writer` is empty if the table does not name it.
+    """A fact of a stream.
 
-    `marks`: a hash of each row's identity; empty for a fact that was received but is in no table. `is_proof`: no other
-    history has a fact with these marks.
+    Attributes:
+        id: its ID (magnitude).
+        writer: its writer; empty if the table does not name the writer.
+        rows: its rows as JSON.
+        marks: a hash of each row's identity; empty for a fact that was received but is in no table.
+        is_proof: no other history has a fact with these marks.
     """
 
     id: int
@@ -43,8 +49,12 @@ class StreamFact:
 
 @dataclass(frozen=True, slots=True)
 class ProvenAdvance:
-    """All transactions of the writer in `(prev, id]` have ended, and `facts` are its facts there, in order.
-    `unseen`: there may be more facts, which are unknown."""
+    """An advance of a writer: all its transactions with IDs in `(prev, id]` have ended.
+
+    Attributes:
+        facts: its facts in the range, in order of ID.
+        unseen: the range may contain more facts of the writer, which are unknown.
+    """
 
     writer: str
     prev: int
@@ -55,16 +65,16 @@ class ProvenAdvance:
 
 @dataclass(frozen=True, slots=True)
 class WriterEncoder:
-    """Makes the records of a writer in its epoch."""
+    """Makes the records of a writer in one epoch. Takes magnitudes; the records have signed IDs."""
 
     stream: str
     writer: str
     epoch: int
-    towards: Direction
+    direction: Direction
     timeline: Timeline
 
     def join(self, id: int, *, unseen: bool = False) -> Join:
-        signed = self.towards.signed(id)
+        signed = self.direction.signed(id)
         return Join(
             stream=self.stream,
             writer=self.writer,
@@ -75,15 +85,15 @@ class WriterEncoder:
         )
 
     def retire(self, id: int) -> Retire:
-        return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.towards.signed(id))
+        return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.direction.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
-        """The records of an advance. Each fact is an edge from the one before; the rest is an announcement.
+        """The records of an advance. Each fact is an edge from the fact before it; a POSITION follows for the rest.
 
-        If the range may have more facts, each fact is an edge of one ID, and a JOIN in the epoch `epoch + 1` settles
-        the IDs between.
+        If the range is `unseen`, each fact is an edge of one ID, and the caller settles the other IDs with a JOIN in
+        the epoch `epoch + 1`.
         """
-        prev, signed = advance.prev, self.towards.signed
+        prev, signed = advance.prev, self.direction.signed
         for fact in advance.facts:
             if advance.unseen:
                 prev = fact.id - 1
@@ -100,7 +110,7 @@ class WriterEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """`waiting` contains each transaction of a dead process that may still commit an ID up to `head`."""
+    """The running transactions (`waiting`), one of which may be of a dead process and commit an ID up to `head`."""
 
     head: int
     waiting: frozenset[int]
@@ -108,14 +118,16 @@ class Barrier:
 
 @dataclass(slots=True)
 class SynapseWriter:
-    """A writer of the stream. `is_uncertain`: its next position may be a successor's. `has_reported`: it has announced
-    a position since the last loss of lines.
-    """
+    """The state of one writer of the stream."""
 
     sent_upto: int
+    """Its highest published ID."""
     reported: int = 0
+    """The highest position that it has announced."""
     is_uncertain: bool = True
+    """Whether its next position may come from a successor of the process that announced the last one."""
     has_reported: bool = False
+    """Whether it has announced a position since the last possible loss of lines."""
     barriers: list[Barrier] = field(default_factory=list)
     since: int = 0
     """IDs beyond this one were given out after the writer's current process started."""
@@ -124,38 +136,39 @@ class SynapseWriter:
     moved: bool = False
     """Whether the table must be read, because the announced position has advanced."""
     answers: int = 0
-    """How often the writer may announce the same position without being a successor: the number of requests since."""
+    """How often the writer may repeat its position without being a successor: the number of unanswered requests."""
     has_backlog: bool = False
-    """Whether the writer joined below positions of other writers. Its facts there are read once their transactions have
-    ended.
-    """
+    """Whether the writer joined although it may have facts below the ID at which it joined. These facts are read when
+    their transactions have ended."""
     retiring: bool = False
-    ends: int | None = None
-    """The ID at which a retiring writer ends; None: not known yet."""
-    beyond: int = 0
-    """An announced position beyond the IDs that were given out, which is ignored; 0: none."""
+    final_id: int | None = None
+    """The ID at which a retiring writer retires; None: not known yet."""
+    discarded: int = 0
+    """A discarded position, beyond the IDs that were given out; 0: none."""
 
     def report_position(self, id: int, *, again: bool = False) -> None:
-        """Note an announced position. `again`: the position is unchanged, so the worker was asked or has started."""
+        """Apply an announced position. `again`: the position has not moved, so the worker answers a request, or has
+        started."""
         if again and self.answers:
             self.answers -= 1
         else:
             self.is_uncertain |= again
         self.retiring = False
-        self.beyond = 0
+        self.discarded = 0
         self.has_reported = True
         self.moved |= id > self.sent_upto
         self.reported = max(self.reported, id)
 
     def check(self, head: int) -> bool:
-        """Discard the announced position if it is beyond `head`, which was read after the position was received.
+        """Discard the announced position if it is beyond `head`, the highest ID that was given out. `head` must be read
+        after the position was received.
 
-        The sequence went back then, and the announcement is not about the IDs that are given out again. Returns whether
-        the position was discarded.
+        Such a position shows that the sequence was set back. The position says nothing about IDs that are given out
+        again. Returns whether the position was discarded.
         """
         if self.reported <= head:
             return False
-        self.beyond, self.reported, self.moved = self.reported, self.sent_upto, False
+        self.discarded, self.reported, self.moved = self.reported, self.sent_upto, False
         self.is_uncertain, self.has_reported, self.empty = True, False, EMPTY
         return True
 
@@ -169,30 +182,34 @@ class SynapseWriter:
 
     @property
     def has_ended(self) -> bool:
-        return self.ends is not None and self.sent_upto >= self.ends and not self.has_backlog
+        return self.final_id is not None and self.sent_upto >= self.final_id and not self.has_backlog
 
     @property
-    def guarded(self) -> int:
-        """The ID up to which transactions may still commit IDs that are in no table yet."""
+    def barrier_head(self) -> int:
+        """Up to this ID, transactions may still commit rows."""
         return max((barrier.head for barrier in self.barriers), default=0)
 
 
 WriterPositions = Iterable[tuple[str, int]]
-MOST_IDS = 5000
-"""IDs that are read at once."""
+MAX_IDS_PER_READ = 5000
 UNBOUNDED = 2**63 - 1
-MOST_RECEIVED = 50_000
-"""The largest number of received rows that are not published. Beyond it, the oldest are forgotten, and read from the
-table."""
+MAX_RECEIVED = 50_000
+"""The maximum of received facts that are not published. Beyond it, the oldest are removed from memory, and read from
+the table later."""
 
 
 class StreamDecider:
-    """Decides for one connection to Synapse's database. `sent_upto`: by known writer, the highest published ID.
+    """Decides for the time of one connection to Synapse's database. Not thread-safe.
 
-    `keeps`: an ID above `kept_above` without a row never had a fact. Otherwise rows are overwritten and deleted, and an
-    ID without a row may have had a fact. `retired`: by retired writer, the highest published ID. The decider does not
-    wait for a retired writer until it announces a position again. `with_backlog`: see `backlog`. For one thread:
-    receive all messages, observe, and read the range `asked`.
+    In a loop: apply all messages, call `observe`, read the facts of `range_to_read` and pass them to `apply_facts`.
+
+    Args:
+        sent_upto: by known writer, the highest published ID.
+        keeps: if true, an ID above `kept_above` without a row never had a fact. Otherwise rows are overwritten and
+            deleted, and an ID without a row may have had a fact.
+        retired: by retired writer, the highest published ID. The decider does not wait for a retired writer until the
+            writer announces a position again.
+        with_backlog: the writers that have a backlog (see `backlog`).
     """
 
     def __init__(
@@ -209,18 +226,22 @@ class StreamDecider:
         for name in with_backlog:
             self._writers[name].has_backlog = True
         self._received: dict[int, StreamFact] = {}
-        self._begun: dict[str, list[str]] = {}
-        self._whole: set[str] = set()
-        """Writers of whose next fact all rows or no row were received."""
+        """By ID, received facts that are not published."""
+        self._partial_rows: dict[str, list[str]] = {}
+        """By writer, the received rows of a fact whose last row has not come yet."""
+        self._at_boundary: set[str] = set()
+        """Writers whose next row begins a new fact. For other writers, the first rows of a fact may be lost."""
         self._unknown_writers: dict[str, SynapseWriter] = {}
 
     @property
     def unknown_writers(self) -> Set[str]:
-        """Unknown writers that announced a position or have rows. Nothing is published until they are known."""
+        """Writers that announced a position or have rows, and are not known yet. Nothing is published until they are
+        added."""
         return self._unknown_writers.keys()
 
     @property
     def sent_upto(self) -> Mapping[str, int]:
+        """By writer, the highest published ID."""
         return {name: writer.sent_upto for name, writer in self._writers.items()}
 
     @property
@@ -229,13 +250,15 @@ class StreamDecider:
         return {name: writer.reported for name, writer in self._writers.items()}
 
     @property
-    def beyond(self) -> Mapping[str, int]:
-        """By writer, an announced position beyond the IDs that were given out. Such a writer does not advance."""
+    def discarded_positions(self) -> Mapping[str, int]:
+        """By writer, the position that was discarded, because it is beyond the IDs that were given out. Such a writer
+        does not advance."""
         every = {**self._writers, **self._unknown_writers}
-        return {name: writer.beyond for name, writer in every.items() if writer.beyond}
+        return {name: writer.discarded for name, writer in every.items() if writer.discarded}
 
     def check(self, head: int) -> None:
-        """Discard positions beyond `head`, which was read after all messages were received."""
+        """Discard positions beyond `head`, the highest ID that was given out. `head` must be read after all messages
+        were received."""
         contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._unknown_writers.values()]]
         if any(contradicted):
             self._received = {id: fact for id, fact in self._received.items() if id <= head}
@@ -247,39 +270,37 @@ class StreamDecider:
 
     @property
     def wants_observation(self) -> bool:
-        """Whether the running transactions must be queried before anything is read."""
+        """Whether `observe` must be called before facts are read."""
         return (
             any(writer.barriers or (writer.is_uncertain and writer.has_reported) for writer in self._writers.values())
-            or self._may_end
+            or self._can_retire
         )
 
     @property
-    def _may_end(self) -> bool:
+    def _can_retire(self) -> bool:
         """Whether a retirement was requested, and every other writer has announced a position since."""
         every = self._writers.values()
-        ending = any(writer.retiring and writer.ends is None for writer in every)
+        ending = any(writer.retiring and writer.final_id is None for writer in every)
         return ending and not any(
             writer.is_uncertain and not writer.has_reported and not writer.retiring for writer in every
         )
 
     def add_unknown(self, writers: Iterable[str]) -> None:
-        """Add unknown writers, unless they have retired."""
+        """Add writers to the unknown writers, unless they are known or have retired."""
         for name in writers:
             if name not in self._writers and name not in self._retired:
                 self._unknown_writers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
-        """Begin to retire a writer that is gone, by an operator's statement. All workers are asked; a worker that
-        answers is not gone.
-        """
+        """Begin to retire a writer, because an operator stated that it no longer exists. The caller must request the
+        positions of all workers: if the writer answers, it still exists and does not retire."""
         self.mark_uncertain()
-        self._writers[writer].retiring, self._writers[writer].ends = True, None
+        self._writers[writer].retiring, self._writers[writer].final_id = True, None
 
     @property
     def retiring(self) -> Mapping[str, int | None]:
-        """The retiring writers, each with its final position once everything is published. Writers that came back are
-        left out.
-        """
+        """The retiring writers, each with its final ID when all its facts are published, before with None. Writers that
+        have announced a position since are left out."""
         every = {name: writer for name, writer in self._writers.items() if writer.retiring}
         return {name: writer.sent_upto if writer.has_ended else None for name, writer in every.items()}
 
@@ -288,7 +309,7 @@ class StreamDecider:
         self._retired[writer] = self._writers.pop(writer).sent_upto
 
     def add_writer(self, writer: str, sent_upto: int) -> None:
-        """The writer has joined at `sent_upto`. Its announced position counts, and its facts below are its backlog."""
+        """Note that a writer has joined at `sent_upto`. Its facts below are its backlog."""
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         if unknown_writer := self._unknown_writers.pop(writer, None):
@@ -301,125 +322,133 @@ class StreamDecider:
 
     @property
     def backlog(self) -> list[str]:
-        """Writers that joined below positions of other writers, and have completed everything there since. Their facts
-        there are published before their other facts (`backlog_sent`).
-        """
+        """Writers whose backlog is complete: the facts below the ID at which they joined. The caller must publish them
+        before other facts of the writer, and then call `backlog_sent`."""
         return [name for name, writer in self._writers.items() if writer.has_backlog and writer.may_send_backlog]
 
     def backlog_sent(self, writer: str) -> None:
         self._writers[writer].has_backlog = False
 
     def mark_uncertain(self) -> None:
-        """Note that lines may be lost, including the first positions of a successor."""
-        self._begun.clear()
-        self._whole.clear()
+        """Note that lines may be lost, including the first positions of new processes."""
+        self._partial_rows.clear()
+        self._at_boundary.clear()
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.is_uncertain, writer.has_reported, writer.answers = True, False, 0
 
-    def asked_all(self) -> None:
-        """Note that this bridge has asked all workers for their positions. The request of a starting worker makes
-        positions uncertain instead.
-        """
+    def note_request(self) -> None:
+        """Note that this bridge has requested the positions of all workers, so each may repeat its position once. For a
+        request of a starting worker, call `mark_uncertain` instead."""
         for writer in [*self._writers.values(), *self._unknown_writers.values()]:
             writer.answers += 1
 
-    def announced(self, writer: str, prev: int, id: int) -> None:
-        """Apply `POSITION writer prev id`. If `prev` is not below `id`, the worker has started or was asked."""
-        self._begun.pop(writer, None)
-        self._whole.add(writer)
-        known = self._known(writer)
+    def apply_position(self, writer: str, prev: int, id: int) -> None:
+        """Apply the line `POSITION writer prev id`. If `prev` is not below `id`, the worker has started, or answers a
+        request."""
+        self._partial_rows.pop(writer, None)
+        self._at_boundary.add(writer)
+        known = self._get_writer(writer)
         known.report_position(id, again=prev >= id)
         if not known.is_uncertain and (first := max(prev, known.since, known.sent_upto)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
-    def completed(self, writer: str, id: int | None, row: str) -> None:
-        """Apply `RDATA writer id row`. `id` None: one of several rows; the last row has the ID."""
-        rows = self._begun.setdefault(writer, [])
+    def apply_rdata(self, writer: str, id: int | None, row: str) -> None:
+        """Apply the line `RDATA writer id row`. If `id` is None, more rows of the fact follow; only the last has the
+        ID."""
+        rows = self._partial_rows.setdefault(writer, [])
         rows.append(row)
         if id is None:
             return
-        del self._begun[writer]
-        self._known(writer).report_position(id)
-        if writer in self._whole:
+        del self._partial_rows[writer]
+        self._get_writer(writer).report_position(id)
+        if writer in self._at_boundary:
             self._received.setdefault(id, StreamFact(id, writer, rows))
-            while len(self._received) > MOST_RECEIVED:
+            while len(self._received) > MAX_RECEIVED:
                 del self._received[next(iter(self._received))]
-        self._whole.add(writer)
+        self._at_boundary.add(writer)
 
-    def _known(self, writer: str) -> SynapseWriter:
+    def _get_writer(self, writer: str) -> SynapseWriter:
         self._retired.pop(writer, None)
         self.add_unknown([writer])
         return self._writers.get(writer) or self._unknown_writers[writer]
 
     def observe(self, head: int, running: frozenset[int]) -> None:
-        """Add an observation: `head`, then the `running` transactions, both queried after all messages were
-        received.
+        """Apply an observation of the database. It must be made after all messages were received.
+
+        Args:
+            head: the highest ID that was given out.
+            running: the transactions that ran after `head` was read.
         """
         self.check(head)
-        if self._may_end:
+        if self._can_retire:
             for known in self._writers.values():
-                if known.retiring and known.ends is None:
+                if known.retiring and known.final_id is None:
                     known.report_position(head)
-                    known.retiring, known.ends = True, head
+                    known.retiring, known.final_id = True, head
         for writer in self._writers.values():
-            left = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
-            left = [barrier for barrier in left if barrier.waiting]
-            writer.moved |= len(left) < len(writer.barriers)
+            barriers = [Barrier(barrier.head, barrier.waiting & running) for barrier in writer.barriers]
+            barriers = [barrier for barrier in barriers if barrier.waiting]
+            writer.moved |= len(barriers) < len(writer.barriers)
             if writer.is_uncertain and writer.has_reported:
                 writer.is_uncertain = writer.has_reported = False
                 writer.since = head
                 if running:
-                    left.append(Barrier(head, running))
-            by_waiting = {barrier.waiting: barrier for barrier in sorted(left, key=lambda barrier: barrier.head)}
+                    barriers.append(Barrier(head, running))
+            by_waiting = {barrier.waiting: barrier for barrier in sorted(barriers, key=lambda barrier: barrier.head)}
             writer.barriers = [*by_waiting.values()]
 
     def floor(self) -> int | None:
-        """The ID at which all writers may join for the first time: every transaction up to it has ended. None: not
-        known yet."""
+        """The ID at which all writers may join for the first time: all transactions with IDs up to it have ended. None
+        if it is not known yet."""
         if not self._writers or any(writer.is_uncertain or writer.barriers for writer in self._writers.values()):
             return None
         return min(writer.reported for writer in self._writers.values())
 
     def begin(self, floor: int) -> None:
-        """Note that all writers have joined at this ID."""
+        """Note that all writers have joined at the ID `floor`."""
         for writer in self._writers.values():
             writer.sent_upto, writer.moved, writer.has_backlog = floor, writer.reported > floor, False
 
-    def asked(self) -> tuple[int, int] | None:
-        """The range `(low, high]` to read from the table now, or None."""
+    def range_to_read(self) -> tuple[int, int] | None:
+        """The range `(low, high]` of IDs whose facts must be read from the tables now; None if no writer may
+        advance."""
         moved = [writer for writer in self._writers.values() if writer.may_advance]
         if not moved:
             return None
         low = min(writer.sent_upto for writer in moved)
-        return low, min(low + MOST_IDS, max(writer.reported for writer in moved))
+        return low, min(low + MAX_IDS_PER_READ, max(writer.reported for writer in moved))
 
-    def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
-        """Apply the facts of the tables in `asked` and the head, which were read last, in one snapshot. Returns the
-        advances to publish.
+    def apply_facts(self, ids: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
+        """Apply the facts of a range, and return the advances to publish.
+
+        Args:
+            ids: the range, from `range_to_read`.
+            head: the highest ID that was given out, from the same snapshot of the database as `facts`.
+            facts: the facts of the tables in the range.
         """
         self.check(head)
-        low, top = asked[0], min(asked[1], head)
+        low, top = ids[0], min(ids[1], head)
         table = {fact.id: fact for fact in self.owned(facts)}
-        # If rows are kept, a received row that is not in the table was deleted, or belongs to a lost history.
+        # Above `kept_above`, rows are not deleted: a received fact that is not in the table belongs to a lost history.
         received = min(top, self.kept_above)
         known = {id: fact for id, fact in self._received.items() if low < id <= received} | table
         for fact in known.values():
             if fact.id > self._retired.get(fact.writer, 0):
-                self._known(fact.writer)
+                self._get_writer(fact.writer)
         if self.unknown_writers:
             return []
-        ids = Intervals.of((id - 1, id) for id in known)
+        fact_ids = Intervals.of((id - 1, id) for id in known)
         advances = list[ProvenAdvance]()
         for name, writer in self._writers.items():
             if writer.may_advance and low <= writer.sent_upto:
-                advances += self._advance(name, writer, top, known, ids)
+                advances += self._advance(name, writer, top, known, fact_ids)
         linear = self.linear
         if advances:
             self._received = {id: fact for id, fact in self._received.items() if id > linear}
         return advances
 
     def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
-        """The facts, each with its writer."""
+        """The facts, each with its writer. Facts without a writer get their probable writer."""
         return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
 
     def _owner(self, id: int) -> str:
@@ -429,18 +458,18 @@ class StreamDecider:
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
-        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], ids: Intervals
+        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], fact_ids: Intervals
     ) -> Iterator[ProvenAdvance]:
         writer.moved = writer.reported > top
         prev, id = writer.sent_upto, min(writer.reported, top)
         if id <= prev:
             return
-        without_fact = ids.missing(prev, id)
-        if uncertain := [low for low, _ in without_fact if low < writer.guarded]:
+        without_fact = fact_ids.missing(prev, id)
+        if uncertain := [low for low, _ in without_fact if low < writer.barrier_head]:
             id = uncertain[0]
         if id <= prev:
             return
-        facts = [known[at] for at in sorted(known) if prev < at <= id and known[at].writer == name]
+        facts = [fact for _, fact in sorted(known.items()) if prev < fact.id <= id and fact.writer == name]
         unseen = bool(without_fact.upto(min(id, self.kept_above)).difference(writer.empty))
         writer.sent_upto = id
         writer.empty = writer.empty.above(id)

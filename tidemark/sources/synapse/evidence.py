@@ -1,5 +1,6 @@
-"""The evidence about a stream that the bridge stores in its own database, besides positions. Published facts show
-whether the tables now have another history. The times at which IDs were given out show how old a row may be.
+"""The evidence about a stream that the bridge stores in its own database, besides positions.
+
+Published facts show whether Synapse's tables now have another history. Samples of the highest ID show how old a row is.
 """
 
 import struct
@@ -9,15 +10,15 @@ from dataclasses import dataclass, field
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse.decider import UNBOUNDED, StreamFact
 
-MOST_FACTS = 10_000
+MAX_FACTS = 10_000
 """The number of newest facts of a stream that are remembered, each with its marks."""
-_SLACK = 2_000
+_TRIM_MARGIN = 2_000  # more facts than `MAX_FACTS`, so that not each new fact removes an old one
 
 Marks = frozenset[int]
 
 
 class PublishedFacts:
-    """All published facts above `since`, by ID, with their marks."""
+    """The published facts above the ID `since`, with their marks."""
 
     def __init__(self, since: int, marks: Mapping[int, Marks] | None = None) -> None:
         self.since = since
@@ -30,7 +31,7 @@ class PublishedFacts:
         self._marks |= {fact.id: fact.marks for fact in facts if fact.id > self.since}
 
     def knows(self, fact: StreamFact) -> bool:
-        """Whether exactly this fact was published, by the marks of its rows."""
+        """Whether this fact was published: a fact with the same ID whose marks include those of this fact."""
         marks = self._marks.get(fact.id)
         return marks is not None and bool(marks) and fact.marks <= marks
 
@@ -48,13 +49,16 @@ class PublishedFacts:
         ]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
-        """The facts of the table whose IDs were published as other facts: the IDs were given out again."""
+        """The facts of the table whose IDs were published with other facts, so that the IDs must have been given out
+        again."""
         return [fact for fact in table if self._marks.get(fact.id) and not self.knows(fact)]
 
-    def agreed(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
-        """The ID up to which the table certainly has the published history: the highest fact in both that is a proof
-        and lies below every fact that only the table has. No ID up to it is given out again. None: no fact proves
-        it."""
+    def last_common_id(self, table: Iterable[StreamFact], sent_upto: Mapping[str, int]) -> int | None:
+        """The ID up to which the table certainly has the published history, so that no ID up to it is given out again.
+
+        This is the ID of the highest fact that is in both, is a proof, and is below all facts that are only in the
+        table. None if there is no such fact.
+        """
         proven = None
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.knows(fact):
@@ -63,24 +67,23 @@ class PublishedFacts:
                 break
         return proven
 
-    def go_back(self, at: int) -> None:
-        """Remove the facts beyond `at`, whose IDs may be given out again."""
+    def truncate(self, at: int) -> None:
+        """Remove the facts beyond the ID `at`, because these IDs may be given out again."""
         self.since = min(self.since, at)
         self._marks = {id: marks for id, marks in self._marks.items() if id <= at}
 
-    def forget(self) -> bool:
-        """Keep only the newest facts. Returns whether facts were removed."""
-        if len(self._marks) <= MOST_FACTS + _SLACK:
+    def trim(self) -> bool:
+        """Remove facts that are not among the newest `MAX_FACTS`. Returns whether facts were removed."""
+        if len(self._marks) <= MAX_FACTS + _TRIM_MARGIN:
             return False
-        self.since = self.above(MOST_FACTS)
+        self.since = self.above(MAX_FACTS)
         self._marks = {id: marks for id, marks in self._marks.items() if id > self.since}
         return True
 
 
-_ANCHOR_EVERY = 500
-"""One in this many older facts is remembered, chosen by its mark."""
-_SAMPLE_EVERY = 3_600_000
-"""Milliseconds between two samples of a head."""
+_ANCHOR_INTERVAL = 500
+"""One in this many older facts is kept (an anchor), chosen by its marks."""
+_SAMPLE_INTERVAL_MS = 3_600_000
 
 
 def load(connection: Connection, name: str) -> PublishedFacts | None:
@@ -95,7 +98,7 @@ def load(connection: Connection, name: str) -> PublishedFacts | None:
 
 
 def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
-    """Remember every published fact above `since` from now on, beginning with these."""
+    """Begin to store the published facts above the ID `since`. `facts`: those that are published already."""
     published = PublishedFacts(since)
     with connection.transaction():
         connection.execute("update tidemark.synapse_streams set facts_since = %s where stream = %s", [since, name])
@@ -118,23 +121,23 @@ def remember(connection: Connection, name: str, published: PublishedFacts, facts
             name,
             [fact.id for fact in facts],
             [_packed(fact.marks) for fact in facts],
-            [bool(fact.marks) and min(fact.marks) % _ANCHOR_EVERY == 0 for fact in facts],
+            [bool(fact.marks) and min(fact.marks) % _ANCHOR_INTERVAL == 0 for fact in facts],
         ],
     )
 
 
-def go_back(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
-    """Delete the facts beyond `at`, whose IDs may be given out again."""
-    published.go_back(at)
+def truncate(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
+    """Delete the stored facts beyond the ID `at`, because these IDs may be given out again."""
+    published.truncate(at)
     connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
     connection.execute(
         "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
     )
 
 
-def forget(connection: Connection, name: str, published: PublishedFacts) -> None:
-    """Keep the newest facts, and a few older ones."""
-    if published.forget():
+def trim(connection: Connection, name: str, published: PublishedFacts) -> None:
+    """Delete all stored facts except the newest and the anchors, if there are too many."""
+    if published.trim():
         with connection.transaction():
             connection.execute(
                 "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
@@ -146,19 +149,20 @@ def forget(connection: Connection, name: str, published: PublishedFacts) -> None
 
 
 def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
-    """Select the older facts to keep, newest first: the distance between two kept facts doubles."""
+    """Some of the anchors up to the ID `upto`, newest first. The distance between two of them doubles."""
     rows = connection.execute(
         "select id, marks from tidemark.synapse_facts where stream = %s and id <= %s and is_anchor order by id desc",
         [name, upto],
     ).fetchall()
-    places = [0, *(2**power for power in range(len(rows).bit_length()))]
-    chosen = [rows[place] for place in places if place < len(rows)]
+    indices = [0, *(2**power for power in range(len(rows).bit_length()))]
+    chosen = [rows[index] for index in indices if index < len(rows)]
     return [StreamFact(id, "", (), _unpacked(marks)) for id, marks in chosen]
 
 
 @dataclass
 class HeadSamples:
-    """`samples`: times in ms, each with a head that was read afterwards. IDs beyond that head were given out later."""
+    """Samples of the highest ID of a stream, as pairs (time in ms, ID). The ID was read after the time, so higher IDs
+    were given out after the time."""
 
     name: str
     samples: list[tuple[int, int]] = field(default_factory=list)
@@ -170,15 +174,16 @@ class HeadSamples:
         ).fetchall()
         return cls(name, [(at, head) for at, head in rows])
 
-    def kept_above(self, now: int, kept_for: float) -> int:
-        """The ID above which every row is younger than `kept_for` seconds."""
-        oldest = now - int(kept_for * 1000)
+    def kept_above(self, now: int, kept_seconds: float) -> int:
+        """The ID above which every row is younger than `kept_seconds` seconds."""
+        oldest = now - int(kept_seconds * 1000)
         return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
 
-    def note(self, connection: Connection, now: int, head: int, kept_for: float) -> None:
-        """Add a sample once an hour. Samples in the future, after the clock was set back, are dropped."""
-        oldest = now - int(kept_for * 1000)
-        if any(now - _SAMPLE_EVERY < at <= now for at, _ in self.samples):
+    def note(self, connection: Connection, now: int, head: int, kept_seconds: float) -> None:
+        """Add a sample, at most one an hour. Delete samples that are too old, or in the future because the clock was
+        set back."""
+        oldest = now - int(kept_seconds * 1000)
+        if any(now - _SAMPLE_INTERVAL_MS < at <= now for at, _ in self.samples):
             return
         self.samples = [sample for sample in self.samples if oldest <= sample[0] <= now] + [(now, head)]
         with connection.transaction():

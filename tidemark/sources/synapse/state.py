@@ -1,8 +1,8 @@
-"""The state of the bridge, in Tidemark's database. The bridge may be killed at any point, and the next one continues.
+"""The state of the bridge, in Tidemark's database. If the bridge is killed at any point, the next bridge continues.
 
 Records are stored in the outbox before they are sent, in one transaction with the position that they reach. So the next
-bridge sends the same bytes again, and the edges are always the same. Any number of bridges may run; the one that holds
-the locks works. A bridge that lost its session unnoticed detects that the positions have moved, and starts again.
+bridge sends the same records again. Any number of bridges may run; the one that holds the locks is active. If a bridge
+has lost its session without noticing, its next write finds that the positions have moved, and it starts again.
 """
 
 import uuid
@@ -30,7 +30,7 @@ class Unsent:
 
 
 def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
-    """The outbox records with a number above `after`, in order."""
+    """The records in the outbox, in order. `after`: by stream, the number above which records are returned."""
     rows = connection.execute(
         "select number, stream, value from tidemark.synapse_outbox"
         " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
@@ -46,7 +46,7 @@ def delete_acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
 
 
 def append_outbox(connection: Connection, stream: str, values: Iterable[Record]) -> None:
-    """Append the records to the stream's outbox."""
+    """Append records of a stream to the outbox."""
     connection.execute(
         """
         insert into tidemark.synapse_outbox (stream, value)
@@ -87,9 +87,18 @@ class SynapseServer:
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """A stream, called `name` on Kafka, that is published from `floor` on. `sent_upto`: by writer, the highest
-    published ID (magnitude). `retired`: by writer, the ID at which its epoch ended. `backlog`: by writer, the ID
-    from which its facts up to where it joined are still to be published."""
+    """How far a stream is published. IDs are magnitudes.
+
+    Attributes:
+        stream: the stream.
+        name: its name in Kafka.
+        timeline: its timeline.
+        sent_upto: by active writer, the highest published ID.
+        epochs: by active writer, its epoch.
+        floor: the stream is published beyond this ID.
+        retired: by retired writer, the ID at which it retired.
+        backlog: by writer with a backlog, the ID beyond which its facts are not published yet.
+    """
 
     stream: SynapseStream
     name: str
@@ -101,7 +110,7 @@ class StreamProgress:
     backlog: Mapping[str, int] = field(default_factory=dict)
 
     def encoder(self, writer: str) -> WriterEncoder:
-        return WriterEncoder(self.name, writer, self.epochs[writer], self.stream.towards, self.timeline)
+        return WriterEncoder(self.name, writer, self.epochs[writer], self.stream.direction, self.timeline)
 
     @property
     def all_sent_upto(self) -> Mapping[str, int]:
@@ -129,49 +138,66 @@ def create_stream(
     connection: Connection,
     stream: SynapseStream,
     name: str,
-    seen: SynapseServer,
+    server: SynapseServer,
     writers: Iterable[str],
     floor: int,
     head: int | None = None,
 ) -> tuple[StreamProgress, PublishedFacts]:
-    """Publish the stream from `floor` on. Readers find older facts in the table."""
+    """Begin to publish a stream: all writers join at the ID `floor`. Readers find older facts in the table.
+
+    Args:
+        connection: to the bridge's database.
+        stream: the stream.
+        name: its name in Kafka.
+        server: Synapse's database.
+        writers: all writers.
+        floor: the ID at which the writers join.
+        head: the highest ID that was given out; None: `floor`.
+    """
     names, now = sorted(writers), clock(connection)
-    timeline = Timeline(seen.database, uuid.uuid4().hex)
-    made = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
+    timeline = Timeline(server.database, uuid.uuid4().hex)
+    progress = StreamProgress(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
         connection.execute(
             "insert into tidemark.synapse_streams (stream, server, database, history, lsn, start, floor, head)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)",
             [
                 name,
-                seen.name,
-                seen.database,
-                seen.database,
-                seen.lsn,
+                server.name,
+                server.database,
+                server.database,
+                server.lsn,
                 timeline.start,
                 floor,
                 floor if head is None else head,
             ],
         )
         for writer in names:
-            _add(connection, made, writer, floor)
-        append_outbox(connection, name, [made.encoder(writer).join(floor, unseen=True) for writer in names])
+            _upsert_writer(connection, progress, writer, floor)
+        append_outbox(connection, name, [progress.encoder(writer).join(floor, unseen=True) for writer in names])
         published = evidence.begin(connection, name, floor)
-    return made, published
+    return progress, published
 
 
 def add_writer(
     connection: Connection, known: StreamProgress, writer: str, at: int, *, kept_above: int = 0
 ) -> StreamProgress:
-    """Add a writer that joins at `at`, or at the ID at which it retired. Its facts below are its backlog: no reader
-    waited for them. Rows of IDs up to `kept_above` may have been deleted from its table.
+    """Let a writer join at the ID `at`, or at the ID at which it retired if that is higher. Its facts below are its
+    backlog, and are published as late.
+
+    Args:
+        connection: to the bridge's database.
+        known: the progress of the stream.
+        writer: the writer.
+        at: the linear position.
+        kept_above: rows of IDs up to this one may have been deleted.
     """
     now, ended = clock(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
     ).fetchone()
     joined, epoch = max(at, ended), max(now, row[0] + 1 if row else 0)
-    more = replace(
+    progress = replace(
         known,
         sent_upto={**known.sent_upto, writer: joined},
         epochs={**known.epochs, writer: epoch},
@@ -179,16 +205,16 @@ def add_writer(
         backlog={**known.backlog, writer: ended},
     )
     with connection.transaction():
-        _add(connection, more, writer, joined)
+        _upsert_writer(connection, progress, writer, joined)
         unseen = joined > ended and (not known.stream.keeps or ended < kept_above)
-        append_outbox(connection, known.name, [more.encoder(writer).join(joined, unseen=unseen)])
-    return more
+        append_outbox(connection, known.name, [progress.encoder(writer).join(joined, unseen=unseen)])
+    return progress
 
 
 def send_backlog(
     connection: Connection, known: StreamProgress, published: PublishedFacts, writer: str, late: Sequence[StreamFact]
 ) -> StreamProgress:
-    """Publish the backlog of the writer, as late facts."""
+    """Publish the backlog of a writer. `late`: the facts of the backlog."""
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_writers set backlog_from = null where (stream, writer) = (%s, %s)",
@@ -201,15 +227,15 @@ def send_backlog(
 def publish_late(
     connection: Connection, known: StreamProgress, published: PublishedFacts, late: Sequence[StreamFact]
 ) -> None:
-    """Publish facts at or below the positions of their writers, which may have retired."""
+    """Publish facts at or below the positions of their writers. A writer may have retired."""
     with connection.transaction():
         rows = connection.execute(
             "select writer, epoch from tidemark.synapse_writers where stream = %s", [known.name]
         ).fetchall()
         encoders = replace(known, epochs=dict(rows))
         for fact in late:
-            alone = ProvenAdvance(fact.writer, fact.id - 1, fact.id, [fact])
-            append_outbox(connection, known.name, encoders.encoder(fact.writer).advance(alone))
+            advance = ProvenAdvance(fact.writer, fact.id - 1, fact.id, [fact])
+            append_outbox(connection, known.name, encoders.encoder(fact.writer).advance(advance))
         evidence.remember(connection, known.name, published, late)
 
 
@@ -221,8 +247,19 @@ def advance_stream(
     lsn: str,
     head: int,
 ) -> StreamProgress:
-    """Store the records of the advances. `head`: the highest ID that was given out. Raises `PrerequisitePending` if
-    another bridge has moved the stream meanwhile."""
+    """Write the records of advances to the outbox, and update the positions.
+
+    Args:
+        connection: to the bridge's database.
+        known: the progress of the stream.
+        published: its published facts, to which the new facts are added.
+        advances: the advances.
+        lsn: the end of the write-ahead log of Synapse's database.
+        head: the highest ID that was given out.
+
+    Raises:
+        PrerequisitePending: another bridge has moved the stream since `known`.
+    """
     sent_upto, epochs = dict(known.sent_upto), dict(known.epochs)
     with connection.transaction():
         connection.execute(
@@ -241,7 +278,7 @@ def advance_stream(
             )
             if moved.rowcount != 1:
                 raise PrerequisitePending(
-                    f"publishing stream {known.name}", "", "another bridge has published it meanwhile"
+                    f"publishing stream {known.name}", "", "another bridge has published the same records"
                 )
             append_outbox(connection, known.name, values)
             sent_upto[advance.writer] = advance.id
@@ -250,7 +287,7 @@ def advance_stream(
 
 
 def retire(connection: Connection, known: StreamProgress, writer: str) -> StreamProgress:
-    """End the epoch of a writer whose facts are all published."""
+    """Retire a writer whose facts are all published."""
     at = known.sent_upto[writer]
     with connection.transaction():
         connection.execute(
@@ -264,7 +301,7 @@ def retire(connection: Connection, known: StreamProgress, writer: str) -> Stream
     return replace(known, sent_upto=sent_upto, epochs=epochs, retired={**known.retired, writer: at})
 
 
-def _add(connection: Connection, known: StreamProgress, writer: str, at: int) -> None:
+def _upsert_writer(connection: Connection, known: StreamProgress, writer: str, at: int) -> None:
     connection.execute(
         """
         insert into tidemark.synapse_writers (stream, writer, epoch, sent_upto, backlog_from)
@@ -278,13 +315,13 @@ def _add(connection: Connection, known: StreamProgress, writer: str, at: int) ->
 
 
 def clock(connection: Connection) -> int:
-    """The clock of the database in ms. Epochs begin above it, so they rise over a restore too."""
+    """The clock of the database in ms. New epochs are at least this number, so they rise even after a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
 
 
-def ordered_retirements(connection: Connection, name: str) -> list[str]:
+def requested_retirements(connection: Connection, name: str) -> list[str]:
     """The writers of the stream whose retirement was requested."""
     rows = connection.execute(
         "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
@@ -292,10 +329,9 @@ def ordered_retirements(connection: Connection, name: str) -> list[str]:
     return [writer for (writer,) in rows]
 
 
-def order_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
-    """Request the bridge to retire the writer in `stream`, or in all streams. Returns the streams concerned. The last
-    writer of a stream is not retired.
-    """
+def request_retirement(connection: Connection, writer: str, stream: str | None) -> list[str]:
+    """Request that the bridge retires a writer in `stream`, or in all streams. Returns the affected streams. The only
+    active writer of a stream is not retired."""
     rows = connection.execute(
         """
         update tidemark.synapse_writers ending set state = 'retiring'
@@ -312,7 +348,7 @@ def order_retirement(connection: Connection, writer: str, stream: str | None) ->
 
 
 def active_writers(connection: Connection, stream: str | None) -> list[str]:
-    """The writers of this stream, or of all streams, that are not retired."""
+    """The writers of a stream, or of all streams, that neither retire nor have retired."""
     rows = connection.execute(
         "select distinct writer from tidemark.synapse_writers"
         " where state = 'active' and (%(stream)s::text is null or stream = %(stream)s) order by writer",
@@ -322,13 +358,13 @@ def active_writers(connection: Connection, stream: str | None) -> list[str]:
 
 
 def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
-    """The ID at which the writer ended; None: it has not ended yet. Raises `BadSetting`."""
+    """The ID at which a writer retired; None if it has not retired yet. Raises `BadSetting` if the writer is alive."""
     row = connection.execute(
         "select state, sent_upto from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
     if row is None or row[0] == "active":
-        problem = f"{writer} is alive: it announced a position after the order to retire, and stays in {stream}"
-        raise BadSetting("WRITER", f"{problem}; stop it and take it out of Synapse's stream_writers first")
+        problem = f"{writer} is alive: it announced a position after the request to retire, and stays in {stream}"
+        raise BadSetting("WRITER", f"{problem}; first stop the worker and remove it from Synapse's stream_writers")
     return int(row[1]) if row[0] == "retired" else None
 
 

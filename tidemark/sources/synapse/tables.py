@@ -1,11 +1,11 @@
 """Synapse's streams in its database: their sequences and tables, and whether a missing row proves that there is no
 fact.
 
-Each query returns the rows of a fact as JSON in the form in which Synapse sends them, `[...]`. If a fact has rows from
-several queries, they are in the order of the queries.
+Each query returns the rows of a fact as JSON arrays, in the form in which Synapse sends them. If a fact has rows from
+several queries, the rows are in the order of the queries.
 
-The bridge only reads Synapse's database. Each statement has its own snapshot. Two queries have invisible effects: one
-uses up a transaction number, one writes a message to the write-ahead log, so that everything before it is on the disk.
+The bridge writes nothing to Synapse's tables. Each statement has its own snapshot. Two statements have side effects:
+one consumes a transaction number, and one writes a message to the write-ahead log, so that the log is flushed to disk.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,13 +19,19 @@ from tidemark.streaming.values.direction import Direction
 
 
 @dataclass(frozen=True, slots=True)
-class TableQuestion:
-    """How to query the facts in a table. `table` may be a join; `id`: its column of stream IDs; `row`: a JSON
-    expression.
+class TableQuery:
+    """How to query the facts in a table.
 
-    `identity`: a text expression that does not change while the row exists, and differs for another row of the same ID.
-    `is_proof`: no other history of the database has a row of the same identity. Rows that only state that data of a
-    user has changed are no proof: the same row may be written again, even in a transaction of the same number."""
+    Attributes:
+        table: the table with its alias; may be a join.
+        id: its column of stream IDs.
+        row: SQL expression of the row as JSON.
+        identity: SQL expression of a text that never changes while the row exists, and differs for another row with the
+            same ID.
+        is_proof: whether no other history of the database can have a row of the same identity. Rows that only state
+            that data of a user has changed are no proof: the same row may be written again, even in a transaction with
+            the same number.
+    """
 
     table: str
     id: str
@@ -35,48 +41,56 @@ class TableQuestion:
 
     @property
     def name(self) -> str:
-        """The query of the table with the rows."""
+        """The name of the (first) table."""
         return self.table.partition(" ")[0]
 
     @property
     def alias(self) -> str:
         return self.table.split(" ")[1]
 
-    def sql(self, place: int) -> str:
-        """The query of the facts in the range `%(low)s` to `%(high)s` (signed)."""
-        return self._select(f"{place} as place, ({self.row})::text as row")
+    def sql(self, number: int) -> str:
+        """The statement that selects the rows with IDs from `%(low)s` to `%(high)s` (signed). `number`: of the
+        query."""
+        return self._select(f"{number} as place, ({self.row})::text as row")
 
     def identities(self) -> str:
-        """A copy that selects no rows, only identities."""
+        """The same statement for identities, without rows."""
         return self._select("0 as place")
 
-    def _select(self, more: str) -> str:
+    def _select(self, columns: str) -> str:
         identity = f"coalesce({self.alias}.instance_name, '') || {self.identity}"
         return (
             f"select {self.alias}.{self.id} as id, {self.alias}.instance_name as writer,"
             f" ('x' || left(md5({identity}), 16))::bit(64)::bigint as mark,"
-            f" {self.is_proof} as is_proof, {more}"
+            f" {self.is_proof} as is_proof, {columns}"
             f" from {self.table} where {self.alias}.{self.id} between %(low)s and %(high)s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SynapseStream:
-    """A stream of Synapse. `name`: on the channel. `positions`: in the table `stream_positions`; empty: not there.
+    """A stream of Synapse.
 
-    `keeps`: every fact keeps a row for long enough. Otherwise rows are overwritten or deleted, and a missing row proves
-    nothing. `kept_for`: seconds for which each row certainly stays; None: without limit.
+    Attributes:
+        name: its name on the replication channel.
+        sequence: the sequence of its IDs.
+        queries: how to query its tables.
+        keeps: whether rows are kept for `kept_seconds`. Otherwise rows are overwritten or deleted, and a missing row
+            proves nothing.
+        positions: its name in the table `stream_positions`; empty if it is not in the table.
+        before: tables that a transaction writes before it writes the stream's own tables.
+        direction: whether its IDs rise or fall.
+        kept_seconds: seconds for which each row is certainly kept; None: forever.
     """
 
     name: str
     sequence: str
-    questions: Sequence[TableQuestion]
+    queries: Sequence[TableQuery]
     keeps: bool
     positions: str = ""
     before: Sequence[str] = ()
-    """Tables that a transaction writes before it writes the stream's own tables."""
-    towards: Direction = Direction.FORWARD
-    kept_for: float | None = None
+    direction: Direction = Direction.FORWARD
+    kept_seconds: float | None = None
 
 
 _DAY = 86_400.0
@@ -89,17 +103,17 @@ _LIVE = f"json_build_array('ev', json_build_array({_ROW}, m.membership, e.reject
 _BACKFILLED = f"json_build_array({_ROW})"
 
 
-def _events(row: str) -> tuple[TableQuestion, TableQuestion]:
+def _events(row: str) -> tuple[TableQuery, TableQuery]:
     return (
-        TableQuestion(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
-        # An event that was an outlier, and whose state is known now: its row in `events` keeps its older ID.
-        TableQuestion(
+        TableQuery(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
+        # An event that was an outlier and now has a state: its row in `events` keeps the older ID.
+        TableQuery(
             f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
         ),
     )
 
 
-_STATE = TableQuestion(
+_STATE = TableQuery(
     "current_state_delta_stream d",
     "stream_id",
     "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
@@ -108,16 +122,15 @@ _STATE = TableQuestion(
 
 
 _WRITTEN_BY = "t.xmin::text"
-"""The transaction that wrote the row. If another history gives out the ID again, the transaction is nearly always
-another one.
-"""
+"""The number of the transaction that wrote the row. If another history gives out the ID again, this number almost
+always differs."""
 
 
-def _question(table: str, row: str, identity: str = "") -> TableQuestion:
-    """`identity`: the part of the identity that is not in the row."""
-    more = f", {identity}" if identity else ""
-    whole = f"json_build_array({row}{more})::text"
-    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in more)
+def _table_query(table: str, row: str, identity: str = "") -> TableQuery:
+    """`identity`: columns of the identity that are not in the row."""
+    extra = f", {identity}" if identity else ""
+    whole = f"json_build_array({row}{extra})::text"
+    return TableQuery(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in extra)
 
 
 _KNOWN = (
@@ -136,19 +149,19 @@ _KNOWN = (
         keeps=True,
         positions="backfill",
         before=["event_json"],
-        towards=Direction.BACKWARD,
+        direction=Direction.BACKWARD,
     ),
     SynapseStream(
         "caches",
         "cache_invalidation_stream_seq",
-        [_question("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
+        [_table_query("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
         keeps=True,
-        kept_for=6 * _DAY,  # Synapse deletes them after 7 days, by its own clock
+        kept_seconds=6 * _DAY,  # Synapse deletes rows after 7 days, by its own clock
     ),
     SynapseStream(
         "push_rules",
         "push_rules_stream_sequence",
-        [_question("push_rules_stream", "t.user_id", _WRITTEN_BY)],
+        [_table_query("push_rules_stream", "t.user_id", _WRITTEN_BY)],
         keeps=True,
         positions="push_rules_stream",
     ),
@@ -156,9 +169,9 @@ _KNOWN = (
         "account_data",
         "account_data_sequence",
         [
-            _question("account_data", "t.user_id, null, t.account_data_type", "t.content"),
-            _question("room_account_data", "t.user_id, t.room_id, t.account_data_type", "t.content"),
-            _question("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
+            _table_query("account_data", "t.user_id, null, t.account_data_type", "t.content"),
+            _table_query("room_account_data", "t.user_id, t.room_id, t.account_data_type", "t.content"),
+            _table_query("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
         ],
         keeps=False,
         positions="account_data",
@@ -167,8 +180,8 @@ _KNOWN = (
         "to_device",
         "device_inbox_sequence",
         [
-            _question("device_inbox", "t.user_id", "t.device_id, t.message_json"),
-            _question("device_federation_outbox", "t.destination", "t.messages_json"),
+            _table_query("device_inbox", "t.user_id", "t.device_id, t.message_json"),
+            _table_query("device_federation_outbox", "t.destination", "t.messages_json"),
         ],
         keeps=False,
         positions="to_device",
@@ -177,7 +190,7 @@ _KNOWN = (
         "receipts",
         "receipts_sequence",
         [
-            _question(
+            _table_query(
                 "receipts_linearized",
                 "t.room_id, t.receipt_type, t.user_id, t.event_id, t.thread_id, t.data::json",
             )
@@ -189,10 +202,10 @@ _KNOWN = (
         "device_lists",
         "device_lists_sequence",
         [
-            _question("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
-            _question("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
+            _table_query("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
+            _table_query("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
             # A sent poke is updated in place.
-            _question("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
+            _table_query("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
         keeps=False,
         positions="device_lists_stream",
@@ -201,7 +214,7 @@ _KNOWN = (
         "presence",
         "presence_stream_sequence",
         [
-            _question(
+            _table_query(
                 "presence_stream",
                 "t.user_id, t.state, t.last_active_ts, t.last_federation_update_ts, t.last_user_sync_ts,"
                 " t.status_msg, t.currently_active",
@@ -213,8 +226,8 @@ _KNOWN = (
 )
 STREAMS: Mapping[str, SynapseStream] = {stream.name: stream for stream in _KNOWN}
 
-_MEMORY = "it exists only in its writer's memory, where its IDs start again with each start"
-_OTHER = "its tables have not been examined"
+_MEMORY = "the stream exists only in its writer's memory, and its IDs start again with each start of the writer"
+_OTHER = "Tidemark does not support its tables yet"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
     **dict.fromkeys(
@@ -230,21 +243,21 @@ REFUSED: Mapping[str, str] = {
         _OTHER,
     ),
 }
-"""Streams of Synapse that are not published, and why."""
+"""Streams of Synapse that cannot be sent, each with the reason."""
 
 
 _USE = DatabaseUse(
     "TIDEMARK_SYNAPSE_DSN",
     refusals={
-        "42P01": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
-        "42703": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
+        "42P01": "give the DSN of Synapse's own database; Synapse must be version 1.100 or newer",
+        "42703": "give the DSN of Synapse's own database; Synapse must be version 1.100 or newer",
         "42501": "grant the user pg_read_all_data, and BYPASSRLS if tables have row level security",
     },
     options=(
         ("synchronous_commit", "on"),
         ("jit", "off"),
     ),
-    # Otherwise a crash of the server would not be noticed.
+    # Through a pooler, the bridge would not notice a crash of the server.
     pooled="give the bridge a direct connection to the server",
 )
 
@@ -260,63 +273,72 @@ def head(connection: Connection, stream: SynapseStream) -> int:
 
 
 def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
-    """The heads of several streams, by name. If a sequence is unused, all IDs below its first number count as given
-    out, because a table that was filled by a port script has facts there. The first number is read first: it is valid
-    if the sequence is still unused afterwards."""
+    """By stream name, the highest ID that was given out, as a magnitude.
+
+    If a sequence is unused, all IDs below its first value count as given out, because a table that a migration script
+    filled has facts with these IDs. The first value is valid if the sequence is still unused after it was read.
+    """
     names = {stream.sequence: stream.name for stream in streams}
-    begins: dict[str, int] = {}
+    unused: dict[str, int] = {}
     while True:
         rows = connection.execute(
             "select name, pg_sequence_last_value(name::regclass) from unnest(%s::text[]) as name", [[*names]]
         ).fetchall()
-        heads = {name: begins.get(name) if value is None else int(value) for name, value in rows}
+        heads = {name: unused.get(name) if value is None else int(value) for name, value in rows}
         if None not in heads.values():
             return {names[name]: value for name, value in heads.items() if value is not None}
         for name in [name for name, value in heads.items() if value is None]:
             row = connection.execute(f"select last_value - 1 from {name} where not is_called".encode()).fetchone()
             if row is not None:
-                begins[name] = int(row[0])
+                unused[name] = int(row[0])
 
 
-def unfit(connection: Connection, stream: SynapseStream) -> str:
-    """The reason why a sequence does not give out IDs one by one, in order; empty if it does."""
+def sequence_problem(connection: Connection, stream: SynapseStream) -> str:
+    """Why the sequence of a stream may not give out IDs one by one, in order, with the remedy; empty if it does."""
     row = connection.execute(
         "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
     ).fetchone()
     if row == (1, 1, False):
         return ""
     return (
-        f"sequence {stream.sequence} has increment, cache and cycle {row}, and Synapse's have (1, 1, False): run, in"
-        f" Synapse's database, alter sequence {stream.sequence} increment 1 cache 1 no cycle, and restart the workers"
+        f"sequence {stream.sequence} has increment, cache and cycle {row} instead of (1, 1, False): run in Synapse's"
+        f" database: alter sequence {stream.sequence} increment 1 cache 1 no cycle; then restart the workers"
     )
 
 
 def check_server(connection: Connection, name: str) -> None:
-    """Raises `BadSetting` if the database belongs to a Synapse with another server_name, judged by its users."""
+    """Raise `BadSetting` if the users in the database belong to another server_name than `name`."""
     row = connection.execute("select substr(name, position(':' in name) + 1) from users limit 1").fetchone()
     if row is not None and row[0] != name:
-        raise BadSetting("--server-name", f"is {name}, and the users of TIDEMARK_SYNAPSE_DSN are of {row[0]}")
+        raise BadSetting(
+            "--server-name", f"is {name}, but the users in the database of TIDEMARK_SYNAPSE_DSN belong to {row[0]}"
+        )
 
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:
-    """The writers that the database names: all that have ever written and were not removed from Synapse's
-    configuration.
-    """
+    """The writers that the database names: all that have ever written and are still in Synapse's configuration."""
     names = "select instance_name from stream_positions where stream_name = %s"
     if not stream.positions:
-        names += f" union select coalesce(instance_name, '{MASTER}') from {stream.questions[0].name}"
+        names += f" union select coalesce(instance_name, '{MASTER}') from {stream.queries[0].name}"
     return {name for (name,) in connection.execute(names.encode(), [stream.positions]).fetchall()}
 
 
 def facts(
     connection: Connection, stream: SynapseStream, low: int, top: int, only: str | None = None
 ) -> tuple[int, list[StreamFact]]:
-    """The head, and the facts in `(low, top]` (only those of one writer, if it is given), from one snapshot;
-    magnitudes."""
+    """The highest ID that was given out, and the facts with IDs in `(low, top]`, from one snapshot. IDs are magnitudes.
+
+    Args:
+        connection: to Synapse's database.
+        stream: the stream.
+        low: the ID before the range.
+        top: the last ID of the range.
+        only: return only facts of this writer.
+    """
     first, last = low + 1, top
-    if stream.towards is Direction.BACKWARD:
+    if stream.direction is Direction.BACKWARD:
         first, last = -top, -low - 1
-    every = " union all ".join(question.sql(place) for place, question in enumerate(stream.questions))
+    every = " union all ".join(query.sql(number) for number, query in enumerate(stream.queries))
     rows = connection.execute(
         f"""
         select abs(id), writer, row, mark, null from ({every}) as found where %(of)s::text is null or writer = %(of)s
@@ -337,11 +359,11 @@ def facts(
 
 
 def identities(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
-    """The facts in `(low, top]` without their rows; magnitudes."""
+    """The facts with IDs in `(low, top]`, without their rows. IDs are magnitudes."""
     first, last = low + 1, top
-    if stream.towards is Direction.BACKWARD:
+    if stream.direction is Direction.BACKWARD:
         first, last = -top, -low - 1
-    every = " union all ".join(question.identities() for question in stream.questions)
+    every = " union all ".join(query.identities() for query in stream.queries)
     rows = connection.execute(
         f"""
         select abs(id), coalesce(max(writer), ''), array_agg(mark), bool_or(is_proof) from ({every}) as found
@@ -353,7 +375,7 @@ def identities(connection: Connection, stream: SynapseStream, low: int, top: int
 
 
 def now(connection: Connection) -> int:
-    """The clock of Synapse's server, in ms."""
+    """The clock of Synapse's Postgres, in ms since 1970."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
@@ -361,8 +383,13 @@ def now(connection: Connection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableWriter:
-    """An open transaction that writes to the tables of these streams; `number`: its number in snapshots. `transaction`
-    has no stream and no writer yet."""
+    """An open transaction that writes to tables of streams.
+
+    Attributes:
+        streams: the names of these streams.
+        number: its transaction number, as in snapshots.
+        transaction: its description, without stream and writer.
+    """
 
     streams: frozenset[str]
     number: int
@@ -372,10 +399,16 @@ class TableWriter:
 def table_writers(
     connection: Connection, streams: Iterable[SynapseStream], running: Collection[int] | None = None
 ) -> list[TableWriter]:
-    """The running transactions that have written to the tables of the streams, or are about to, the oldest first."""
+    """The open transactions that have written to tables of these streams, or hold a lock to do so, oldest first.
+
+    Args:
+        connection: to Synapse's database.
+        streams: the streams.
+        running: return only transactions with these numbers.
+    """
     tables: dict[str, set[str]] = {}
     for stream in streams:
-        for table in [*stream.before, *(question.name for question in stream.questions)]:
+        for table in [*stream.before, *(query.name for query in stream.queries)]:
             tables.setdefault(table, set()).add(stream.name)
     rows = connection.execute(
         """
@@ -396,12 +429,17 @@ def table_writers(
         """,
         [[*tables]],
     ).fetchall()
-    whole = None if running is None else {number & 0xFFFF_FFFF: number for number in running}
+    # Locks have only the lower half of a transaction's number.
+    full_numbers = None if running is None else {number & 0xFFFF_FFFF: number for number in running}
     writers = []
     for names, number, *session in rows:
-        if whole is None or number in whole:  # locks know the lower half of a transaction's number
+        if full_numbers is None or number in full_numbers:
             names_of = frozenset(stream for name in names for stream in tables.get(name.rpartition(".")[2], ()))
             writers.append(
-                TableWriter(names_of, number if whole is None else whole[number], OpenTransaction("", "", *session))
+                TableWriter(
+                    names_of,
+                    number if full_numbers is None else full_numbers[number],
+                    OpenTransaction("", "", *session),
+                )
             )
     return writers

@@ -1,9 +1,9 @@
 """Checks whether Synapse's database still has the published history. If not, a new timeline begins where that history
 ends.
 
-A standby that lags may have been promoted, a backup restored, a sequence set back, and the workers may have written for
-a long time before the bridge notices. So the head at that moment is no evidence. Published facts are: a published fact
-that still exists proves that no ID below it is given out again.
+A lagging standby may have been promoted, a backup restored, or a sequence set back, and the workers may have written
+for a long time before the bridge notices. So the highest ID at that moment is no evidence. Published facts are
+evidence: if a published fact still exists, no ID below it is given out again.
 """
 
 import uuid
@@ -15,7 +15,7 @@ from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, state
 from tidemark.sources.synapse.decider import StreamFact
-from tidemark.sources.synapse.evidence import MOST_FACTS, PublishedFacts
+from tidemark.sources.synapse.evidence import MAX_FACTS, PublishedFacts
 from tidemark.sources.synapse.state import StreamProgress, SynapseServer
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire.records import Timeline
@@ -25,7 +25,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PreviousState:
-    """The database when facts were last published. `head`: the highest known ID that was given out."""
+    """The database when facts were last published: its identity, the end of its write-ahead log, and the highest ID
+    that was given out."""
 
     database: str
     lsn: str
@@ -33,74 +34,100 @@ class _PreviousState:
 
 
 ReadTable = Callable[[int, int], list[StreamFact]]
-"""Reads the facts of the tables in `(low, top]`, without their rows."""
+"""Reads the facts of Synapse's tables with IDs in `(low, top]`, without their rows."""
 
 
-def begin(
+def load_progress(
     connection: Connection,
     stream: SynapseStream,
     name: str,
-    seen: SynapseServer,
+    server: SynapseServer,
     head: int,
-    table: ReadTable,
+    read_table: ReadTable,
     highest: int = 0,
 ) -> tuple[StreamProgress, PublishedFacts] | None:
-    """Load the progress of the stream and its published facts; None if the stream is new. `head` was read after `seen`.
-    `highest`: the highest head that this process has seen. Raises `BadSetting` if the stream belongs to another
-    Synapse."""
-    if (previous := _find(connection, stream, name, seen.name)) is None:
+    """Load the progress of a stream and its published facts. If the database no longer has the published history, begin
+    a new timeline.
+
+    Args:
+        connection: to the bridge's database.
+        stream: the stream.
+        name: its name in Kafka.
+        server: Synapse's database.
+        head: the highest ID that was given out, read after `server`.
+        read_table: reads facts of Synapse's tables.
+        highest: the highest head that this process has read before.
+
+    Returns:
+        None if the stream is new.
+
+    Raises:
+        BadSetting: the stream belongs to another Synapse.
+    """
+    if (previous := _find(connection, stream, name, server.name)) is None:
         return None
-    known, was = previous
+    known, before = previous
     published = evidence.load(connection, name)
-    why = _why_another(connection, known, was, seen, head, highest)
-    if not why and published is not None and (other := published.replaced(table(published.since, known.reach))):
-        why = f"other rows have IDs that were published, as {other[0].id}"
-    if not why:
+    reason = _rollback_reason(connection, known, before, server, head, highest)
+    replaced = [] if reason or published is None else published.replaced(read_table(published.since, known.reach))
+    if replaced:
+        reason = f"other rows have IDs that were published, such as {replaced[0].id}"
+    if not reason:
         if published is None:
             lowest = min(known.sent_upto.values(), default=known.floor)
-            since = max(known.floor, lowest - MOST_FACTS)
+            since = max(known.floor, lowest - MAX_FACTS)
             facts = [
-                fact for fact in table(since, known.reach) if fact.id <= known.all_sent_upto.get(fact.writer, lowest)
+                fact
+                for fact in read_table(since, known.reach)
+                if fact.id <= known.all_sent_upto.get(fact.writer, lowest)
             ]
             published = evidence.begin(connection, name, since, facts)
         return known, published
-    at = min(_agreed(connection, known, published, table), head)
+    at = min(_last_common_id(connection, known, published, read_table), head)
     if published is None:
         published = PublishedFacts(at)
     with connection.transaction():
-        evidence.go_back(connection, name, published, at)
-        begun = _turn(connection, known, seen, at, head)
+        evidence.truncate(connection, name, published, at)
+        progress = _begin_timeline(connection, known, server, at, head)
     log.warning(
-        "Synapse's database went back: a new timeline of the stream begins, and what follows the ID is published again",
-        stream=name, reason=why, id=at, published=known.reach, given_out=head,
+        "Synapse's database was set back: a new timeline of the stream begins, and IDs beyond this ID are published"
+        " again",
+        stream=name, reason=reason, id=at, published=known.reach, given_out=head,
     )  # fmt: skip
-    return begun, published
+    return progress, published
 
 
-def _why_another(
-    connection: Connection, known: StreamProgress, was: _PreviousState, seen: SynapseServer, head: int, highest: int
+def _rollback_reason(
+    connection: Connection,
+    known: StreamProgress,
+    before: _PreviousState,
+    server: SynapseServer,
+    head: int,
+    highest: int,
 ) -> str:
-    """The reason why IDs may be given out again; empty if they cannot be."""
-    if was.database != seen.database:
+    """The reason why IDs may be given out again; empty if that is impossible."""
+    if before.database != server.database:
         return "another database, or another timeline of its server"
-    row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.lsn, seen.lsn]).fetchone()
+    row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [before.lsn, server.lsn]).fetchone()
     if row is None or row[0]:
-        return "the server's log is shorter than it was"
-    if head < (before := max(known.reach, was.head, highest)):
-        return f"{known.stream.sequence} has given out less than it had ({before})"
+        return "the write-ahead log of the server is shorter than before"
+    if head < (last_head := max(known.reach, before.head, highest)):
+        return f"the sequence {known.stream.sequence} is below the ID that it gave out before ({last_head})"
     return ""
 
 
-def _agreed(connection: Connection, known: StreamProgress, published: PublishedFacts | None, table: ReadTable) -> int:
-    """The ID up to which the tables certainly have the published history."""
+def _last_common_id(
+    connection: Connection, known: StreamProgress, published: PublishedFacts | None, read_table: ReadTable
+) -> int:
+    """The ID up to which Synapse's tables certainly have the published history."""
     if published is None:
         return known.floor
     sent_upto = {writer: at for writer, at in known.all_sent_upto.items() if writer not in known.backlog}
     sent_upto[""] = min(known.sent_upto.values(), default=0)  # for rows without a writer
-    if (id := published.agreed(table(published.since, known.reach), sent_upto)) is not None:
+    if (id := published.last_common_id(read_table(published.since, known.reach), sent_upto)) is not None:
         return max(id, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
-        if any(fact.is_proof and fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
+        if any(fact.is_proof and fact.marks <= anchor.marks for fact in read_table(anchor.id - 1, anchor.id)):
             return max(anchor.id, known.floor)
     return known.floor
 
@@ -118,7 +145,7 @@ def _find(
     history, start, after, floor, server, database, lsn, head = row
     if server != server_name:
         raise BadSetting(
-            "--prefix", f"stream {name} is published for {server}: the streams of {server_name} need other names"
+            "--prefix", f"the stream {name} belongs to {server}: set another prefix for the streams of {server_name}"
         )
     rows = connection.execute(
         "select writer, epoch, sent_upto, backlog_from, state = 'retired' from tidemark.synapse_writers"
@@ -133,14 +160,16 @@ def _find(
     return known, _PreviousState(database, lsn, head)
 
 
-def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at: int, head: int) -> StreamProgress:
-    """Begin a new timeline: IDs beyond `at` may be given out again. Runs in the caller's transaction."""
+def _begin_timeline(
+    connection: Connection, known: StreamProgress, server: SynapseServer, at: int, head: int
+) -> StreamProgress:
+    """Begin a new timeline, because IDs beyond `at` may be given out again. Runs in the caller's transaction."""
     token = uuid.uuid4().hex
-    turned = Timeline(f"{seen.database}/{token}", token, known.timeline.start)
+    timeline = Timeline(f"{server.database}/{token}", token, known.timeline.start)
     now = state.clock(connection)
-    begun = replace(
+    progress = replace(
         known,
-        timeline=turned,
+        timeline=timeline,
         sent_upto={writer: min(sent_upto, at) for writer, sent_upto in known.sent_upto.items()},
         epochs={writer: max(epoch + 1, now) for writer, epoch in known.epochs.items()},
         retired={writer: min(sent_upto, at) for writer, sent_upto in known.retired.items()},
@@ -149,7 +178,7 @@ def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at
     connection.execute(
         "update tidemark.synapse_streams set database = %s, history = %s, lsn = %s, start = %s, after = %s, head = %s"
         " where stream = %s",
-        [seen.database, turned.database, seen.lsn, turned.start, turned.after, head, known.name],
+        [server.database, timeline.database, server.lsn, timeline.start, timeline.after, head, known.name],
     )
     connection.execute(
         "update tidemark.synapse_writers set sent_upto = least(sent_upto, %(at)s),"
@@ -157,12 +186,12 @@ def _turn(connection: Connection, known: StreamProgress, seen: SynapseServer, at
         " where stream = %(name)s",
         {"at": at, "name": known.name},
     )
-    for writer, epoch in begun.epochs.items():
+    for writer, epoch in progress.epochs.items():
         connection.execute(
             "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
             [epoch, known.name, writer],
         )
     state.append_outbox(
-        connection, known.name, [begun.encoder(writer).join(sent_upto) for writer, sent_upto in begun.sent_upto.items()]
+        connection, known.name, [progress.encoder(writer).join(at) for writer, at in progress.sent_upto.items()]
     )
-    return begun
+    return progress
