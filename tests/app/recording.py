@@ -5,7 +5,7 @@ from typing import Self
 
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.verbs.replay import make_packets
+from tidemark.app.diagnosis.replayed import make_packets
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordReader

@@ -17,33 +17,36 @@ class Truth:
 
     Args:
         everything: all events of the room on all servers, with their true kinds.
-        held: by event ID, the kind as which the store has the event.
+        stored_kinds: by event ID, the kind as which the store has the event.
         turns: by event ID, its number in the order of placing. This orders events of the maximal depth.
     """
 
     def __init__(
-        self, everything: Iterable[RoomEvent], held: Mapping[str, HeldAs], turns: Mapping[str, int] | None = None
+        self,
+        everything: Iterable[RoomEvent],
+        stored_kinds: Mapping[str, HeldAs],
+        turns: Mapping[str, int] | None = None,
     ) -> None:
         self.everything = {event.id: event for event in everything}
-        self._held = held
+        self._stored_kinds = stored_kinds
         self._turns = turns or {}
         self._states: dict[str, dict[StateKey, KeyHolder]] = {}
 
     def part(self, stored: Collection[str]) -> "Truth":
         """The same room if the store had only these events."""
-        part = Truth((), {id: kind for id, kind in self._held.items() if id in stored}, self._turns)
+        part = Truth((), {id: kind for id, kind in self._stored_kinds.items() if id in stored}, self._turns)
         part.everything, part._states = self.everything, self._states
         return part
 
     @cached_property
     def placed(self) -> set[str]:
         """The stored events that are not outliers."""
-        return {id for id, kind in self._held.items() if not kind.outlier}
+        return {id for id, kind in self._stored_kinds.items() if not kind.outlier}
 
     @property
     def forward(self) -> set[str]:
         """Regular events that no regular event follows, directly or through other events."""
-        regular = {id for id, kind in self._held.items() if kind is HeldAs.REGULAR}
+        regular = {id for id, kind in self._stored_kinds.items() if kind is HeldAs.REGULAR}
         followed: set[str] = set()
         frontier = [*regular]
         while frontier:
@@ -129,7 +132,7 @@ class Truth:
         named_by: dict[str, list[RoomEvent]] = defaultdict(list)
         for id, _ in placed:
             present.add(id)
-            event, is_regular = self.everything[id], self._held[id] is HeldAs.REGULAR
+            event, is_regular = self.everything[id], self._stored_kinds[id] is HeldAs.REGULAR
             named_by[id] = [other for other in named_by[id] if other.depth > event.depth]
             is_followed = any(other.id in effective for other in named_by[id])
             if is_regular and not is_followed:
@@ -143,7 +146,7 @@ class Truth:
                 for prev in ancestor.prevs:
                     if any(other.id == ancestor.id for other in named_by[prev]):
                         forward.discard(prev)
-                        if prev in present and prev not in effective and self._held[prev] is not HeldAs.REGULAR:
+                        if prev in present and prev not in effective and self._stored_kinds[prev] is not HeldAs.REGULAR:
                             frontier.append(self.everything[prev])
             yield forward
 
