@@ -56,7 +56,7 @@ class SqliteSink:
     def compared(self) -> Mapping[str, tuple[int, int]]:
         return self._lines
 
-    def lost(self) -> bool:
+    def check_for_loss(self) -> bool:
         last = f"{self._fence.token}:{self._stamps}"
         self._stamps += 1
         with self._transaction() as database:

@@ -398,14 +398,14 @@ def test_what_was_found_is_told_as_it_was_before_it_was_mended(
 def test_a_loss_is_noticed(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 4: a sink that cannot know whether it is whole says so, once; and again after every loss."""
     sink = copy.sink(lease)
-    assert sink.lost()
-    assert not sink.lost()
+    assert sink.check_for_loss()
+    assert not sink.check_for_loss()
     sink.publish(*commit(*next(steps())))
-    assert not sink.lost()
+    assert not sink.check_for_loss()
     copy.lose_all()
-    assert sink.lost()
-    assert not sink.lost()
-    assert copy.sink(lease).lost()
+    assert sink.check_for_loss()
+    assert not sink.check_for_loss()
+    assert copy.sink(lease).check_for_loss()
 
 
 def test_half_of_a_stream_is_never_shown(copy: SinkSubject, commit: Commits, lease: Lease) -> None:

@@ -144,7 +144,9 @@ def test_a_fact_has_a_bound(connection: psycopg.Connection) -> None:
         lambda: writer.append(connection, "orders", *rows),
         lambda: writer.complete(connection, "orders", id, *rows),
     ):
-        with pytest.raises(errors.BadRow, match="with it the fact has 16804848 bytes, and a fact may have 16777216"):
+        with pytest.raises(
+            errors.BadRow, match="with this row the fact has 16804848 bytes, and a fact may have 16777216"
+        ):
             act()
     writer.complete(connection, "orders", id, *rows[:23])
     assert len(writer.append_many(connection, "orders", rows)) == 24

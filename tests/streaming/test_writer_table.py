@@ -44,7 +44,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
             elif act == "mark_uncertain":
                 writers.mark_uncertain()
                 for writer in plain.values():
-                    writer.chain.refuse(UNBOUNDED)
+                    writer.chain.note_refused(UNBOUNDED)
             elif act == "add" and name not in plain:
                 plain[name], writers[name] = WriterState(number, Chain(number)), WriterState(number, Chain(number))
             elif name in plain:

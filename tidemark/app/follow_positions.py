@@ -243,7 +243,9 @@ class PositionFollower:
             self._local_streams.discard(stream)
             if is_decided_here:
                 log.warning(
-                    "The position of a stream now comes from the published positions", stream=stream, reason=reason
+                    "This database no longer decides the position of a stream; the published position is used",
+                    stream=stream,
+                    reason=reason,
                 )
                 reader_database.share(self._session, stream, keys.late)
                 self._known[stream] = KnownStream(keys.linear or 0, keys.late, is_decided_here=False)

@@ -102,14 +102,14 @@ class ErrorListener:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Translate a `KafkaException` that the block raises."""
+        """Raise a `KafkaException` of the block as a `TidemarkError`."""
         try:
             yield
         except KafkaException as error:
             raise self.explain(error.args[0]) from error
 
     def explain(self, error: KafkaError) -> TidemarkError:
-        """Translate the error of a failed request. A time-out gets the reason from the callback."""
+        """The error of a failed request as a `TidemarkError`. A time-out gets the reason from the callback."""
         is_vague = error.code() in _VAGUE
         return kafka_error(self._reason if is_vague and self._reason is not None else error, self.where)
 

@@ -133,7 +133,7 @@ class Maintenance(LeasedThread):
     def _refill(self, sink: Sink) -> None:
         began = time.monotonic()
         due = began >= self._compare_at.get(sink.name, -float("inf"))
-        if sink.lost() or due:
+        if sink.check_for_loss() or due:
             # If the refill fails, the next poll must refill again, although nothing was lost since this poll.
             self._compare_at.pop(sink.name, None)
             sink.refill()
@@ -185,7 +185,7 @@ class Maintenance(LeasedThread):
                 self._tidy_at = time.monotonic() + self._config.tidy
 
 
-class WaitWatch(LeasedThread):
+class BatchWaitMonitor(LeasedThread):
     """Checks every second what a batch waits for; logs it and stores it in the row of the lease. Probes read
     `problem`.
     """

@@ -41,7 +41,7 @@ class Outgoing(NamedTuple):
     partition: int = ANY_PARTITION
 
 
-class Outbox:
+class UnacknowledgedRecords:
     """Records that were produced and are not acknowledged yet.
 
     `instead` returns the replacement of a record that is too large for the topic; None for no replacement. `gone` is
@@ -88,19 +88,19 @@ class Outbox:
 
     def flush(self) -> KafkaError | None:
         """Wait until each record is acknowledged or has failed (within the message timeout); return the first error."""
-        self._await()
+        self._wait_for_acknowledgements()
         too_large, self._too_large = self._too_large, []
         for record in too_large:
             # The brokers refuse a whole batch because of one record, so each record gets a batch of its own.
             self.put(record)
-            self._await()
+            self._wait_for_acknowledgements()
             if self._too_large:
                 self._too_large.clear()
                 self.put_instead(self._instead(record))
-        self._await()
+        self._wait_for_acknowledgements()
         return self._error
 
-    def _await(self) -> None:
+    def _wait_for_acknowledgements(self) -> None:
         while self._error is None and self._producer.flush(1.0):
             pass
 
@@ -223,30 +223,30 @@ class DeadLetters:
             reasons = ((item.reason, id) for id in ids.tolist())
             offsets_of = by_partition.setdefault((item.topic, item.partition), {})
             offsets_of.update(zip(offsets.tolist(), reasons, strict=True))
-        outbox = Outbox(self._kafka.writer(), self._config.topic, instead=_too_large)
+        unacknowledged = UnacknowledgedRecords(self._kafka.writer(), self._config.topic, instead=_too_large)
         sent = 0
         for (topic, partition), wanted in by_partition.items():
-            before = outbox.gone
+            before = unacknowledged.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 reason, id = wanted[offset]
                 origin = _origin(reason, topic, partition, offset)
                 if record is None:
-                    outbox.put_instead(_without_record(Outgoing(origin), "removed by retention"))
+                    unacknowledged.put_instead(_without_record(Outgoing(origin), "removed by retention"))
                 else:
                     if detail := _detail(record.value(), record.key(), reason, id):
                         origin = [*origin, ("detail", detail[:LONGEST_DETAIL].encode(errors="replace"))]
-                    outbox.put(Outgoing(origin, record.key(), record.value(), record.headers() or ()))
+                    unacknowledged.put(Outgoing(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
-            if gone := outbox.gone - before:
+            if gone := unacknowledged.gone - before:
                 log.warning(
                     "Rejected records were removed from Kafka before they could be copied to the dead letters",
                     topic=topic,
                     partition=partition,
                     records=gone,
                 )
-        if (error := outbox.flush()) is not None:
+        if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        return DeadLettered(sent, outbox.gone)
+        return DeadLettered(sent, unacknowledged.gone)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
         """Each wanted offset (ascending) and its record; None if the record no longer exists."""
@@ -471,7 +471,7 @@ class Requeuer(LeasedThread):
             if requeue is not None:
                 self._postgres.note_requeue(*self.step(requeue))
             if self._problem:
-                log.info("Requeuing deferred records again")
+                log.info("Deferred records can be requeued again")
             self._problem = ""
         except LeaseLost:
             raise
@@ -511,7 +511,7 @@ class Requeuer(LeasedThread):
     def _step(self, requeue: PendingRequeue) -> tuple[PendingRequeue, str | None]:
         self._kafka.errors.forget()
         topic, problem = self._config.topic, None
-        outbox = Outbox(self._kafka.writer(), topic, instead=lambda _: None)
+        unacknowledged = UnacknowledgedRecords(self._kafka.writer(), topic, instead=lambda _: None)
         oldest, end = self._kafka.reader().offsets(topic, requeue.partition)
         following = min(max(requeue.next, oldest), requeue.last + 1)
         gone = following - requeue.next
@@ -526,24 +526,24 @@ class Requeuer(LeasedThread):
                 if record.offset() <= requeue.last and is_edge(
                     value, key, requeue.stream, requeue.writer, requeue.epoch
                 ):
-                    outbox.put(Outgoing((), key, value, record.headers() or (), requeue.partition))
+                    unacknowledged.put(Outgoing((), key, value, record.headers() or (), requeue.partition))
                     sent, volume = sent + 1, volume + len(key) + len(value)
                 following, read = min(record.offset(), requeue.last) + 1, read + 1
                 if read == self._config.read:
                     break
-        if (error := outbox.flush()) is not None:
+        if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        self._produced(sent - outbox.gone)
-        if gone or outbox.gone:
+        self._produced(sent - unacknowledged.gone)
+        if gone or unacknowledged.gone:
             log.warning(
                 "Deferred records are gone from Kafka: their IDs stay open until the writer's next JOIN",
                 stream=requeue.stream,
                 writer=requeue.writer,
                 partition=requeue.partition,
                 gone=gone,
-                too_large=outbox.gone,
+                too_large=unacknowledged.gone,
             )
-        return replace(requeue, next=following, gone=requeue.gone + gone + outbox.gone), problem
+        return replace(requeue, next=following, gone=requeue.gone + gone + unacknowledged.gone), problem
 
 
 def is_edge(value: bytes | None, key: bytes | None, stream: str, writer: str, epoch: int) -> bool:

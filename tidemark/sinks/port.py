@@ -97,7 +97,7 @@ class Sink(Protocol):
     - fenced: the sink stores the highest token that it has seen with its data, and refuses lower ones; the first
       `LeaseLost` names that token, so that the next owner can choose a higher one at once;
     - isolated: a failure that is caused by the data of one stream is a fault of that stream only;
-    - refilled: `refill` restores from Postgres everything that the sink has lost, and `lost` detects the loss.
+    - refilled: `check_for_loss` detects a loss of data, and `refill` restores the data from Postgres.
 
     All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages only: the caller waits
     without limit.
@@ -135,7 +135,7 @@ class Sink(Protocol):
         The values are from before the refill. Faulty streams are left out. Queries no server.
         """
 
-    def lost(self) -> bool:
+    def check_for_loss(self) -> bool:
         """Whether the sink may have lost data since the last call; True at the first call. Called every second."""
 
     def refill(self) -> Refilled:

@@ -98,7 +98,7 @@ class PositionsTopic:
         self._lock = threading.Lock()
         self._linear: dict[str, tuple[int, int]] = {}
         self._shown_faults: dict[str, str] = {}
-        self._may_have_lost = True  # not reported by `lost` yet
+        self._may_have_lost = True  # not reported by `check_for_loss` yet
         self._identity: TopicIdentity | None = None
         self._forget()
 
@@ -166,7 +166,7 @@ class PositionsTopic:
     def compared(self) -> Mapping[str, tuple[int, int]]:
         return self._linear
 
-    def lost(self) -> bool:
+    def check_for_loss(self) -> bool:
         with self._calling():
             self._identify()
             self._read_new()
@@ -271,10 +271,10 @@ class PositionsTopic:
         self._newest = self._fence.token
         self._values |= {stream: value for stream, (_, value) in changed.items()}
         for partition, offset in written.items():
-            self._next[partition] = self._visible(partition, offset)
+            self._next[partition] = self._wait_until_visible(partition, offset)
         return count
 
-    def _visible(self, partition: int, offset: int) -> int:
+    def _wait_until_visible(self, partition: int, offset: int) -> int:
         """Wait until consumers see a committed record, which may take a moment after the commit; returns the end
         offset.
         """

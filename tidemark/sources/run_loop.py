@@ -216,7 +216,7 @@ class Standby:
         if row is not None and row[0]:
             if self._since is not None:
                 seconds = round(time.monotonic() - self._since, 1)
-                log.info("The other process has ended; this one works", seconds=seconds)
+                log.info("The other process has ended; this process takes over", seconds=seconds)
                 self._since = None
             return True
         connection.execute("select pg_advisory_unlock_all()")

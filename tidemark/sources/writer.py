@@ -62,7 +62,7 @@ class Writer:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._calls = _Calls(_writer(name))
+        self._statements = _WriterStatements(_writer(name))
 
     def append(self, connection: object, stream: str, *rows: object) -> int:
         """Append a fact with these rows (any JSON values); returns its stream ID. Published only if the transaction
@@ -70,21 +70,21 @@ class Writer:
 
         A row is a value, such as a dict, and not its JSON text. Text that is JSON already is given as `msgspec.Raw`.
         """
-        return int(_run(connection, self._calls.append(stream, rows)))
+        return int(_run(connection, self._statements.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
         """Append one fact for each row; returns their IDs in that order."""
-        return list(_run(connection, self._calls.append_many(stream, rows)))
+        return list(_run(connection, self._statements.append_many(stream, rows)))
 
     def reserve(self, connection: object, stream: str) -> int:
         """Reserve the next ID, for `complete` in the same transaction. Without `complete` the ID stays without a
         fact.
         """
-        return int(_run(connection, self._calls.reserve(stream)))
+        return int(_run(connection, self._statements.reserve(stream)))
 
     def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
         """Append a fact with these rows at the reserved ID. Published only if the transaction commits."""
-        _run(connection, self._calls.complete(stream, id, rows))
+        _run(connection, self._statements.complete(stream, id, rows))
 
 
 class AsyncWriter:
@@ -95,19 +95,19 @@ class AsyncWriter:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._calls = _Calls(_writer(name))
+        self._statements = _WriterStatements(_writer(name))
 
     async def append(self, connection: object, stream: str, *rows: object) -> int:
-        return int(await _run_async(connection, self._calls.append(stream, rows)))
+        return int(await _run_async(connection, self._statements.append(stream, rows)))
 
     async def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
-        return list(await _run_async(connection, self._calls.append_many(stream, rows)))
+        return list(await _run_async(connection, self._statements.append_many(stream, rows)))
 
     async def reserve(self, connection: object, stream: str) -> int:
-        return int(await _run_async(connection, self._calls.reserve(stream)))
+        return int(await _run_async(connection, self._statements.reserve(stream)))
 
     async def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
-        await _run_async(connection, self._calls.complete(stream, id, rows))
+        await _run_async(connection, self._statements.complete(stream, id, rows))
 
 
 def _writer(name: str | None) -> str:
@@ -117,7 +117,7 @@ def _writer(name: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _WriterStatement:
     """A statement that returns one value. `id`: the ID that it completes, if it does."""
 
     statement: str
@@ -127,22 +127,22 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
+class _WriterStatements:
     writer: str
 
-    def append(self, stream: str, rows: Sequence[object]) -> _Call:
-        return _Call(_APPEND, [self.writer, stream, _array(stream, rows, MOST_FACT_BYTES)], _known(stream))
+    def append(self, stream: str, rows: Sequence[object]) -> _WriterStatement:
+        return _WriterStatement(_APPEND, [self.writer, stream, _array(stream, rows, MOST_FACT_BYTES)], _known(stream))
 
-    def append_many(self, stream: str, rows: Iterable[object]) -> _Call:
+    def append_many(self, stream: str, rows: Iterable[object]) -> _WriterStatement:
         if isinstance(rows, str | bytes | Mapping):
             raise TypeError(f"append_many takes rows, not one {type(rows).__name__}")
-        return _Call(_APPEND_MANY, [stream, _array(stream, rows), self.writer], _known(stream))
+        return _WriterStatement(_APPEND_MANY, [stream, _array(stream, rows), self.writer], _known(stream))
 
-    def reserve(self, stream: str) -> _Call:
-        return _Call(_RESERVE, [stream, self.writer], _known(stream))
+    def reserve(self, stream: str) -> _WriterStatement:
+        return _WriterStatement(_RESERVE, [stream, self.writer], _known(stream))
 
-    def complete(self, stream: str, id: int, rows: Sequence[object]) -> _Call:
-        return _Call(_COMPLETE, [stream, id, _array(stream, rows, MOST_FACT_BYTES)], _known(stream), id)
+    def complete(self, stream: str, id: int, rows: Sequence[object]) -> _WriterStatement:
+        return _WriterStatement(_COMPLETE, [stream, id, _array(stream, rows, MOST_FACT_BYTES)], _known(stream), id)
 
 
 def _known(stream: str) -> str:
@@ -166,7 +166,7 @@ def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -
             raise BadRow(stream, problem)
         size += len(body) + _ROW_BYTES
         if most_bytes is not None and size > most_bytes:
-            raise BadRow(stream, f"with it the fact has {size} bytes, and a fact may have {most_bytes}")
+            raise BadRow(stream, f"with this row the fact has {size} bytes, and a fact may have {most_bytes}")
         bodies.append(text.replace("\\", "\\\\").replace('"', '\\"'))
     return '{"' + '","'.join(bodies) + '"}' if bodies else "{}"
 
@@ -222,7 +222,7 @@ def _depth(body: bytes) -> int:
     return deepest
 
 
-def _run(given: object, call: _Call) -> Any:
+def _run(given: object, call: _WriterStatement) -> Any:
     driver = _driver(given)
     try:
         cursor = psycopg.Cursor(driver, row_factory=tuple_row)
@@ -234,7 +234,7 @@ def _run(given: object, call: _Call) -> Any:
     return row and row[0]
 
 
-async def _run_async(given: object, call: _Call) -> Any:
+async def _run_async(given: object, call: _WriterStatement) -> Any:
     driver = await _async_driver(given)
     if not isinstance(driver, psycopg.AsyncConnection):
         return await _run_asyncpg(driver, call)
@@ -249,7 +249,7 @@ async def _run_async(given: object, call: _Call) -> Any:
     return row and row[0]
 
 
-async def _run_asyncpg(driver: Any, call: _Call) -> Any:
+async def _run_asyncpg(driver: Any, call: _WriterStatement) -> Any:
     """Run the call on an asyncpg connection, also below SQLAlchemy, which begins its transaction itself."""
     numbers = count(1)
     # asyncpg encodes each value by the parameter's type, so all values are passed as text.
@@ -320,7 +320,7 @@ def _checked(connection: object, wanted: type[_Driver]) -> _Driver:
 
 
 def _explained(
-    error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _Call
+    error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _WriterStatement
 ) -> Exception | None:
     """The error to raise instead; None if the error is not about appending facts."""
     code = error.sqlstate or ""
@@ -329,7 +329,7 @@ def _explained(
     return _explanation(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
 
 
-def _explanation(code: str, problem: str, hint: str | None, where: str, call: _Call) -> Exception | None:
+def _explanation(code: str, problem: str, hint: str | None, where: str, call: _WriterStatement) -> Exception | None:
     if code in _OF_ROWS:
         return BadRow(call.stream, problem)
     if code == _NOT_RESERVED and call.id is not None:

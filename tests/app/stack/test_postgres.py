@@ -44,7 +44,7 @@ def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: 
         replica = Replica(origin)
         replica.copy(as_standby=True)
         replica.start()
-        replica.stream(synchronous=not lags)
+        replica.wait_until_streaming(synchronous=not lags)
         if lags:
             replica.fall_behind()
         ask(origin, f"insert into kept values ({n})")
@@ -92,7 +92,7 @@ def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
     replica = Replica(origin)
     replica.copy(as_standby=True)
     replica.start()
-    replica.stream(synchronous=True)
+    replica.wait_until_streaming(synchronous=True)
     replica.freeze_origin()
     replica.discard()
     ask(origin, "insert into kept values (1)")

@@ -7,7 +7,7 @@ from tests.streaming.builders import STREAM, Shard, join, opened, position, rdat
 from tidemark.app.diagnosis import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.overrides import attempt
-from tidemark.sinks.postgres.status import Reading
+from tidemark.sinks.postgres.status import ReadStatus
 from tidemark.streaming.values.limits import Policies
 from tidemark.streaming.wire.records import Retire, Timeline
 
@@ -163,7 +163,7 @@ def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
     assert open_ranges.find_open_ranges(shard.states, 5.0) == []
 
 
-READS = Reading(0.0, frozenset())
+READS = ReadStatus(0.0, frozenset())
 RELAYED = Timeline("shop", "start-1")
 
 
@@ -187,7 +187,7 @@ def test_a_relay_that_sends_no_heartbeat_is_listed_although_nothing_waits() -> N
     ]
     bridged = open_ranges.find_open_ranges(shard.states, 1081.0, bridged={STREAM}, reading=READS)
     assert [it.advice for it in bridged] == ["Start the bridge to Synapse; the end of its log says why it ended."]
-    for reading in (None, Reading(1030.0, frozenset()), Reading(0.0, frozenset({0}))):
+    for reading in (None, ReadStatus(1030.0, frozenset()), ReadStatus(0.0, frozenset({0}))):
         assert open_ranges.find_open_ranges(shard.states, 1081.0, reading=reading) == []
 
 

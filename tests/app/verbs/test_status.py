@@ -8,7 +8,7 @@ from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, 
 from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.app.verbs import status
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import BridgeStatus, Condition, Reading, SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, Condition, ReadStatus, SinkFault
 from tidemark.streaming.values.limits import Bounds
 
 WELL = PipelineCondition(Condition("host:1", 12.0, 1.0, []), {("facts", 0): 0}, None)
@@ -139,7 +139,7 @@ def test_a_relay_without_a_heartbeat_and_what_one_holds_back_are_said() -> None:
         shard = Shard()
         shard.feed(join("shop", 0), rdata("shop", 1, epoch=1), opened("shop", heartbeat=300, blocked=blocked))
         (states[name],) = shard.states.values()
-    reading = Reading(0.0, frozenset())
+    reading = ReadStatus(0.0, frozenset())
     text = status.to_table(status.read(states, reading=reading), 61.0)
     assert [line for line in text.splitlines() if ": " in line] == [
         "items: the relay shop has sent nothing new for 60 s: fact 7 is too large for the Kafka topic"

@@ -17,7 +17,7 @@ from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
 from tidemark.app.diagnosis.health import PipelineCondition
 from tidemark.common.errors import Unavailable
-from tidemark.sinks.background import WaitWatch
+from tidemark.sinks.background import BatchWaitMonitor
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -120,7 +120,7 @@ def test_lock_that_a_batch_waits_for_is_named(
     """Who holds it stands in the watch (for readiness), in the log and in the status, until the batch goes on."""
     monkeypatch.setattr("tidemark.sinks.postgres.transaction.PATIENCE", 0.5)
     monkeypatch.setattr("tidemark.sinks.background.POLL", 0.1)
-    with connected(dsn, "nightly-job") as other, WaitWatch(store.waits, lease) as watch:
+    with connected(dsn, "nightly-job") as other, BatchWaitMonitor(store.waits, lease) as watch:
         with other.transaction():
             other.execute("lock table tidemark.stream_positions in exclusive mode")
             with committing(store, lease, 1):
@@ -172,7 +172,7 @@ def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: p
             Postgres(PostgresConfig(dsn)) as store,
             connected(dsn, "dba") as dba,
             Lease.acquire(dsn, LEASE, threading.Event()) as lease,
-            WaitWatch(store.waits, lease) as watch,
+            BatchWaitMonitor(store.waits, lease) as watch,
         ):
             dba.execute("alter system set synchronous_standby_names = 'far'")
             dba.execute("select pg_reload_conf()")

@@ -49,7 +49,7 @@ def test_each_is_resolved_once_and_all_or_none(late: LateCompletions, sql: psyco
 def test_a_number_of_another_stream_is_none(late: LateCompletions) -> None:
     """And a stream that nobody knows is no stream of which nothing is late."""
     (other,) = late.newest("t", 9, resolved=False)
-    assert late.numbered("s", [other.number]) == []
+    assert late.with_numbers("s", [other.number]) == []
     with pytest.raises(StreamNotKnown):
         late.newest("typo", 9, resolved=False)
 

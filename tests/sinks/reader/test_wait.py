@@ -147,7 +147,7 @@ def test_wait_without_limit_logs_that_the_token_is_beyond_every_known_id(
 
 def test_stream_that_nobody_heard_of_is_said(either: Any, pipeline: Pipeline) -> None:
     """With a grace of 0 at once; one whose first fact is to come may be given time."""
-    pipeline.mirror.lost()  # leaves the stamp by which a Redis is known that somebody fills
+    pipeline.mirror.check_for_loss()  # leaves the stamp by which a Redis is known that somebody fills
     with pytest.raises(StreamNotKnown, match="check its name"):
         either.wait("s", 5, grace=0)
     with later(0.5, lambda: pipeline.move("w", 0, 5)):

@@ -350,7 +350,7 @@ class Slow:
     def monotonic(self) -> float:
         return self.now
 
-    def lost(self) -> bool:
+    def check_for_loss(self) -> bool:
         return False
 
     def faults(self) -> dict[str, str]:

@@ -49,7 +49,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
     monkeypatch.setattr(deciding, "PAGES_AT_ONCE", 3)
     with session_of(ready, "test") as session, session.use() as connection:
         told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
-        epochs.acknowledged(connection, told)
+        epochs.note_acknowledged(connection, told)
         decider = Decider(connection, told)
         reached = Counter[str]()
         for _ in range(3):
@@ -58,7 +58,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
             assert 1 <= len(decided) <= 3
             for each in decided:
                 reached[each.stream_epoch.stream.name] += 1
-                decider.acknowledged(each)
+                decider.note_acknowledged(each)
         assert reached.keys() == {*STREAMS}
         for most in (3, 3, 1, 0):
             before = _floors(many)
@@ -71,7 +71,7 @@ def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Conne
     between its pieces."""
     with session_of(ready, "test") as session, session.use() as connection:
         told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
-        epochs.acknowledged(connection, told)
+        epochs.note_acknowledged(connection, told)
         decider = Decider(connection, told)
         append(many, 3 * ROWS_AT_ONCE)
         pieces = 0
@@ -80,7 +80,7 @@ def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Conne
             facts = Counter[str]()
             for decision in _taken(decider.round(MOST_BYTES)):
                 facts[decision.stream_epoch.stream.name] += len(decision.facts)
-                decider.acknowledged(decision)
+                decider.note_acknowledged(decision)
             assert facts.pop("orders") <= ROWS_AT_ONCE
             assert facts == dict.fromkeys(STREAMS, 1)
             pieces += 1

@@ -33,7 +33,7 @@ def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connectio
     first, second = begun(sql), begun(sql)
     assert first == second
     assert [len(each.joins()) for each in first] == [1, 1]
-    epochs.acknowledged(sql, first)
+    epochs.note_acknowledged(sql, first)
     again = begun(sql)
     assert [each.joins() for each in again] == [[], []]
     assert [each.writers["shop"].epoch for each in again] == [each.writers["shop"].epoch for each in first]
@@ -51,7 +51,7 @@ def test_a_first_join_stands_before_the_first_id(sql: psycopg.Connection) -> Non
 def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     """Its JOIN names the one before, at the floor, which says nothing of what is unseen."""
     before = begun(sql)
-    epochs.acknowledged(sql, before)
+    epochs.note_acknowledged(sql, before)
     sql.execute("select setval('tidemark.append_ids_2', -9)")
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
@@ -76,7 +76,7 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
     """Its disk may be older. At first nothing was told."""
     before = begun(sql)
     assert [each.joins()[0].published for each in before] == [0, 0]
-    epochs.acknowledged(sql, before)
+    epochs.note_acknowledged(sql, before)
     orders, history = (each.stream for each in before)
     sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
     for upto in (5, 4):
@@ -102,7 +102,7 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
 
 def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
     """Whoever finds it first says where; in another history all join anew, the database first."""
-    epochs.acknowledged(sql, begun(sql))
+    epochs.note_acknowledged(sql, begun(sql))
     sql.execute("select setval('tidemark.append_ids_1', 9)")
     sql.execute(f"update tidemark.append_progress set floor = 5, written_by = {XID} where number = 1".encode())
     found = epochs.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0}})
@@ -112,7 +112,7 @@ def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) 
     assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
     assert again[0].version > found[0].version
     assert found[1] == again[1]
-    epochs.acknowledged(sql, again)
+    epochs.note_acknowledged(sql, again)
     turned = begun(sql, "two")
     assert [(each.writer, each.id) for each in turned[0].joins()] == [("shop", 9), ("till", 9), ("web", 9)]
 
@@ -145,12 +145,12 @@ def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) 
 def test_a_row_that_no_relay_wrote_begins_a_start(sql: psycopg.Connection) -> None:
     """A restore of the rows alone, or a replication, put it there. Once: then the row is a relay's."""
     before = begun(sql)
-    epochs.acknowledged(sql, before)
+    epochs.note_acknowledged(sql, before)
     sql.execute("create temporary table kept as table tidemark.append_progress")
     sql.execute("delete from tidemark.append_progress")
     sql.execute("insert into tidemark.append_progress select * from kept")
     after = begun(sql)
     assert [each.regression for each in after] == ["the rows were written by a restore or a replication"] * 2
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
-    epochs.acknowledged(sql, after)
+    epochs.note_acknowledged(sql, after)
     assert [each.regression for each in begun(sql)] == ["", ""]

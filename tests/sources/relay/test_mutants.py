@@ -77,8 +77,8 @@ class Deaf(Decider):
 class Eager(Decider):
     """Deletes what Kafka has, also above the floor."""
 
-    def acknowledged(self, decided: Decision) -> None:
-        super().acknowledged(decided)
+    def note_acknowledged(self, decided: Decision) -> None:
+        super().note_acknowledged(decided)
         ids = [decided.stream_epoch.stream.towards.signed(fact.id) for fact in decided.facts]
         self._connection.execute("delete from tidemark.append_outbox where id = any(%s)", [ids])
 

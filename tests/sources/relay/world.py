@@ -186,7 +186,7 @@ class SteppedRelay:
 
     def acknowledge(self, *, first: bool = False) -> None:
         if self.unacknowledged and self._decider is not None:
-            self._decider.acknowledged(self.unacknowledged.pop(0 if first else -1))
+            self._decider.note_acknowledged(self.unacknowledged.pop(0 if first else -1))
 
     def lose_ranges(self) -> None:
         """A round of which only facts and voids reach Kafka, before the relay raises the floor and dies."""
@@ -195,7 +195,7 @@ class SteppedRelay:
         for decided in self.unacknowledged:
             if not decided.announced:
                 sent([*encode_decision(decided, self._most_facts)])
-                self.begin().acknowledged(decided)
+                self.begin().note_acknowledged(decided)
         self.settle()
         self.die()
         self._sent = sent
@@ -236,7 +236,7 @@ class SteppedRelay:
             self._session = self._session or session_of(self._dsn, "relay")
             with self._session.use() as connection:
                 found = self._acted(connection)
-                epochs.acknowledged(connection, found)
+                epochs.note_acknowledged(connection, found)
                 self._decider = self._make(connection, [each for each in found if each.writers])
         return self._decider
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from tidemark.sources.rooms.rules import (
     DEEPEST_EVENT,
     MEMBER,
-    Around,
     HeldAs,
     KnownEvent,
     MemoryGroups,
+    RelatedEvents,
     RoomChange,
     RoomEvent,
     State,
@@ -73,8 +73,8 @@ class MemoryRooms:
         """
         room = self.rooms.get(event.room) or MemoryRoom()
         prevs = {id: self._known[id] for id in event.prevs if id in self._known}
-        around = Around(self.events.get(event.id), prevs, room.named_by(event.room, event.id))
-        change = persisted(event, around, timeline)
+        related = RelatedEvents(self.events.get(event.id), prevs, room.named_by(event.room, event.id))
+        change = persisted(event, related, timeline)
         before = given_state(event, change, given, self.events)
         self.rooms[event.room] = room
         self.events[event.id], self._known[event.id] = event, event.known

@@ -104,7 +104,7 @@ def test_standby_that_lagged(server: PostgresServer, database: str, name: str) -
         standby = Replica(server)
         standby.copy(as_standby=True)
         standby.start()
-        standby.stream(synchronous=False)
+        standby.wait_until_streaming(synchronous=False)
         standby.fall_behind()
         lost = bridged.write(8)
         bridged.follow()

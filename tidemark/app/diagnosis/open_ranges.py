@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.output import duration
-from tidemark.sinks.postgres.status import Reading
+from tidemark.sinks.postgres.status import ReadStatus
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import BlockReason, LinearLag, Source, is_brief, linear_lag, sources
@@ -222,7 +222,7 @@ def find_open_ranges(
     policies: Policies = NO_POLICIES,
     begun: Collection[tuple[str, str, int]] = (),
     bridged: Collection[str] = (),
-    reading: Reading | None = None,
+    reading: ReadStatus | None = None,
 ) -> list[OpenRange]:
     """The open ranges of streams, by stream, the oldest first. Short waits for a writer without a gap are left out,
     because a running transaction may cause them.
@@ -271,7 +271,7 @@ def silent_after_seconds(policies: Policies, stream: str) -> float:
 
 
 def _of_stream(
-    name: str, stream: StreamState, now: float, silent: float, reading: Reading | None
+    name: str, stream: StreamState, now: float, silent: float, reading: ReadStatus | None
 ) -> Iterator[OpenRange]:
     lag = linear_lag(stream)
     stream.writers.open_waiting()
@@ -305,7 +305,7 @@ def source_of(stream: StreamState, writer: str) -> Source | None:
     return None
 
 
-def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: Reading | None) -> float | None:
+def missed_heartbeat_seconds(source: Source, home: int | None, now: float, reading: ReadStatus | None) -> float | None:
     """Seconds since the newest record of a source, if the source has missed its heartbeat. None if it has not, or if
     that is not known, because no pipeline is active or the stream's partition `home` has unread records.
     """
@@ -315,7 +315,7 @@ def missed_heartbeat_seconds(source: Source, home: int | None, now: float, readi
 
 
 def source_problem(
-    source: Source, home: int | None, now: float, reading: Reading | None, *, bridged: bool = False
+    source: Source, home: int | None, now: float, reading: ReadStatus | None, *, bridged: bool = False
 ) -> str:
     """A message if a source is silent or blocked; else empty."""
     name = "the bridge to Synapse" if bridged else f"the relay {source.writer}"
@@ -328,7 +328,7 @@ def source_problem(
 
 
 def source_problems(
-    stored: Mapping[str, bytes], now: float, reading: Reading | None, bridged: Collection[str] = ()
+    stored: Mapping[str, bytes], now: float, reading: ReadStatus | None, bridged: Collection[str] = ()
 ) -> Iterator[str]:
     """A message for each source that is silent or blocked. Only streams with OPEN records are decoded."""
     for name, data in sorted(stored.items()):
@@ -340,7 +340,7 @@ def source_problems(
 
 
 def _sources(
-    name: str, stream: StreamState, now: float, reading: Reading | None, known: Collection[str]
+    name: str, stream: StreamState, now: float, reading: ReadStatus | None, known: Collection[str]
 ) -> Iterator[OpenRange]:
     """The sources that are silent or blocked while no position is blocked. They may have unsent facts."""
     for source in sources(stream):
@@ -426,7 +426,7 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, unjoined: 
 
 
 def writer_verdict(
-    stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: Reading | None = None
+    stream: StreamState, writer: str, seen: int, now: float, silent: float, reading: ReadStatus | None = None
 ) -> Verdict:
     """The state of a writer that joined.
 
@@ -448,7 +448,7 @@ def writer_verdict(
         return "blocked"
     if source.report.heartbeat:
         seen = max(seen, source.seen)
-    return verdict(last_seen(seen), transactions, now, max(silent, source.patience))
+    return verdict(last_seen(seen), transactions, now, max(silent, source.heartbeat_timeout))
 
 
 def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:

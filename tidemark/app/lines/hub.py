@@ -211,7 +211,7 @@ class Hub:
                     is_complete = await loop.run_in_executor(thread, tail.begin, progress.offsets)
                     self._rows.begin(is_complete, progress.allocated)
                     if problem is not None:
-                        log.info("Reading rows from Kafka again")
+                        log.info("Rows can be read from Kafka again")
                     problem = None
                     while True:
                         self._add_records(await loop.run_in_executor(thread, tail.read, POLL_SECONDS))

@@ -214,8 +214,8 @@ class RowBuffer:
         """Begin a new read of the topic.
 
         Args:
-            is_complete: by partition, whether its first record is read.
-            highest_named: by stream, the highest ID that unread earlier records may have named.
+            is_complete: by partition, whether the read begins at the first record of the partition.
+            highest_named: by stream, the highest ID that earlier records, which are not read, may have named.
         """
         self.end()
         self._is_complete = is_complete

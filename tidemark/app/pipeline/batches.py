@@ -256,7 +256,7 @@ class BatchHandler:
 
 
 MAX_REFUSED_RECORDS = 100
-"""The largest number of refused records of a stream that one call of `Isolation.find` returns."""
+"""The largest number of refused records of a stream that one call of `Isolation.find_refused_records` returns."""
 
 _PROBE: Final = "tidemark.probe"
 _packets = msgspec.msgpack.Decoder(Packet)
@@ -300,7 +300,9 @@ class Isolation:
     offsets: TopicOffsets
     bounds: Bounds
 
-    def find(self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused) -> TidemarkError:
+    def find_refused_records(
+        self, number: int, effects: Sequence[ShardEffects], refused: ContentRefused
+    ) -> TidemarkError:
         """Find the refused records of a batch. The previous batch must be applied.
 
         Args:
@@ -373,7 +375,11 @@ class Isolation:
                     refused, problem = half, message
             record = records[refused - 1]
             if record.origin in refused_records or refusal(accepted) is not None:
-                log.error("Postgres refuses a stream regardless of its records", stream=stream, problem=problem)
+                log.error(
+                    "Postgres refuses the changes of a stream, and no single record is the cause",
+                    stream=stream,
+                    problem=problem,
+                )
                 return {}
             refused_records[record.origin] = problem
             log.error(

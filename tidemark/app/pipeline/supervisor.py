@@ -43,7 +43,7 @@ from tidemark.common.errors import (
     Unavailable,
 )
 from tidemark.common.log import get_logger
-from tidemark.sinks.background import LeasedThread, Maintenance, MaintenanceConfig, WaitWatch
+from tidemark.sinks.background import BatchWaitMonitor, LeasedThread, Maintenance, MaintenanceConfig
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig, RequeueConfig, Requeuer
 from tidemark.sinks.port import Sink
 from tidemark.sinks.positions_topic import PositionsTopic, PositionsTopicConfig
@@ -183,7 +183,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 health.set_state(str(error))
                 stopping.wait(pause)
             finally:
-                if pipeline_run.is_prepared:  # the accepted differences are recorded; later ones are not accepted
+                if pipeline_run.is_prepared:  # the operator's `accept` is for one start only
                     accept = frozenset()
     log.info("The pipeline has stopped")
 
@@ -284,7 +284,7 @@ class PipelineRun:
             )
             requeue = RequeueConfig(facts, kafka.client(), producer_settings(kafka, facts))
             requeuer = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.REQUEUED.inc))
-            wait_watch = stack.enter_context(WaitWatch(postgres.waits, lease))
+            wait_monitor = stack.enter_context(BatchWaitMonitor(postgres.waits, lease))
             policy_watch = stack.enter_context(
                 PolicyWatch(postgres.policies, lease, start.policies, self._collector.set_policies)
             )
@@ -295,15 +295,21 @@ class PipelineRun:
             one_task = self._is_local and is_light(len(start.states), start.lag)
             self._ends_when_light = self._is_local and not one_task and is_light(len(start.states), 0)
             self._batches = BatchHandler(
-                publisher, self._collector, start.seed, start.topics, trace, isolation.find, one_task=one_task
+                publisher,
+                self._collector,
+                start.seed,
+                start.topics,
+                trace,
+                isolation.find_refused_records,
+                one_task=one_task,
             )
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(
                 query_folder(settings.checkpoint) if store is None else store_folder(spark, store)
             )
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease, one_task=one_task))
-            threads = self._batches, lag_monitor, maintenance, requeuer, policy_watch, wait_watch
-            self._supervise(spark, running, lease, sinks, threads, wait_watch)
+            threads = self._batches, lag_monitor, maintenance, requeuer, policy_watch, wait_monitor
+            self._supervise(spark, running, lease, sinks, threads, wait_monitor)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """The sinks, in the order in which they publish."""
@@ -361,7 +367,7 @@ class PipelineRun:
         lease: Lease,
         sinks: Sequence[Sink],
         threads: Sequence[BatchHandler | LagMonitor | LeasedThread],
-        wait_watch: WaitWatch,
+        wait_monitor: BatchWaitMonitor,
     ) -> None:
         """Check the query and all threads twice a second. Raises the first failure."""
         secrets_checked_at = time.monotonic()
@@ -389,7 +395,7 @@ class PipelineRun:
                     if not self.has_published:
                         self._executors_with_states |= present
                     engine.require_executors(spark, self._executors_with_states, present)
-                problem = wait_watch.problem if self._is_local or present else NO_EXECUTOR
+                problem = wait_monitor.problem if self._is_local or present else NO_EXECUTOR
                 if problem is not None and problem != self._health.readiness_problem():
                     log.warning("No batch can run", problem=problem)
                 self._health.set_state(problem)

@@ -16,7 +16,7 @@ from tidemark.app.versions import require_neighbour
 from tidemark.common.errors import Slow, StateTooNew, Unavailable
 from tidemark.sinks.postgres.history import ChangesSince, DurableMark
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import Condition, LateCount, Reading
+from tidemark.sinks.postgres.status import Condition, LateCount, ReadStatus
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.reader import History, MissedChanges, ReadHistory, StreamHistory
 from tidemark.streaming.core import codec
@@ -223,7 +223,7 @@ def _open_ranges(
             yield from open_ranges.find_open_ranges({name: stored}, now, policies, starts, bridges, reading)
 
 
-def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: Reading | None) -> bool:
+def _may_be_blocked(stream: CaughtUpStream | None, now: float, reading: ReadStatus | None) -> bool:
     if stream is None:
         return True
     since = math.inf if reading is None else reading.since

@@ -156,7 +156,7 @@ class Snapshots:
         self._names_at = -NAMES_CACHE_SECONDS
 
     @property
-    def has_any(self) -> bool:
+    def has_positions(self) -> bool:
         """Whether the positions of any stream are in memory."""
         return bool(self._answered.streams)
 

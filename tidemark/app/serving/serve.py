@@ -190,7 +190,7 @@ async def serve_lines(
     is configured. Clients are disconnected when `stopping` is set.
     """
 
-    def tail() -> Tail:
+    def open_tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
 
     host, port = listening.getsockname()[:2]
@@ -200,7 +200,7 @@ async def serve_lines(
             host=host,
             port=port,
         )
-    hub = Hub(read_side, tail, settings.lines_row_buffer_mib << 20)
+    hub = Hub(read_side, open_tail, settings.lines_row_buffer_mib << 20)
     server = LineServer(hub, LineServerConfig(settings.lines_server_name, max_connections))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())

@@ -204,7 +204,7 @@ class FaultInjector:
                     self._source_faults.begin(planned)
                 return
             case _:
-                raise ValueError(f"{planned.fault} happens inside transactions")
+                raise ValueError(f"the services themselves cause {planned.fault}, in their transactions")
         if target:
             self._count_fault(planned.fault, target)
         elif planned.fault is Fault.RELAY or self._restarts(planned.fault):

@@ -252,7 +252,7 @@ class _BackfillThread(_RoomThread):
     def _backfill(self, connection: Connection, room: str) -> None:
         if self._random.random() < COMPACTION_PROBABILITY:
             tables.compact_states(connection, room)
-        tables.locked(connection, room)
+        tables.lock_room(connection, room)
         missing = tables.backward_extremities(connection, room)[:5]
         for event, before in sorted(fetched(connection, missing), key=lambda fetched_event: -fetched_event[0].depth):
             self._fetch(connection, before)

@@ -457,7 +457,7 @@ class RoomsWorkload(Workload):
     faults = ALL - SOURCE_FAULTS
 
     @property
-    def database(self) -> str:
+    def database_suffix(self) -> str:
         return "_".join(filter(None, ["rooms", self.plan.writer_plan.prefix.strip("_")]))
 
     @property

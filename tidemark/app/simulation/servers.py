@@ -99,7 +99,7 @@ class Replacement:
         self._replica.copy(as_standby=self.successor is not Successor.IMAGE)
         if self.successor is not Successor.IMAGE:
             self._replica.start()
-            self._replica.stream(synchronous=self.successor is Successor.IN_STEP)
+            self._replica.wait_until_streaming(synchronous=self.successor is Successor.IN_STEP)
         if self.successor is Successor.LAGGING:
             self._replica.fall_behind()
 
@@ -109,7 +109,7 @@ class Replacement:
             self._replica.start()
         with self.verification.paused():  # a comparison would block on a frozen server
             if self.successor is Successor.IN_STEP:  # the origin may have been restarted since `prepare`
-                self._replica.stream(synchronous=True)
+                self._replica.wait_until_streaming(synchronous=True)
             if self.successor is Successor.IMAGE:
                 self._replica.freeze_origin()
             else:

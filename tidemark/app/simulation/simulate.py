@@ -103,8 +103,8 @@ def run(settings: Settings, plan: SimulationPlan, workload_name: str, *, verify:
 def _prepare_databases(settings: Settings, workload: Workload, services: str) -> SimulationDatabases:
     """Create the missing databases, streams and tables. `services` is the DSN of the services' Postgres server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    facts = tables.make_database(services, workload.database)
-    effects = tables.make_database(settings.postgres(), workload.database)
+    facts = tables.make_database(services, workload.database_suffix)
+    effects = tables.make_database(settings.postgres(), workload.database_suffix)
     tables.prepare_writing(facts)
     _require_untaken(settings, facts, workload.streams)
     workload.make_tables(facts, effects)

@@ -162,8 +162,8 @@ class Comparison:
 
     @cached_property
     def _again(self) -> set[int]:
-        """The duplicated facts that restores explain: received once in order, and at most once late for each
-        restore."""
+        """The facts that a reader received twice because of restores, which is no error: once in order, and as late
+        at most once for each restore."""
         if self.resent_above is None:
             return set()
         wrong = _received_more_than(1, (row for row in self.delivered if not row.late))
@@ -470,7 +470,7 @@ def _committed(connection: Connection, stream: str) -> list[FactRow]:
 class StreamsWorkload(Workload):
     """Services that write rows with `tidemark.append`, readers of the reader's library, and readers in SQL."""
 
-    database = "demo"
+    database_suffix = "demo"
     readers = (*LIBRARY_READERS, *SQL_PROCESSES)
 
     @property

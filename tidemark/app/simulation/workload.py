@@ -266,8 +266,8 @@ class Workload(ABC):
 
     @property
     @abstractmethod
-    def database(self) -> str:
-        """The suffix of the names of its databases."""
+    def database_suffix(self) -> str:
+        """The last part of the names of its databases."""
 
     @property
     @abstractmethod

@@ -155,8 +155,8 @@ def _unprivileged_user() -> tuple[int, int]:
 def as_ordinary_user() -> list[str]:
     """The prefix of a command that runs the rest of the command as an unprivileged user. Raises `NeedsOrdinaryUser`.
 
-    The shell is needed: only a program that starts after the change of user has the capability, and finding the binary
-    needs the capability.
+    The command starts a shell, because `setpriv` itself does not have the capability `dac_override`. The shell has it,
+    and needs it to find the binary.
     """
     if os.geteuid() != 0:
         return []
@@ -209,7 +209,7 @@ class Replica(PostgresServer):
         self.run_preparation(command, server_environment(self._origin.libpq))
         new.rename(self.data)
 
-    def stream(self, *, synchronous: bool) -> None:
+    def wait_until_streaming(self, *, synchronous: bool) -> None:
         """Wait until the standby streams. With `synchronous`, commits of the origin then wait for the standby."""
         if synchronous:
             self._query_origin("alter system set synchronous_standby_names = '*'")

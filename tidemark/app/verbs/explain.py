@@ -113,7 +113,8 @@ def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: dateti
 
 
 def _retirements(now: StreamState, stay: LinearStay) -> dict[str, datetime]:
-    """By name, when blockers of this stay retired during it, as far as the state still has them."""
+    """By name of a blocker, the time at which it retired, if it did so while the linear position stayed. Only writers
+    that the current state still has."""
     return {
         name: time
         for name, known in now.writers.items()

@@ -56,7 +56,7 @@ def late_resolve(
     This changes no position and notifies no reader, so process the facts first.
     """
     with _database() as database:
-        completions = database.numbered(stream, numbers)
+        completions = database.with_numbers(stream, numbers)
         missing = sorted({*numbers} - {completion.number for completion in completions})
         if missing:
             raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")

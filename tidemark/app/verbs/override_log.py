@@ -49,7 +49,7 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
 def overrides_show(number: int, *, as_json: bool) -> None:
     """Show the override NUMBER with all its fields."""
     with _database() as database:
-        entry = database.numbered(number)
+        entry = database.with_number(number)
     if entry is None:
         raise CommandFailed(f"there is no override {number}; `tidemark overrides list` shows the newest")
     click.echo(as_object(entry) if as_json else sanitize(_details(entry)))

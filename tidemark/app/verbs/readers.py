@@ -335,7 +335,7 @@ def _distance(before: int, after: int) -> str:
 
 
 def _parked_facts(store: ReaderPlaces, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
-    facts = store.numbered(reader, stream, ids)
+    facts = store.parked_with_ids(reader, stream, ids)
     missing = sorted({*ids} - {fact.id for fact in facts})
     if missing:
         raise CommandFailed(f"{reader} of {stream} has no parked fact {', '.join(map(str, missing))}")

@@ -22,7 +22,7 @@ from tidemark.app.output import as_object, count, duration, echo, id_range, sani
 from tidemark.app.verbs import gaps
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.positions import RequeueStatus
-from tidemark.sinks.postgres.status import BridgeStatus, Reading, SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, ReadStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.effects import Blocker, LinearBlocker, LinearLag, Source, Summary, is_brief, summarize
@@ -78,7 +78,7 @@ class StreamStatus:
     requeues: list[RequeueStatus]
     bridge: BridgeStatus | None
     home: int | None = None
-    reading: Reading | None = None
+    reading: ReadStatus | None = None
 
 
 def read(
@@ -87,7 +87,7 @@ def read(
     faults: Sequence[SinkFault] = (),
     requeues: Sequence[RequeueStatus] = (),
     bridges: Mapping[str, BridgeStatus] = {},
-    reading: Reading | None = None,
+    reading: ReadStatus | None = None,
 ) -> list[StreamStatus]:
     """The status of all streams, or of `only` one, sorted by name. `stored`: the encoded states, by stream."""
     return [
@@ -110,7 +110,7 @@ def _status(
     faults: list[SinkFault],
     requeues: list[RequeueStatus],
     bridge: BridgeStatus | None,
-    reading: Reading | None,
+    reading: ReadStatus | None,
 ) -> StreamStatus:
     stream = codec.decode(data)
     signed = stream.direction.signed

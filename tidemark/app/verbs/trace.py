@@ -168,7 +168,7 @@ def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> I
     if trace.settled:
         trace.line = past.passed(stream, id, trace.settled[0].time)
     trace.writers = [*_writers_below(now, id)]
-    trace.late, trace.acts = past.late(stream, id), past.acts_about(stream, id)
+    trace.late, trace.acts = past.late(stream, id), past.overrides_about(stream, id)
     return trace
 
 

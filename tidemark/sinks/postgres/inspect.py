@@ -417,7 +417,7 @@ class LateCompletions:
             (stream, stream, resolved, most),
         )
 
-    def numbered(self, stream: str, numbers: Sequence[int]) -> list[LateFact]:
+    def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[LateFact]:
         """The late completions with these numbers, oldest first. Unknown numbers are left out."""
         return self._session.fetch_all(
             LateFact, _LATE + " where stream = %s and l.number = any(%s) order by l.number", (stream, list(numbers))
@@ -511,6 +511,6 @@ class IdInspection(StreamInspection):
     def late(self, stream: str, id: int) -> list[LateFact]:
         return LateCompletions(self._session).about(stream, id, MOST)
 
-    def acts_about(self, stream: str, id: int) -> list[OverrideEntry]:
+    def overrides_about(self, stream: str, id: int) -> list[OverrideEntry]:
         """The overrides whose range contains the ID."""
         return OverrideLog(self._session).about(stream, id, MOST)

@@ -115,7 +115,10 @@ class Lease:
         self.lost.set()
 
     def give_up(self) -> None:
-        """Stop renewing the lease, and stop every thread that waits to publish. No other process has the lease yet."""
+        """Stop renewing the lease, and stop every thread that waits to publish.
+
+        Other processes cannot take the lease before it is released or expires.
+        """
         self.lost.set()
 
     def __enter__(self) -> Self:

@@ -114,7 +114,10 @@ EVERY_STREAM: Final = ""
 
 
 class OverrideLog:
-    """Needs the roles tidemark_reader and tidemark_operator. Raises `Unavailable` and `Refused`."""
+    """The log of operator overrides in Postgres.
+
+    Needs the roles tidemark_reader and tidemark_operator. Methods raise `Unavailable` and `Refused`.
+    """
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
@@ -221,7 +224,7 @@ class OverrideLog:
             {"stream": stream, "id": id, "most": most},
         )
 
-    def numbered(self, number: int) -> OverrideEntry | None:
+    def with_number(self, number: int) -> OverrideEntry | None:
         return self._session.fetch_one(OverrideEntry, _LISTED + " where number = %s", (number,))
 
 

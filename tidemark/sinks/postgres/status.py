@@ -76,7 +76,7 @@ def lagging(connection: Connection) -> list[LaggingPartition]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadStatus:
     """A pipeline that has read Kafka without a break since `since` (s since 1970). `lagging`: partitions with records
     that have been unread for ten seconds or longer.
     """
@@ -112,7 +112,7 @@ class SinkFault:
 
 @dataclass(frozen=True, slots=True)
 class BridgeStatus:
-    """The `tidemark synapse` of a stream.
+    """The state of the `tidemark synapse` process that sends a stream.
 
     `speaks`: whether a process is connected; None on a replica, which cannot know. `since`: the time of the connection;
     None without a connection, or if this user may not see it.
@@ -230,7 +230,7 @@ class Conditions:
         owner = lease.owner or None
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
-    def reading(self) -> Reading | None:
+    def reading(self) -> ReadStatus | None:
         """The active pipeline; None if there is none, or its batch waits. The silence of a writer is unknown then."""
         rows = self._session.fetch_tuples(
             """
@@ -238,7 +238,7 @@ class Conditions:
             from tidemark.query_lease where owner <> '' and expires_at > now() and waits_for is null
             """
         )
-        return Reading(rows[0][0], frozenset(rows[0][1])) if rows else None
+        return ReadStatus(rows[0][0], frozenset(rows[0][1])) if rows else None
 
     def begun(self) -> set[tuple[str, str, int]]:
         """(stream, writer, epoch) of each epoch that an operator's override began."""
@@ -264,7 +264,7 @@ class Conditions:
         return {stream: BridgeStatus(speaks, since) for stream, speaks, since in rows}
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
-        """The streams of `streams` that have late completions."""
+        """The count of late completions, for each of `streams` that has any."""
         rows = self._session.fetch_tuples(
             """
             select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)

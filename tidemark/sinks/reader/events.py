@@ -148,8 +148,8 @@ class Place:
         linear: the place of every writer that has no entry in `positions`.
         positions: by writer; an entry may be below `linear`. Empty in linear mode.
         late: the number of the last late completion.
-        is_settled: a reader of a table also has the rows up to `linear` of writers that Tidemark does not know, which a
-            table older than its stream has. False is always safe: the range is read again.
+        is_settled: whether a reader of a table also has the rows up to `linear` that no known writer wrote. A table has
+            such rows if it is older than its stream. False is always safe: the range is read again.
     """
 
     linear: int = 0

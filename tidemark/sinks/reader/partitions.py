@@ -180,8 +180,8 @@ class PartitionedReadProgram:
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
-        """Wait for an entry beyond the last one that the first lane has read, because the other lanes have read
-        later.
+        """Wait for an entry beyond the last one that the first waiting partition has read. The other partitions have
+        read later, so none of them misses an entry.
         """
         waits = [lane.waits_with for lane in self._own]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)

@@ -155,7 +155,7 @@ class ReaderPlaces:
         """The parked facts, newest first."""
         return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, most=most)
 
-    def numbered(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
+    def parked_with_ids(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
         """The parked facts with these IDs. Facts that are not parked are left out."""
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))

@@ -136,7 +136,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
 
 
 def passed_by_burst(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
-    """The part of a late range that the burst passes."""
+    """The part of a late range between the current place and `goal`, the place after the events that were read."""
     yield from _parts(checkpoint, late, goal)[1]
 
 

@@ -156,9 +156,10 @@ class _SharedReads:
 
 
 class _SharedWatch:
-    """Waits for new entries of the lists of streams, with one long-waiting connection for all of them.
+    """Waits for new entries of the lists of all streams, with one connection.
 
-    A second connection waits for streams that are added meanwhile, for short times, until the first one can take them.
+    This connection cannot add a stream during a wait. A second connection waits for added streams, with a short
+    time-out, until the wait of the first one has ended.
     """
 
     def __init__(self, client: Any) -> None:

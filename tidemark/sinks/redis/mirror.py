@@ -69,7 +69,7 @@ class Mirror:
     def compared(self) -> dict[str, tuple[int, int]]:
         return self._linear
 
-    def lost(self) -> bool:
+    def check_for_loss(self) -> bool:
         """Replace the sentinel. True if the last sentinel is gone: Redis was flushed, restored or replaced."""
         last = f"{self._fence.token}:{self._stamps}"
         self._stamps += 1

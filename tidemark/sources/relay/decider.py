@@ -79,7 +79,9 @@ class Decision:
         return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def ids(self) -> dict[str, Intervals]:
-        """By writer, the IDs that have an edge of one ID: IDs of facts, and voids for the database itself."""
+        """By writer, the IDs that have an edge of their own: the IDs of its facts. IDs without a fact belong to the
+        writer that stands for the database.
+        """
         by_writer: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:
             by_writer.setdefault(self.stream_epoch.name_of(fact.writer), []).append(fact.id)
@@ -158,8 +160,8 @@ class Decider:
         return {state.stream_epoch.stream.name: state.evidence.undecided for state in self._streams.values()}
 
     @property
-    def kept(self) -> dict[str, int]:
-        """By stream: how many IDs lie above the floor."""
+    def ids_above_floor(self) -> dict[str, int]:
+        """By stream, the number of IDs above its floor: Kafka has everything up to the floor."""
         return {
             state.stream_epoch.stream.name: state.evidence.head - state.evidence.floor
             for state in self._streams.values()
@@ -274,17 +276,17 @@ class Decider:
                 else:
                     self.without_beat.add(stream)
 
-    def acknowledged(self, decided: Decision) -> None:
+    def note_acknowledged(self, decided: Decision) -> None:
         """Note that Kafka has all records of a decision."""
         state = self._streams[decided.stream_epoch.stream.number]
         state.rows_sent = state.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():
             state.acknowledged = state.acknowledged.union(ids)
             if state.chains is not None:
-                state.chains.acknowledged(writer, ids)
+                state.chains.note_acknowledged(writer, ids)
         if state.chains is not None:
             for writer, ids in edges(decided.announced).items():
-                state.chains.acknowledged(writer, ids)
+                state.chains.note_acknowledged(writer, ids)
 
     def settle(self, most: int | None = None) -> Generator[str]:
         """Raise each floor to the ID up to which everything is in Kafka, and delete the rows below.

@@ -107,7 +107,7 @@ def _edges(decided: Decision) -> Iterator[_RecordEdge]:
             yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)
             next_void = next(voids, None)
         try:
-            rows = () if fact.void else [*map(_decoder.decode, fact.rows)]
+            rows = () if fact.is_void else [*map(_decoder.decode, fact.rows)]
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
             stream = decided.stream_epoch.stream
             raise MalformedFact(stream.name, stream.towards.signed(fact.id), str(error)) from None
@@ -132,7 +132,7 @@ class InFlight:
     size: int
     left: int = 0
 
-    def acknowledged(self) -> None:
+    def note_acknowledged(self) -> None:
         self.left -= 1
 
     def counted(self, values: Iterable[bytes]) -> Iterator[bytes]:
@@ -150,8 +150,8 @@ def send(producer: RecordProducer, decided: Decision, most_facts: int) -> InFlig
     most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _AROUND_BYTES)
     # `left` begins with 1, so that the decision is not acknowledged before all records are sent.
     parcel = InFlight(decided.without_rows(), size, 1)
-    producer.send_all(name, parcel.counted(encode_decision(decided, most_facts, most_bytes)), parcel.acknowledged)
-    parcel.acknowledged()
+    producer.send_all(name, parcel.counted(encode_decision(decided, most_facts, most_bytes)), parcel.note_acknowledged)
+    parcel.note_acknowledged()
     return parcel
 
 

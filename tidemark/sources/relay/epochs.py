@@ -262,7 +262,7 @@ def _now(connection: Connection) -> int:
     return int(row[0])
 
 
-def acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
+def note_acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
     """Note that Kafka has the JOINs and RETIREs of the streams."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"

@@ -269,7 +269,7 @@ class WriterChains:
             gaps += pairwise(cuts)
         return gaps
 
-    def acknowledged(self, writer: str, ids: Intervals) -> None:
+    def note_acknowledged(self, writer: str, ids: Intervals) -> None:
         """Note that Kafka has these edges of the writer."""
         if (chain := self._chains.get(writer)) is not None:
             chain.acknowledged = chain.acknowledged.union(ids)

@@ -60,7 +60,7 @@ class AppendedFact:
     writer: str = ""
 
     @property
-    def void(self) -> bool:
+    def is_void(self) -> bool:
         return not self.rows or self.writer == BEAT
 
     @property
@@ -69,8 +69,8 @@ class AppendedFact:
         return [row.decode() for row in self.rows] if self.writer == BEAT else ()
 
     def without_rows(self) -> "AppendedFact":
-        """A copy without its rows, to free memory; `void` is unchanged."""
-        return self if self.void else replace(self, rows=_SENT)
+        """A copy without its rows, to free memory; `is_void` is unchanged."""
+        return self if self.is_void else replace(self, rows=_SENT)
 
 
 _SENT = (b"",)

@@ -158,7 +158,7 @@ class AppendRelay(RunLoop):
                 event = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
-            epochs.acknowledged(connection, together)
+            epochs.note_acknowledged(connection, together)
         return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
@@ -239,11 +239,11 @@ class AppendRelay(RunLoop):
         """Apply the acknowledgements of Kafka."""
         self._poll_kafka()
         for in_flight in [in_flight for in_flight in self._in_flight if not in_flight.left]:
-            decider.acknowledged(in_flight.decided)
+            decider.note_acknowledged(in_flight.decided)
             name = in_flight.decided.stream_epoch.stream.name
-            self._metrics.facts.labels(name).inc(sum(1 for fact in in_flight.decided.facts if not fact.void))
+            self._metrics.facts.labels(name).inc(sum(1 for fact in in_flight.decided.facts if not fact.is_void))
             self._metrics.voids.labels(name).inc(
-                in_flight.decided.voids.width() + sum(1 for fact in in_flight.decided.facts if fact.void)
+                in_flight.decided.voids.width() + sum(1 for fact in in_flight.decided.facts if fact.is_void)
             )
         before, self._in_flight = len(self._in_flight), [in_flight for in_flight in self._in_flight if in_flight.left]
         if len(self._in_flight) < before or not (self._in_flight or self._due):
@@ -252,7 +252,7 @@ class AppendRelay(RunLoop):
     def _update_metrics(self, connection: Connection, decider: Decider) -> None:
         for name, count in decider.undecided.items():
             self._metrics.undecided.labels(name).set(count)
-        for name, count in decider.kept.items():
+        for name, count in decider.ids_above_floor.items():
             self._metrics.kept.labels(name).set(count)
         self._report(queries.blockers(connection) if decider.open else [], self._blocked)
 

@@ -80,8 +80,8 @@ class SequenceState:
         return self._problem(stream, f"it has {self.unfit}, so it may give out IDs that were declared void", do)
 
     def lags_table(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
-        """The problem of a sequence that has not given out `highest` (a magnitude), although the table has a row with
-        that ID.
+        """The problem of a sequence that has not given out the ID `highest`, although the outbox has a row with it.
+        `highest` is without its sign.
         """
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
@@ -213,8 +213,10 @@ _SHARE = 0.05
 
 
 class StrayRowQuery:
-    """Queries stray rows in every round, or for 5 % of the time if a query takes longer than `QUICK`: dead rows that
-    vacuum cannot remove yet slow it down.
+    """Queries the outbox for stray rows, which have impossible IDs (`stray_rows`), in every round.
+
+    The query is slow while vacuum cannot remove dead rows. If it takes longer than `QUICK`, it runs less often, for at
+    most 5 % of the time.
     """
 
     def __init__(self) -> None:
@@ -295,10 +297,11 @@ def find_regressions(connection: Connection) -> list[Regression]:
 
 
 def warn_readers_of_filled_ids(connection: Connection) -> None:
-    """Begin a new timeline for the readers of each stream that has a fact at or below their position which is younger
-    than the position: its sequence was set back and has passed the position again, and no process noticed.
+    """Begin a new timeline for the readers of each stream whose sequence was set back unnoticed.
 
-    The transactions of the facts below a position end before the transaction that stores the position begins.
+    The evidence is a fact at or below the readers' position that is younger than the position. Without a reset of the
+    sequence there is no such fact: the transactions of all facts below a position end before the transaction that
+    stores the position begins.
     """
     rows = connection.execute(
         """

@@ -19,11 +19,11 @@ from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.rules import (
     DEEPEST_EVENT,
     MEMBER,
-    Around,
     BadEvent,
     HeldAs,
     KeyHolder,
     KnownEvent,
+    RelatedEvents,
     RoomChange,
     RoomEvent,
     State,
@@ -133,15 +133,15 @@ class RoomStore:
         given: Collection[str] | None,
         reserved: int | None,
     ) -> int | None:
-        room = tables.locked(connection, event.room)
+        room = tables.lock_room(connection, event.room)
         events = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
         stored = {id: other for id, (other, _) in events.items()}
-        around = Around(
+        related = RelatedEvents(
             stored.get(event.id),
             {id: stored[id].known for id in event.prevs if id in stored},
             tables.named_by(connection, event.room, event.id),
         )
-        change = persisted(event, around, timeline)
+        change = persisted(event, related, timeline)
         before = given_state(event, change, given, stored)
         groups, group = PostgresGroups(connection, event.room), None
         if not event.held_as.outlier:
@@ -298,6 +298,6 @@ def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
     """The prev events and the depth of a new event, which follows the room's forward extremities. Requires the room's
     lock.
     """
-    tables.locked(connection, room)
+    tables.lock_room(connection, room)
     prevs = chosen_prevs(known for known, _ in tables.forward_extremities(connection, room).values())
     return tuple(known.id for known in prevs), depth_after(prevs)

@@ -96,7 +96,7 @@ class RoomEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class RelatedEvents:
     """An event's stored copy, if any, its prev events (of any room and kind), and the events of its room with an edge
     to it. An event whose edge counts is included as a regular one.
     """
@@ -110,11 +110,17 @@ class Around:
 class RoomChange:
     """The effects of persisting an event.
 
-    `timeline`: the stream on which it is published; None for an outlier, which is not published. `extremity`: it
-    becomes a forward extremity. `counts`: its edges count. Then its prev events are no longer forward extremities; if
-    some of them are soft-failed or rejected, their edges count from now on too. If it has edges, it is no longer a
-    backward extremity, and its `missing` prev events become backward extremities. The edges from the events `untrue` to
-    it are removed, because these events state a wrong depth."""
+    If the event has edges, it is no longer a backward extremity.
+
+    Attributes:
+        edges: its prev events.
+        counts: whether its edges end forward extremities: its prev events are no longer forward extremities. If some of
+            the prev events are soft-failed or rejected, their edges count from now on too.
+        extremity: whether the event becomes a forward extremity.
+        missing: prev events that are not stored; they become backward extremities.
+        timeline: the stream on which the event is published; None for an outlier, which is not published.
+        untrue: events that state a wrong depth; their edges to this event are removed.
+    """
 
     edges: tuple[str, ...]
     counts: bool
@@ -124,24 +130,24 @@ class RoomChange:
     untrue: tuple[str, ...] = ()
 
 
-def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -> RoomChange:
+def persisted(event: RoomEvent, related: RelatedEvents, timeline: Timeline = "events") -> RoomChange:
     """The effects of persisting `event`, which arrives live or as history (`backfill`). Raises `BadEvent`."""
     _check_alone(event)
-    if around.itself is not None:
-        _check_again(event, around.itself)
+    if related.itself is not None:
+        _check_again(event, related.itself)
     if event.held_as.outlier:
         stream: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
         return RoomChange((), counts=False, extremity=False, missing=(), timeline=stream)
-    _check_place(event, around)
-    true = [other for other in around.named_by if other.depth > event.depth]
+    _check_place(event, related)
+    true = [other for other in related.named_by if other.depth > event.depth]
     is_followed = any(other.held_as.counts for other in true)
     return RoomChange(
         edges=event.prevs,
         counts=event.held_as.counts or is_followed,
         extremity=event.held_as.counts and not is_followed,
-        missing=tuple(id for id in event.prevs if _is_missing(around.prevs.get(id))),
+        missing=tuple(id for id in event.prevs if _is_missing(related.prevs.get(id))),
         timeline=timeline,
-        untrue=tuple(other.id for other in around.named_by if other.depth <= event.depth),
+        untrue=tuple(other.id for other in related.named_by if other.depth <= event.depth),
     )
 
 
@@ -203,20 +209,20 @@ def _check_again(event: RoomEvent, stored: RoomEvent) -> None:
     _require(event, again, f"a duplicate: it is stored already, as {stored.held_as}")
 
 
-def _check_place(event: RoomEvent, around: Around) -> None:
+def _check_place(event: RoomEvent, related: RelatedEvents) -> None:
     """Edges stay in the room and lead from deeper events to less deep ones, or among the deepest to earlier ones, so
     there is no cycle. An event that names this one and is not deeper states a wrong depth; its edge is removed.
     """
-    for known in around.prevs.values():
+    for known in related.prevs.values():
         _require(event, known.room == event.room, f"its prev event {known.id} is of another room, {known.room}")
-    least = depth_after(around.prevs.values())
-    deepest = max((known.depth for known in around.prevs.values()), default=0)
-    if len(around.prevs) == len(event.prevs):
+    least = depth_after(related.prevs.values())
+    deepest = max((known.depth for known in related.prevs.values()), default=0)
+    if len(related.prevs) == len(event.prevs):
         right = f"an event after these prev events has {least}"
         _require(event, event.depth == least, f"its depth is {event.depth}, and {right}")
     _require(event, event.depth >= least, f"its depth is {event.depth}, and a prev event's is {deepest}")
-    for other in around.named_by:
-        _require(event, other.id not in around.prevs, f"a cycle: it and {other.id} name each other")
+    for other in related.named_by:
+        _require(event, other.id not in related.prevs, f"a cycle: it and {other.id} name each other")
 
 
 def _require(event: RoomEvent, fine: bool, problem: str) -> None:  # noqa: FBT001 - a condition, not a switch
@@ -315,8 +321,12 @@ def given_state(
             raise BadEvent(
                 event.id, f"the state before it names {id}, which is not stored as a state event of its room"
             )
-        if other.key in state or (other.depth >= event.depth and event.depth < DEEPEST_EVENT):
-            raise BadEvent(event.id, f"the state before it names {id}, which is no less deep, or the second of its key")
+        if other.key in state:
+            raise BadEvent(
+                event.id, f"the state before it names {id} and another event with the same type and state key"
+            )
+        if other.depth >= event.depth and event.depth < DEEPEST_EVENT:
+            raise BadEvent(event.id, f"the state before it names {id}, whose depth {other.depth} is not below its own")
         state[other.key] = KeyHolder(other.depth, other.id)
     return state
 

@@ -89,7 +89,7 @@ class LockedRoom(NamedTuple):
     turn: int
 
 
-def locked(connection: Connection, room: str) -> LockedRoom:
+def lock_room(connection: Connection, room: str) -> LockedRoom:
     """Take the room's lock until the transaction ends."""
     row = connection.execute(
         "insert into rooms.rooms (room, turn) values (%s, 1) on conflict (room) do update set turn = rooms.turn + 1"
@@ -213,7 +213,7 @@ def compact_states(connection: Connection, room: str) -> int:
     """Store the room's state groups in fewer rows, in a transaction of its own. Returns the number of removed
     groups."""
     with connection.transaction():
-        locked(connection, room)
+        lock_room(connection, room)
         stored = _stored(connection, room)
         rows = connection.execute(
             "select distinct state_group from rooms.events where room = %(room)s and state_group is not null"

@@ -163,7 +163,7 @@ class StreamPublisher:
             if problem:
                 log.error("A stream of Synapse is blocked", stream=self.bridged.name, problem=problem)
             else:
-                log.info("A stream of Synapse continues", stream=self.bridged.name)
+                log.info("A stream of Synapse is no longer blocked", stream=self.bridged.name)
 
     def update_retention(self, synapse: Connection, own: Connection, now: int) -> None:
         """Update the ID up to which Synapse may have deleted rows. `now`: the clock of Synapse's Postgres in ms."""

@@ -218,8 +218,8 @@ class Chain:
             age = since if above is None else min(since, above.since)
             self.pending.insert(index, Span(prev, id, evidence, edges, age))
 
-    def refuse(self, reach: int) -> None:
-        """Note that a rejected record may be a fact with an ID up to `reach`."""
+    def note_refused(self, reach: int) -> None:
+        """Note that a rejected record may have contained a fact with an ID up to `reach`."""
         self.refused = max(self.refused, reach)
 
     def defer(self, deferred: DeferredRange, reach: int) -> None:
@@ -231,7 +231,7 @@ class Chain:
             reach: the highest ID in the records.
         """
         self.deferred = merge_ranges([*self.deferred, deferred])
-        self.refuse(reach)
+        self.note_refused(reach)
 
     def pop_deferred(self, spans: int) -> DeferredRange | None:
         """Remove and return the next deferred range to read again.
@@ -310,7 +310,7 @@ class Chain:
         Args:
             published: position that was published for the writer. Evidence up to it is not reported again.
         """
-        self.refuse(other.refused)
+        self.note_refused(other.refused)
         self.declare_empty(other.empty)
         for span in other.pending:
             for prev, id in self.missing(span.prev, span.id):

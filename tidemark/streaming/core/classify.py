@@ -255,7 +255,7 @@ class Classifier:
         offsets, ids = run.offsets[edges], run.ids[edges]
         order = np.argsort(offsets, kind="stable")
         self.batch.rejected.append(Refusal(reason, offsets[order], ids[order]))
-        self.chain.refuse(int(run.ids[edges][-1]))
+        self.chain.note_refused(int(run.ids[edges][-1]))
 
     def _defer(self, run: Run) -> None:
         self.chain.defer(DeferredRange(run.first_offset, int(run.offsets.max()), run.start), run.end)

@@ -250,7 +250,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
     report: SourceReport
 
     @property
-    def patience(self) -> float:
+    def heartbeat_timeout(self) -> float:
         """Seconds without a record after which the writer has missed its heartbeat; 0 without heartbeats."""
         return MISSED_HEARTBEATS * self.report.heartbeat + HEARTBEAT_SLACK if self.report.heartbeat else 0.0
 
@@ -260,7 +260,7 @@ class Source(msgspec.Struct, array_like=True, frozen=True, gc=False):
         `reading_since`: the time (s) since when the pipeline has read without a break.
         """
         silent = now - max(self.seen / 1000, reading_since)
-        return now - self.seen / 1000 if 0 < self.patience < silent else None
+        return now - self.seen / 1000 if 0 < self.heartbeat_timeout < silent else None
 
 
 MISSED_HEARTBEATS = 2

@@ -113,7 +113,7 @@ class EdgeColumns:
         np.add.at(empty, links, widths)
         return facts.tolist(), empty.tolist()
 
-    def declared(self, most: int) -> list[tuple[int, Ascending]]:
+    def declared_empty(self, most: int) -> list[tuple[int, Ascending]]:
         """The ranges that writers declared empty (`Run.empty`): the links with such ranges, each with its highest
         `most`.
         """
@@ -259,7 +259,7 @@ class CandidateRuns:
         linears = np.array([candidate.stored.linear for candidate in self.candidates])
         reaches_head = edges.reaches_head(linears, self.floors, self.heads)
         declared: list[Ascending | None] = [None] * len(first)
-        for link, ranges in edges.declared(EMPTY_RANGES_MAX):
+        for link, ranges in edges.declared_empty(EMPTY_RANGES_MAX):
             declared[link] = ranges
         numbers = (
             self.writers[first],

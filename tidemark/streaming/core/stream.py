@@ -119,7 +119,7 @@ class StreamState:
         self.refused = UNBOUNDED
         self.writers.mark_uncertain()
         for unjoined in self.unjoined.values():
-            unjoined.chain.refuse(UNBOUNDED)
+            unjoined.chain.note_refused(UNBOUNDED)
 
     def apply_marker(self, marker: Marker, bounds: Bounds, batch: BatchOutcome) -> Reason | None:
         """Apply a JOIN, RETIRE, SKIP or OPEN.
@@ -265,7 +265,7 @@ class StreamState:
             batch.dropped.append(name)
 
     def pop_deferred(self, bounds: Bounds) -> Iterator[tuple[str, int, DeferredRange]]:
-        """Remove deferred ranges that may be read again from Kafka, once after a batch.
+        """Remove and return the deferred ranges to read again from Kafka. Call it once after each batch.
 
         Yields:
             Name and epoch of a writer, and its range. At most one range per writer.
@@ -396,7 +396,7 @@ class StreamState:
         for incarnation in incarnations:
             refused = discard_unjoined(self.unjoined, incarnation, batch)
             if (writer := self.writers.get(incarnation[0])) is not None:
-                writer.chain.refuse(refused)
+                writer.chain.note_refused(refused)
             else:
                 self.refused = max(self.refused, refused)
         batch.counts["applied"] += 1
@@ -483,7 +483,7 @@ class StreamState:
                 known.extend(before)
                 unknown.extend(after)
             elif isinstance(item, TurnedAway):
-                writer.chain.refuse(item.reach)
+                writer.chain.note_refused(item.reach)
             elif isinstance(item, PartialRows):
                 batch.counts["batch"] += len(item.offsets)
             else:
@@ -535,7 +535,7 @@ class StreamState:
         return run.ids <= self.began
 
     def _buffer(self, item: FromUnknownWriter, bounds: Bounds, batch: BatchOutcome) -> list[Completed] | None:
-        """Buffer an item of a writer that has not joined. Returns its completions, or None at the bound of buffers."""
+        """Buffer an item of a writer that has not joined. Returns its completions; None if the buffers are full."""
         unjoined = find_or_add(self.unjoined, (item.writer or ANY_WRITER, item.epoch), bounds, batch)
         if unjoined is None:
             if not isinstance(item, TurnedAway):
@@ -543,7 +543,7 @@ class StreamState:
             return None
         if isinstance(item, Run):
             return [*Classifier(unjoined.chain, bounds.pending, batch, "buffered").run(item)]
-        unjoined.chain.refuse(item.reach)
+        unjoined.chain.note_refused(item.reach)
         if isinstance(item, PartialRows):
             batch.counts["batch"] += len(item.offsets)
         return []

@@ -222,7 +222,7 @@ class PackedTable:
     def writer(self, row: int) -> WriterState:
         writer = _rows.decode(self._encoded(row)).writer()
         if self.columns["uncertain"][row]:
-            writer.chain.refuse(UNBOUNDED)
+            writer.chain.note_refused(UNBOUNDED)
         return writer
 
     def with_all_uncertain(self) -> "PackedTable":
@@ -407,7 +407,7 @@ class Writers(MutableMapping[str, WriterState]):
         """Mark all writers as uncertain."""
         self.open_waiting()
         for writer in self.open.values():
-            writer.chain.refuse(UNBOUNDED)
+            writer.chain.note_refused(UNBOUNDED)
         self._active.mark_uncertain()
         self._retired.mark_uncertain()
 
@@ -554,7 +554,7 @@ class _PackedWriters:
             self._table = self._table.with_all_uncertain()
 
     def with_added(self, added: Mapping[str, WriterState]) -> PackedTable:
-        """A table of the remaining rows and `added` writers."""
+        """A copy of the table without the removed rows, and with the writers `added`."""
         return self._table.changed(self._removed, added)
 
     def unpacked(self) -> dict[str, WriterState]:

@@ -298,15 +298,18 @@ def begin_epoch(
     """Begin the epoch of a JOIN.
 
     IDs that earlier epochs completed up to `marker.no_reuse_below` keep their evidence. The JOIN settles the IDs that
-    they left open. IDs that they completed beyond were rolled back with the writer's database (docs/design.md 3), and
-    are late.
+    these epochs left open. If an earlier epoch completed an ID beyond `marker.no_reuse_below`, the ID was rolled back
+    with the writer's database (docs/design.md 3), and is late.
 
-    The JOIN settles the possible facts in rejected records of earlier epochs. It does not settle records of its own
-    epoch that came before it, nor records that have no order relative to the JOIN, nor records that may belong to other
-    writers.
+    Rejected records may have contained facts. The JOIN settles the IDs of such records of earlier epochs. It does not
+    settle those of
+
+    - records of its own epoch that came before the JOIN;
+    - records that have no order relative to the JOIN;
+    - records that may belong to other writers.
 
     Args:
-        refused: highest ID up to which rejected records may be facts of an unknown writer.
+        refused: highest ID of a rejected record whose writer is unknown, and which may have contained a fact.
 
     Returns:
         The writer, and the ID of a RETIRE that was buffered for this JOIN.

@@ -45,7 +45,7 @@ _numbers: Final = msgspec.json.Decoder(list[int])
 _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
-def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
+def possible_facts(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
     """The facts that a rejected record may contain: one for the stream in its value, one for the stream in its key.
 
     SKIP, RETIRE and OPEN records contain no fact, and neither does a JOIN by an operator. A writer's own JOIN contains
@@ -197,7 +197,7 @@ class Decoder:
             record = records.read(value, key, self.topic)
         except BadRecord as bad:
             self.rejected[Reason(bad.reason)].append(offset)
-            self.refused.extend(claims(value, key, self.topic, offset))
+            self.refused.extend(possible_facts(value, key, self.topic, offset))
             return
         if isinstance(record, records.Marker | records.Open):
             self.markers.append((record, offset, time))
