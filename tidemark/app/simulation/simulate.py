@@ -222,11 +222,15 @@ def _verify_all_read(injector: FaultInjector, verification: Verification) -> Non
     stop making progress or a count is wrong."""
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts: Sequence[ReadCount] = []
+    seconds = 0.0
     while not verification.is_complete(counts) and time.monotonic() < deadline:
         injector.tick()
-        time.sleep(verification.seconds_between)
+        # As long as the last comparison took: a comparison delays the remedies of `SourceFaults`.
+        time.sleep(max(verification.seconds_between, seconds))
+        began = time.monotonic()
         with suppress(Unavailable):
             before, counts = counts, verification.counts()
+            seconds = time.monotonic() - began
             if counts != before:
                 deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts = verification.final_counts()

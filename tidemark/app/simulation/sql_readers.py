@@ -171,16 +171,19 @@ def move_back(connection: Connection, stream: str, sql_place: SqlPlace, back_to:
     with connection.transaction():
         if abs(_lock_place(connection, stream, sql_place)[0]) <= abs(back_to):
             return False
-        for stream_id, writer in connection.execute(
+        beyond = connection.execute(
             "select distinct stream_id, writer from demo.effects"
             " where reader = %s and stream = %s and abs(stream_id) > abs(%s)",
             [sql_place.reader, stream, back_to],
-        ).fetchall():
-            if sql_place.has_writer(writer):
-                connection.execute(
-                    "delete from demo.effects where reader = %s and stream = %s and stream_id = %s and writer = %s",
-                    [sql_place.reader, stream, stream_id, writer],
-                )
+        ).fetchall()
+        own = [(stream_id, writer) for stream_id, writer in beyond if sql_place.has_writer(writer)]
+        connection.execute(
+            "delete from demo.effects as effect"
+            " using unnest(%s::bigint[], %s::text[]) as own (stream_id, writer)"
+            " where effect.reader = %s and effect.stream = %s"
+            " and effect.stream_id = own.stream_id and effect.writer = own.writer",
+            [[id for id, _ in own], [writer for _, writer in own], sql_place.reader, stream],
+        )
         connection.execute("select tidemark_reader.seek(%s, %s, %s)", [stream, sql_place.name, f"m{back_to}"])
         return True
 
