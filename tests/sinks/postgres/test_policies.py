@@ -74,7 +74,7 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("set", "orders", "colour=3"), "'colour' is not a setting of a policy: pending_bound, "),
+        (("set", "orders", "colour=3"), "'colour' is not a setting of a policy; the settings are pending_bound, "),
         (("set", "orders", "gap_seconds"), "'gap_seconds': gap_seconds must be a whole number from 1 to 1000000000"),
         (("set", "orders", "gap_seconds=0"), "from 1 to"),
         (("set", "orders", "gap_seconds=-1"), "from 1 to"),

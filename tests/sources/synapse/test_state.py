@@ -247,7 +247,7 @@ def test_what_older_bridges_told_is_remembered_from_the_table(sql: psycopg.Conne
 def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """They show the history of a database that has none of the newest."""
     monkeypatch.setattr(published_facts, "MAX_FACTS", 10)
-    monkeypatch.setattr(published_facts, "_SLACK", 0)
+    monkeypatch.setattr(published_facts, "_TRIM_MARGIN", 0)
     known, published = state.create_stream(sql, EVENTS, "events", SERVER, WRITERS, 7)
     facts = [fact(id, "event1") for id in range(8, 100)]
     known = state.advance_stream(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
