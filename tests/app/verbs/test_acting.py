@@ -194,7 +194,7 @@ def test_an_act_that_no_batch_reads_is_sent_and_ends_with_exit_code_3(
 def test_an_act_that_the_pipeline_refuses_ends_with_exit_code_1(operator: Operator, sql: psycopg.Connection) -> None:
     """Its state had moved on since the trial; that is noted too."""
     done = operator.run("retire", STREAM, "b", "--yes")
-    assert (done.exit_code, "the pipeline refused it" in done.stdout) == (1, True)
+    assert (done.exit_code, "the pipeline refused the override" in done.stdout) == (1, True)
     assert sql.execute("select kind, outcome from tidemark.overrides").fetchall() == [("RETIRE", "refused")]
 
 

@@ -99,7 +99,7 @@ COMES_BELOW: list[Act] = [("swap", 0, True), ("begin", 0, True), ("end", 0, True
 class _JoinsAtTheHead(PublishedFacts):
     """Takes the head of the moment for the end of what both histories have."""
 
-    def agreed(self, table: object, sent_upto: object) -> int | None:
+    def last_common_id(self, table: object, sent_upto: object) -> int | None:
         return 10_000
 
     def replaced(self, table: object) -> list[StreamFact]:

@@ -171,7 +171,7 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     has_begun(sql)
     state.request_retirement(sql, "event1", "events")
     state.cancel_retirement(sql, "events", "event1")
-    with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; stop it"):
+    with pytest.raises(BadSetting, match=r"event1 is alive: .* in events; first stop the worker"):
         state.retired_at(sql, "event1", "events")
 
 
@@ -323,7 +323,7 @@ def test_database_of_another_synapse_is_refused(sql: psycopg.Connection) -> None
     tables.check_server(sql, "one.test")
     sql.execute("insert into users values ('@alice:two.test:8448')")
     tables.check_server(sql, "two.test:8448")
-    with pytest.raises(BadSetting, match=r"is one\.test, and the users of \w+ are of two\.test:8448"):
+    with pytest.raises(BadSetting, match=r"is one\.test, but the users in the database of \w+ belong to two\.test:8448"):
         tables.check_server(sql, "one.test")
 
 
@@ -332,7 +332,7 @@ def test_what_is_no_synapse_or_may_not_be_read_is_told(sql: psycopg.Connection, 
     sql.execute("create role synapse_stranger login password 'stranger'")
     try:
         with tables.synapse_session(make_conninfo(database, user="synapse_stranger", password="stranger")) as session:
-            with pytest.raises(Refused, match="give the dsn of Synapse's own database"), session.use() as connection:
+            with pytest.raises(Refused, match="give the DSN of Synapse's own database"), session.use() as connection:
                 tables.check_server(connection, "one.test")
             sql.execute("create table users (name text)")
             with pytest.raises(Refused, match=r"users.*grant the user pg_read_all_data"), session.use() as connection:
