@@ -175,7 +175,7 @@ def test_a_line_that_went_on_without_an_advance_is_told(
     sql.execute("delete from tidemark.linear_moves")
     lines = explain("--at", minute(2, 30)).output.splitlines()
     assert lines[0] == "events: stuck at 0 from 2026-09-21 14:15:20.000Z until an unknown time"
-    assert lines[-1] == "  it moved to 3; the stored history does not say when or why"
+    assert lines[-1] == "  the linear position moved to 3; the stored history does not say when or why"
 
 
 def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: Pipeline) -> None:

@@ -166,7 +166,7 @@ def test_a_place_that_moves_back_gets_late_facts_of_proven_empty_ranges(
     [
         (("seek", "copier", "s", "m9"), 1, "the reader would miss facts"),
         (("seek", "copier", "s", "m-2"), 2, "the other direction"),
-        (("seek", "copier", "s", "m1~w.4"), 1, "give m1, without writers"),
+        (("seek", "copier", "s", "m1~w.4"), 1, "give a token without writers, m1"),
         (("seek", "copier", "s", "seven"), 2, "does not begin with m"),
         (("seek", "nobody", "s", "m1"), 1, "there is no reader nobody of s"),
         (("parked", "retry", "copier", "s", "4"), 1, "has no parked fact 4"),
