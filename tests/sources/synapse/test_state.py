@@ -323,7 +323,7 @@ def test_database_of_another_synapse_is_refused(sql: psycopg.Connection) -> None
     tables.check_server(sql, "one.test")
     sql.execute("insert into users values ('@alice:two.test:8448')")
     tables.check_server(sql, "two.test:8448")
-    with pytest.raises(BadSetting, match=r"is one\.test, but the users in the database of \w+ belong to two\.test:8448"):
+    with pytest.raises(BadSetting, match=r"is one\.test, but the users in .* belong to two\.test:8448"):
         tables.check_server(sql, "one.test")
 
 
