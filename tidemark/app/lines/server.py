@@ -464,10 +464,12 @@ class LineServer:
 
     def _drop_slow_readers(self) -> None:
         """Disconnect the clients with the most unread bytes until the limit of all clients is met."""
-        readers = sorted(self._connections, key=lambda connection: connection.unread_bytes, reverse=True)
-        total = sum(connection.unread_bytes for connection in readers)
-        for connection in readers:
-            if total <= self.config.max_total_unread_bytes:
-                return
-            total -= connection.unread_bytes
+        unread = {connection: connection.unread_bytes for connection in self._connections}
+        excess = sum(unread.values()) - self.config.max_total_unread_bytes
+        if excess <= 0:
+            return
+        for connection in sorted(unread, key=unread.__getitem__, reverse=True):
             connection.drop_slow_reader()
+            excess -= unread[connection]
+            if excess <= 0:
+                return
