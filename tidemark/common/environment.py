@@ -148,7 +148,7 @@ def _is_writable(path: Path) -> bool:
         tempfile.TemporaryFile(dir=existing).close()
     except (FileNotFoundError, PermissionError):
         return False
-    except OSError:  # for example a full disk: writable, and whoever writes reports the error
+    except OSError:  # for example a full disk, which the program that writes there reports
         return True
     return True
 

@@ -112,7 +112,7 @@ def _record_batch(messages: Sequence[RecordedMessage]) -> RecordBatch:
     return RecordBatch.of([message.key for message in messages], [message.value for message in messages], *numbers.T)
 
 
-def decoded(message: RecordedMessage) -> Record | None:
+def read_fact_record(message: RecordedMessage) -> Record | None:
     """The record in a message of a topic of facts; None if the pipeline rejects it."""
     try:
         return records.read(message.value, message.key, Topic.FACTS)

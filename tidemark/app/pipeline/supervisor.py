@@ -109,7 +109,7 @@ LAST_BATCH_TIMEOUT_SECONDS = 6.0
 # After SIGTERM, the longest wait for threads that query servers. An orchestrator kills the process after 10 s.
 EXIT_TIMEOUT_SECONDS = 9.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
-# After so many failures without a published batch, the process ends. Slow starts of Python are not counted.
+# The process ends after this number of failures without a published batch. Slow starts of Python are not counted.
 MAX_FAILURES = 6
 SECRETS_CHECK_SECONDS = 5.0
 # Python's first threshold is 700. A batch of 10,000 streams creates 500,000 objects without reference cycles, and

@@ -212,9 +212,9 @@ def _inject_faults(injector: FaultInjector, plan: SimulationPlan, stopping: Even
         injector.tick()
         if now >= report_at:
             yield now
-            seconds = time.monotonic() - began - now
+            report_seconds = time.monotonic() - began - now
             next_interval = (now // REPORT_INTERVAL_SECONDS + 1) * REPORT_INTERVAL_SECONDS
-            report_at = max(next_interval, now + seconds / REPORT_SHARE)
+            report_at = max(next_interval, now + report_seconds / REPORT_SHARE)
 
 
 def _verify_all_read(injector: FaultInjector, verification: Verification) -> None:
@@ -222,15 +222,15 @@ def _verify_all_read(injector: FaultInjector, verification: Verification) -> Non
     stop making progress or a count is wrong."""
     deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts: Sequence[ReadCount] = []
-    seconds = 0.0
+    comparison_seconds = 0.0
     while not verification.is_complete(counts) and time.monotonic() < deadline:
         injector.tick()
         # As long as the last comparison took: a comparison delays the remedies of `SourceFaults`.
-        time.sleep(max(verification.seconds_between, seconds))
+        time.sleep(max(verification.seconds_between, comparison_seconds))
         began = time.monotonic()
         with suppress(Unavailable):
             before, counts = counts, verification.counts()
-            seconds = time.monotonic() - began
+            comparison_seconds = time.monotonic() - began
             if counts != before:
                 deadline = time.monotonic() + NO_PROGRESS_SECONDS
     counts = verification.final_counts()

@@ -349,8 +349,8 @@ class SourceFaults:
                 if now >= self._lasts_until.get(named, 0.0):
                     self._run_remedy(subject, statement)
                     del self._remedies[subject]
-            for stream, name in [*self._place_remedies][:1]:  # one at a time: other remedies must not wait for all
-                self._run_place_remedy(stream, name)
+            if self._place_remedies:  # one at a time: other remedies must not wait for all
+                self._run_place_remedy(*next(iter(self._place_remedies)))
             if self._needed_topic_bytes and now >= self._lasts_until.get("topic", 0.0):
                 self._set_topic_limit(self._needed_topic_bytes)
                 log.info(

@@ -62,7 +62,7 @@ class ServerProcess(ABC):
 
     name: ClassVar[str]
     max_idle_seconds: ClassVar[float] = 120.0
-    """A start fails after so many seconds without activity: the log does not grow, and little CPU time is used."""
+    """A start fails after this time without activity: the log does not grow, and little CPU time is used."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:

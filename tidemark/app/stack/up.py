@@ -47,7 +47,7 @@ _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 MAX_ATTEMPTS = 5
 STALL_SECONDS = 60.0
-"""Ivy has no timeout for dead connections. It is restarted after so many seconds without a received byte."""
+"""Ivy has no timeout for dead connections. It is restarted after this time without a received byte."""
 STALLED = "the network sent no data"
 _POLL_SECONDS = 0.2
 

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
-from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream, decoded, fact_ids
+from tidemark.app.diagnosis.replayed import NO_EVIDENCE, Replayed, by_stream, fact_ids, read_fact_record
 from tidemark.app.output import as_object, count, echo, plain, sanitize, timestamp
 from tidemark.app.verbs.explain import evidence
 from tidemark.app.verbs.kafka_records import read_file, read_topics, to_line
@@ -81,7 +81,7 @@ def find_start(
     Returns:
         None if there is no such batch.
     """
-    recorded = {fact for message in facts for fact in fact_ids(decoded(message))} if is_truncated else set()
+    recorded = {fact for message in facts for fact in fact_ids(read_fact_record(message))} if is_truncated else set()
     has_read = not is_truncated
     for number, batch in enumerate(past.batches, 1):
         # Only facts count: IDs that a JOIN or an operator settled may have no record.
@@ -100,7 +100,7 @@ def _start_after(
 ) -> ReplayStart:
     """Make the state after the first `skipped` batches: send a JOIN for each writer, and a RETIRE if it has retired."""
     after, first_records = past.batches[skipped - 1], dict[str, Record]()
-    parsed = [record for message in facts if (record := decoded(message)) is not None]
+    parsed = [record for message in facts if (record := read_fact_record(message)) is not None]
     for record in parsed:
         first_records.setdefault(record.writer, record)
     joins = {(join.writer, join.epoch): join.id for join in parsed if isinstance(join, Join)}

@@ -80,7 +80,7 @@ class Decision:
 
     def ids(self) -> dict[str, Intervals]:
         """By writer, the IDs that have an edge of their own: the IDs of its facts. IDs without a fact belong to the
-        writer that stands for the database.
+        writer that represents the database.
         """
         by_writer: dict[str, list[int]] = {self.stream_epoch.own: []}
         for fact in self.facts:

@@ -140,8 +140,8 @@ _MIN_REQUEST_SECONDS, _MAX_REQUEST_SECONDS = 10.0, 60.0
 """While a stream lags: seconds between two requests for the positions of all workers. The pause grows, because the
 answer has a line for every writer of every stream."""
 _FULL_AUDIT_INTERVAL, _AUDITED_FACTS = 60, 1000
-"""One in this many audits compares all remembered published facts. The other audits compare only so many of the newest
-facts."""
+"""Every `_FULL_AUDIT_INTERVAL`-th audit compares all remembered published facts, the others the newest
+`_AUDITED_FACTS`."""
 
 
 class SynapseBridge(RunLoop):
