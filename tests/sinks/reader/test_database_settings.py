@@ -83,6 +83,25 @@ def test_lock_that_a_reader_waits_for_is_named(
     assert three.ids() == [1, 2, 3, 4]
 
 
+def test_query_for_operators_changes_has_a_lock_timeout(
+    three: ReadingService, pipeline: Pipeline, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader without new facts waits for a lock on its place: the log names the session that has it."""
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_EVERY", 0.0)
+    for module in ("reader", "async_reader"):
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LOCK_LIMIT", "set local lock_timeout = '200ms'")
+    three.until(lambda: three.ids() == [1, 2, 3])
+    with three.running() as alive:
+        with capture_logs() as logs, psycopg.connect(dsn, application_name="nightly-job") as other:
+            other.execute("lock table tidemark_reader.places")
+            named = f"locked by pid {other.info.backend_pid} (user postgres, session named nightly-job"
+            eventually(lambda: any(named in str(it) for it in logs) or not alive())
+        three.write(4)
+        pipeline.move("w", 3, 4)
+        eventually(lambda: three.ids() == [1, 2, 3, 4] or not alive())
+    assert three.ids() == [1, 2, 3, 4]
+
+
 def test_transaction_of_a_batch_has_a_lock_timeout(three: ReadingService, dsn: str) -> None:
     """Ten seconds, only in the transaction of the batch, and only if the session has no limit of its own."""
     with Positions(three.redis, dsn) as positions, Reader(positions, "s", **three.arguments(rows=1)) as reader:

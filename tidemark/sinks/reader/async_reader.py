@@ -218,14 +218,18 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         match request:
             case RunSql(role):
                 with self._databases.translated(role, self._sessions):
-                    if role != "place" or self._own is None:
+                    if role != "place":
                         return await self._rows(await self._session(role), request)
                     if self._opened is not None:
                         if self._opened.has_ended:
                             raise TransactionEnded(self._config.reader, self._config.stream)
                         return await self._rows(self._opened.driver, request)
-                    async with self._own() as opened:
-                        return await self._rows(opened.driver, request)
+                    if self._own is not None:
+                        async with self._own() as opened:
+                            return await self._rows_soon(opened.driver, request)
+                    connection = await self._session("place")
+                    async with connection.transaction():
+                        return await self._rows_soon(connection, request)
             case BeginTransaction():
                 with self._databases.translated("place", self._sessions):
                     if self._own is None:
@@ -244,6 +248,11 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 with self._databases.translated("place", self._sessions):
                     await transaction.__aexit__(None, None, None)
         return None
+
+    async def _rows_soon(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
+        """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
+        await connection.execute(LOCK_LIMIT)
+        return await self._rows(connection, request)
 
     async def _rows(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
         async with connection.cursor(row_factory=dict_row) as cursor:

@@ -213,14 +213,18 @@ class Reader(Iterator[ReadBatch[Any]]):
         match request:
             case RunSql(role):
                 with self._databases.translated(role, self._sessions):
-                    if role != "place" or self._own is None:
+                    if role != "place":
                         return self._rows(self._session(role), request)
                     if self._opened is not None:
                         if self._opened.has_ended:
                             raise TransactionEnded(self._config.reader, self._config.stream)
                         return self._rows(self._opened.driver, request)
-                    with self._own() as opened:
-                        return self._rows(opened.driver, request)
+                    if self._own is not None:
+                        with self._own() as opened:
+                            return self._rows_soon(opened.driver, request)
+                    connection = self._session("place")
+                    with connection.transaction():
+                        return self._rows_soon(connection, request)
             case BeginTransaction():
                 with self._databases.translated("place", self._sessions):
                     if self._own is None:
@@ -239,6 +243,11 @@ class Reader(Iterator[ReadBatch[Any]]):
                 with self._databases.translated("place", self._sessions):
                     transaction.__exit__(None, None, None)
         return None
+
+    def _rows_soon(self, connection: Connection, request: RunSql) -> list[Row]:
+        """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
+        connection.execute(LOCK_LIMIT)
+        return self._rows(connection, request)
 
     def _rows(self, connection: Connection, request: RunSql) -> list[Row]:
         with connection.cursor(row_factory=dict_row) as cursor:
