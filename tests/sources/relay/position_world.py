@@ -43,6 +43,11 @@ class SteppedKeeper:
                 return
         raise AssertionError("a round does not end")
 
+    def wait(self, pause: float, most: float) -> bool:
+        """Between two rounds, as an idle process does."""
+        assert self._decider is not None
+        return self._decider.wait_for_ids(pause, most)
+
     def die(self) -> None:
         if self._session is not None:
             self._session.close()

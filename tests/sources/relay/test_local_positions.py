@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import psycopg
@@ -17,6 +18,8 @@ from tests.sources.relay.test_decider import Appending
 from tests.waiting import eventually
 from tidemark.sources.relay.local_positions import LocalPositions
 from tidemark.sources.relay.queries import session_of
+
+PATIENCE = 30.0  # seconds
 
 
 class Reading(Appending):
@@ -196,6 +199,63 @@ def test_a_position_follows_a_commit_at_once_and_without_kafka(world: ReadingWor
             thread.join(10)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select tidemark.append(%(stream)s, '1')",
+        "select setval(ids, 1) from tidemark.append_streams where stream = %(stream)s",
+        "select tidemark.create_stream('new')",
+    ],
+)
+def test_an_idle_keeper_wakes_when_something_changes(world: ReadingWorld, statement: str) -> None:
+    world.services[0].append(world.stream, 1)
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    began = time.monotonic()
+    assert world.keepers[0].wait(0.02, 0.1)
+    assert 0.1 < time.monotonic() - began < PATIENCE
+    with waiting(world) as thread:
+        world.sql.execute(statement.encode(), {"stream": world.stream})
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_an_idle_keeper_holds_no_sequence(world: ReadingWorld) -> None:
+    """Otherwise no stream could be dropped."""
+    world.services[0].append(world.stream, 1)
+    world.relays[0].finish()
+    world.keep()
+    with waiting(world):
+        world.sql.execute("select tidemark.drop_stream(%s)", [world.stream])
+
+
+@contextmanager
+def waiting(world: ReadingWorld) -> Iterator[threading.Thread]:
+    """The first keeper waits in a thread."""
+    thread = threading.Thread(target=world.keepers[0].wait, args=(0.02, 2 * PATIENCE))
+    thread.start()
+    asleep = "select from pg_stat_activity where application_name = 'keeper' and wait_event = 'PgSleep'"
+    eventually(lambda: world.sql.execute(asleep).fetchone() is not None)
+    yield thread
+    world.sql.execute("select tidemark.create_stream('last')")
+    thread.join()
+
+
+def test_a_keeper_with_something_open_does_not_wait_in_the_database(world: ReadingWorld) -> None:
+    """The end of a transaction gives out no ID, and neither does the repair of a sequence."""
+    world.services[0].begin("read committed", "on")
+    world.services[0].append(world.stream, 1)
+    world.keep()
+    assert not world.keepers[0].wait(0.02, PATIENCE)
+    world.services[0].run("commit")
+    world.keep()
+    assert world.keepers[0].wait(0.02, 0.1)
+    ((ids,),) = world.sql.execute("select ids::text from tidemark.append_streams").fetchall()
+    world.sql.execute(f"alter sequence {ids} cycle".encode())
+    world.keep()
+    assert not world.keepers[0].wait(0.02, PATIENCE)
+
+
 def test_rights_of_the_relay_are_enough(world: ReadingWorld) -> None:
     with psycopg.connect(world.dsn, autocommit=True) as owner:
         owner.execute("drop role if exists keeping")
@@ -206,5 +266,6 @@ def test_rights_of_the_relay_are_enough(world: ReadingWorld) -> None:
         keeper.round()
         keeper.round()
         assert world.position == 1
+        assert keeper.wait(0.01, 0.02)
         keeper.die()
         owner.execute("drop role keeping")

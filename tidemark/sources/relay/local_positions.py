@@ -19,14 +19,16 @@ from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.decider import is_due, observe
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed
-from tidemark.sources.relay.sequences import StreamSnapshot
+from tidemark.sources.relay.sequences import SequenceState, StreamSnapshot
 from tidemark.sources.run_loop import Standby, set_lock_timeout
 from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
 
 SHORTEST, LONGEST = 0.005, 0.045
-"""Seconds between two rounds, while IDs are given out and while the database is idle."""
+"""Seconds between two rounds, while IDs are given out and while there are none."""
+_LONGEST_WAIT = 0.5
+"""Seconds until the next round while the database is idle, unless it gives out an ID."""
 IDS_AT_ONCE = 50_000
 _LOCK_KEY = 1
 """Second half of the lock key, after `queries.LOCK`. The relay uses 0."""
@@ -69,6 +71,7 @@ class PositionDecider:
         self._connection = connection
         self._is_ours = is_ours
         self._streams: dict[int, _KnownStream] = {}
+        self._seen: dict[int, SequenceState] = {}  # by number of the stream, in the last round
         self._is_new = True
 
     @property
@@ -83,6 +86,7 @@ class PositionDecider:
         snapshots = {
             stream.number: (stream, snapshot) for stream, snapshot in sequences.heads(self._connection).items()
         }
+        self._seen = {number: snapshot.sequence for number, (_, snapshot) in snapshots.items()}
         heads = self._heads(snapshots)
         due = {number for number, head in heads.items() if is_due(self._streams[number].evidence, head)}
         if observed := [known for number, known in self._streams.items() if number in due]:
@@ -95,6 +99,29 @@ class PositionDecider:
         self._load([number for number in snapshots if number not in self._streams], snapshots)
         yield "store"
         return self._store()
+
+    def wait_for_ids(self, pause: float, most: float) -> bool:
+        """Wait in the database until a sequence gives out an ID or a stream is added. This takes a fifth of the CPU of
+        rounds.
+
+        Args:
+            pause: seconds between two queries inside the database.
+            most: seconds to wait at most.
+
+        Returns:
+            False at once if more than the sequences has to be queried: an ID is open, or a sequence is unfit.
+        """
+        if (
+            any(known.evidence.complete < known.evidence.head for known in self._streams.values())
+            or any(sequence.unfit for sequence in self._seen.values())
+            or len(self._seen) > sequences.HEADS_AT_ONCE
+        ):
+            return False
+        self._connection.execute(
+            "call tidemark.await_ids(%s::integer[], %s::bigint[], %s::float8, %s::float8)",
+            [[*self._seen], [sequence.last for sequence in self._seen.values()], pause, most],
+        )
+        return True
 
     def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
         """The highest ID of each stream that may be decided. Streams that other processes have changed are forgotten
@@ -255,8 +282,11 @@ class LocalPositions:
                 pause.reset()
             failures.reset()
             self._problem = ""
-            if not decider.has_backlog:
-                self._halt.wait(pause.next())
+            if decider.has_backlog:
+                continue
+            seconds = pause.next()
+            if seconds < LONGEST or not decider.wait_for_ids(LONGEST, _LONGEST_WAIT):
+                self._halt.wait(seconds)
 
 
 def _result(steps: Generator[str, None, bool]) -> bool:

@@ -479,6 +479,36 @@ begin
 end
 $$;
 
+-- For the process that keeps the positions: returns when a sequence gives out another ID than its `last` (a magnitude),
+-- when a stream was added, and after `most` seconds. A query of a sequence locks it until its transaction ends, so each
+-- query has a transaction of its own. No SET clause: it would forbid COMMIT.
+create procedure tidemark.await_ids(numbers integer[], last bigint[], pause double precision, most double precision)
+language plpgsql
+as $$
+declare
+    _end constant timestamptz := clock_timestamp() + make_interval(secs => most);
+begin
+    loop
+        perform pg_sleep(pause);
+        exit when clock_timestamp() >= _end;
+        begin
+            exit when exists (
+                select from tidemark.append_streams as known
+                left join unnest(numbers, last) as seen (number, id) on seen.number = known.number
+                left join pg_sequence on seqrelid = ids
+                where ids is not null and (
+                    seen.number is null
+                    or case when seqcache is not null then abs(pg_sequence_last_value(ids)) end is distinct from seen.id
+                )
+            );
+        exception when internal_error or undefined_table then  -- a sequence was dropped meanwhile
+            exit;
+        end;
+        commit;
+    end loop;
+end
+$$;
+
 -- The writer's epoch ends at the ID that this gives: whoever held an ID in its name has ended, all its facts are in Kafka,
 -- and none can come below. It waits for nobody, because whoever appends in that name would wait behind it.
 create function tidemark.retire_writer(writer text, stream text) returns bigint
@@ -541,6 +571,7 @@ revoke all on function
     tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint),
     tidemark.drop_stream(text), tidemark.retire_writer(text, text)
 from public;
+revoke all on procedure tidemark.await_ids(integer[], bigint[], double precision, double precision) from public;
 
 -- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them
 -- beforehand, or nobody needs them.
@@ -577,6 +608,7 @@ begin
         grant select, insert, update on tidemark.append_writers to tidemark_relay;
         grant select, insert, delete on tidemark.append_sent to tidemark_relay;
         grant execute on function tidemark.append_beat(text), tidemark.retire_writer(text, text) to tidemark_relay;
+        grant execute on procedure tidemark.await_ids(integer[], bigint[], double precision, double precision) to tidemark_relay;
         grant select, delete on tidemark.append_outbox to tidemark_relay;
     end if;
 end
