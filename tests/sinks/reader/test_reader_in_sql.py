@@ -1,6 +1,6 @@
 """One place for both: a reader that goes from `tidemark.Reader` to `tidemark_reader.take`, and back."""
 
-from tests.sinks.given import stream
+from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tidemark.sinks.reader_database import Move, PublishedLate, install, publish, reader_session
@@ -36,3 +36,32 @@ def test_a_reader_that_begins_in_sql_goes_on_in_python(service: ReadingService, 
     assert service.sql.execute(TAKE).fetchall() == [(0, 3, [])]
     pipeline.move("w", 0, 6)
     service.until(lambda: service.ids() == [4, 5, 6])
+
+
+def test_a_fact_that_python_read_where_an_operator_had_skipped_does_not_come_late_in_sql(
+    service: ReadingService, pipeline: Pipeline
+) -> None:
+    """Its row was there when the skipped range was read; the fact beside it came later."""
+    service.write(1, 3)
+    pipeline.publish(stream("s", advance("w", 0, 4, facts=2, skipped=2), linear=4))
+    service.until(lambda: service.ids() == [1, 3])
+    with reader_session(service.dsn, "test") as session:
+        install(session)
+        late = PublishedLate(service.place().late + 1, "w", 1, 2, 4, 2, "skipped")
+        service.write(4)
+        publish(session, {"s": Move(5, {}, late=[late])})
+        assert service.sql.execute(TAKE).fetchall() == [(4, 5, [4])]
+        assert service.sql.execute(TAKE).fetchall() == []
+
+
+def test_a_fact_that_one_form_has_parked_is_retried_in_the_other(service: ReadingService, pipeline: Pipeline) -> None:
+    service.write(*range(1, 7))
+    with reader_session(service.dsn, "test") as session:
+        install(session)
+        publish(session, {"s": Move(3, {})})
+        assert service.sql.execute(TAKE).fetchall() == [(0, 3, [])]
+        service.sql.execute("select tidemark_reader.park('s', 'copier', 2, 'no such address')")
+        service.sql.execute("update tidemark_reader.parked set retry_at = now()")
+        pipeline.move("w", 0, 6)
+        service.until(lambda: sorted(service.ids()) == [2, 4, 5, 6])
+        assert service.sql.execute("select count(*) from tidemark_reader.parked").fetchone() == (0,)

@@ -340,6 +340,46 @@ def test_a_multirange_is_a_parameter_of_the_next_statement(readers: Positioned) 
     ]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_parked_fact_comes_once_more_when_it_is_retried(readers: Positioned, sign: int) -> None:
+    readers.publish(10 * sign)
+    readers.take()
+    for id in (3, 4):
+        readers.sql.execute("select tidemark_reader.park('orders', 'mailer', %s, 'no such address')", [sign * id])
+    assert readers.take() is None
+    readers.sql.execute("update tidemark_reader.parked set retry_at = now() where id = %s", [sign * 4])
+    assert readers.take("orders", "search") == (0, 10 * sign, [])
+    with readers.sql.transaction(force_rollback=True):
+        assert readers.take() == (10 * sign, 10 * sign, [sign * 4])
+    assert readers.take() == (10 * sign, 10 * sign, [sign * 4])
+    assert readers.take() is None
+    assert readers.sql.execute("select id, reason from tidemark_reader.parked").fetchall() == [
+        (sign * 3, "no such address")
+    ]
+
+
+def test_a_parked_fact_of_a_partition_or_of_a_writer_comes_once_more(readers: Positioned) -> None:
+    readers.publish(10)
+    readers.take(partition=1, partitions=2)
+    readers.sql.execute("select tidemark_reader.park('orders', 'mailer', 3, 'x', partition => 1, partitions => 2)")
+    publish(readers.session, {"bills": Move(4, {"till": 9})})
+    readers.rows("take_vector", "bills", "search")
+    readers.sql.execute("select tidemark_reader.park('bills', 'search', 9, 'x')")
+    readers.sql.execute("update tidemark_reader.parked set retry_at = now()")
+    assert readers.take(partition=0, partitions=2) == (0, 10, [])
+    assert readers.take(partition=1, partitions=2) == (10, 10, [3])
+    assert readers.rows("take_vector", "bills", "search") == [("till", 9, 9, [9]), (None, 4, 4, [9])]
+    assert readers.rows("take_vector", "bills", "search") == []
+
+
+def test_a_fact_that_was_not_taken_cannot_be_parked(readers: Positioned) -> None:
+    readers.publish(10)
+    readers.take(most=5)
+    for reader, id in (("mailer", 6), ("search", 1)):
+        with pytest.raises(psycopg.errors.UndefinedObject, match=f"no reader '{reader}' that has taken ID {id}"):
+            readers.sql.execute("select tidemark_reader.park('orders', %s, %s, 'x')", [reader, id])
+
+
 def test_late_completions_that_are_not_listed_any_more_are_an_error(readers: Positioned) -> None:
     readers.publish(10)
     readers.take()
@@ -479,6 +519,7 @@ def test_a_service_may_call_and_no_more(readers: Positioned) -> None:
     readers.sql.execute("set role taker")
     assert readers.take() == (0, 5, [])
     assert readers.rows("take_vector", "orders", "other") == [(None, 0, 5, [])]
+    readers.sql.execute("select tidemark_reader.park('orders', 'mailer', 5, 'no such address')")
     for refused in (
         "select * from tidemark_reader.places",
         "select * from tidemark_reader.positions",

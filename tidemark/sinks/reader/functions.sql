@@ -361,6 +361,7 @@ $$;
 -- The late completions of the place that come next: the IDs that the reader has passed, at most _most, by writer; and the
 -- place after them. Of a wide range a part is handed out at once, and the place says how far. _withdrawn: by writer the
 -- ranges of IDs, first and last, whose earlier facts a restore took; as in _ids, only those that the reader has passed.
+-- Facts that tidemark.Reader has handed over where an operator had skipped are left out.
 create or replace function tidemark_reader.late_of(
     inout _place tidemark_reader.places, _now tidemark_reader.positions, _most integer, out _ids jsonb, out _withdrawn jsonb
 )
@@ -414,7 +415,11 @@ begin
                 _place.late_part := jsonb_build_array(_late.number, _to);
             end if;
             _ids := _ids || jsonb_build_object(_late.writer, coalesce(_ids -> _late.writer, '[]')
-                || (select jsonb_agg(id) from generate_series(_from + _sign, _to, _sign) as id));
+                || (select coalesce(jsonb_agg(missed.id), '[]') from generate_series(_from + _sign, _to, _sign) as missed (id)
+                    where _late.why <> 'skipped' or not exists (
+                        select from tidemark_reader.delivered as known
+                        where known.reader = _place.reader and known.stream = _place.stream and known.id = missed.id
+                    )));
             if _late.why = 'regressed' then
                 _withdrawn := tidemark_reader.with_range(_withdrawn, _late.writer, _from, _to);
             end if;
@@ -442,6 +447,22 @@ return (
     select coalesce(range_agg(int8range((range ->> 0)::bigint, (range ->> 1)::bigint, '[]')), '{}')
     from jsonb_array_elements(_ranges) as range
 );
+
+-- The parked facts that an operator retries, at most _most: they are handed out again, and are parked no longer.
+create or replace function tidemark_reader.unpark(_place tidemark_reader.places, _most integer) returns bigint[]
+language sql volatile
+begin atomic
+    with retried as (
+        delete from tidemark_reader.parked as known
+        where known.reader = (_place).reader and known.stream = (_place).stream and known.id in (
+            select waiting.id from tidemark_reader.parked as waiting
+            where waiting.reader = (_place).reader and waiting.stream = (_place).stream and waiting.retry_at is not null
+            order by abs(waiting.id) limit _most
+        )
+        returning known.id
+    )
+    select coalesce(array_agg(id), '{}') from retried;
+end;
 
 create or replace function tidemark_reader.save_place(_place tidemark_reader.places, _timeline bigint) returns void
 language sql volatile
@@ -508,6 +529,7 @@ declare
     _before tidemark_reader.places;
     _next record;
     _ids jsonb;
+    _retried bigint[];
 begin
     if _now.stream is null and tidemark_reader.is_expected(_stream) then
         return;
@@ -530,8 +552,10 @@ begin
     if _place is distinct from _before or _before.timeline is distinct from _now.timeline then
         perform tidemark_reader.save_place(_place, _now.timeline);
     end if;
-    select coalesce(array_agg(distinct id::bigint), '{}') into late
-    from jsonb_each(_ids) as each (writer, listed), jsonb_array_elements_text(listed) as id;
+    _retried := tidemark_reader.unpark(_before, _most);
+    select coalesce(array_agg(distinct id), '{}') into late from (
+        select id::bigint from jsonb_each(_ids) as each (writer, listed), jsonb_array_elements_text(listed) as id
+        union all select unnest(_retried)) as passed (id);
     select tidemark_reader.multirange(coalesce(jsonb_agg(range), '[]')) into withdrawn
     from jsonb_each(_next._withdrawn) as each (writer, listed), jsonb_array_elements(listed) as range;
     if high <> low or late <> '{}' or withdrawn <> '{}' then
@@ -552,7 +576,7 @@ begin atomic
 end;
 comment on function tidemark_reader.take is
     'The IDs that the reader reads next, at most `most`: those beyond low up to high, and late, which it passed before their
-facts came; withdrawn: IDs whose earlier facts a restore took, to be undone first. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
+facts came, or whose parked facts are retried; withdrawn: IDs whose earlier facts a restore took, to be undone first. Moves the place of the reader in the transaction of the caller, and locks it until then. No row: nothing is
 new, or another copy of the reader has the place and wait is false. since: where a new reader begins (a token, an ID, now,
 or beginning). partition and partitions: each partition has a place of its own';
 
@@ -574,6 +598,7 @@ declare
     _named text[];
     _lows bigint[] := '{}';
     _highs bigint[] := '{}';
+    _retried bigint[];
 begin
     if _now.stream is null and tidemark_reader.is_expected(_stream) then
         return;
@@ -615,12 +640,16 @@ begin
     if _place is distinct from _before or _before.timeline is distinct from _now.timeline then
         perform tidemark_reader.save_place(_place, _now.timeline);
     end if;
-    if _moved then
+    _retried := tidemark_reader.unpark(_before, _most);
+    if _moved or _retried <> '{}' then
         for _index in 1 .. cardinality(_named) loop
             writer := _named[_index];
             low := _lows[_index];
             high := _highs[_index];
-            select coalesce(array_agg(distinct id::bigint), '{}') into late from jsonb_array_elements_text(_ids -> writer) as id;
+            -- The writers of retried facts are not known: each row lists them.
+            select coalesce(array_agg(distinct id), '{}') into late from (
+                select id::bigint from jsonb_array_elements_text(_ids -> writer) as id
+                union all select unnest(_retried)) as passed (id);
             withdrawn := tidemark_reader.multirange(_next._withdrawn -> writer);
             return next;
         end loop;
@@ -640,6 +669,32 @@ end;
 comment on function tidemark_reader.take_vector is
     'As take, with a range for each writer, up to its own position: a reader of one writer waits for no other. The row without
 a writer is for all writers that have no row in this answer';
+
+create or replace function tidemark_reader.park(
+    stream text, reader text, id bigint, reason text, partition integer default null, partitions integer default null
+) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
+as $$
+declare
+    _reader constant text := tidemark_reader.place_name(park.reader, park.partition, park.partitions);
+begin
+    perform from tidemark_reader.places as known
+    where known.stream = park.stream and known.reader = _reader and (
+        abs(known.linear) >= abs(park.id)
+        or exists (select from jsonb_each_text(known.positions) as each (writer, at) where abs(at::bigint) >= abs(park.id))
+    );
+    if not found then
+        raise exception using errcode = 'undefined_object',
+            message = format('stream %L has no reader %L that has taken ID %s', park.stream, _reader, park.id);
+    end if;
+    insert into tidemark_reader.parked (reader, stream, id, reason)
+    values (_reader, park.stream, park.id, coalesce(park.reason, ''))
+    on conflict on constraint parked_pkey do update set reason = excluded.reason, parked_at = now(), retry_at = null;
+end
+$$;
+comment on function tidemark_reader.park is
+    'Notes that the reader passes a fact without its effects, because it fails on it. `tidemark readers parked retry` has take
+list its ID in late once more';
 
 create or replace function tidemark_reader.seek(stream text, reader text, token text) returns void
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set row_security = off
@@ -734,6 +789,7 @@ begin
             tidemark_reader.take_vector(text, text, integer, boolean, text),
             tidemark_reader.take_range(text, text, integer, boolean, text, tidemark_reader.positions),
             tidemark_reader.take_ranges(text, text, integer, boolean, text, tidemark_reader.positions),
+            tidemark_reader.park(text, text, bigint, text, integer, integer),
             tidemark_reader.place_name(text, integer, integer), tidemark_reader.positions_of(text),
             tidemark_reader.partition_of(text, integer), tidemark_reader.channel(text)
         to tidemark_take;
