@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemark.common.environment import Foreign, bypass_proxies_for_loopback, forget
+from tidemark.common.environment import VariableGroup, bypass_proxies_for_loopback, remove_foreign_variables
 
 # A developer's own settings for Postgres, and a proxy, are not for the servers of the tests.
-forget([Foreign.POSTGRES])
+remove_foreign_variables([VariableGroup.POSTGRES])
 bypass_proxies_for_loopback()
 
 pytest_plugins = [

@@ -86,7 +86,7 @@ def _load(name: str) -> object:
     try:
         found: object = getattr(import_module(home), name)
     except ModuleNotFoundError as error:
-        raise errors.ExtraMissing.instead_of(error, f"{__name__}.{name}", "reader") from error
+        raise errors.ExtraMissing.for_import_error(error, f"{__name__}.{name}", "reader") from error
     globals()[name] = found
     return found
 

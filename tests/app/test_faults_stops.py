@@ -43,13 +43,13 @@ def compacted(site: Site) -> dict[str, object]:
 
 def schema(difference: int) -> Callable[[Site], dict[str, object]]:
     def change(site: Site) -> dict[str, object]:
-        site.sql("delete from tidemark.schema_version where version > %s", SCHEMA.wanted + difference)
-        wanted = SCHEMA.wanted + difference
+        site.sql("delete from tidemark.schema_version where version > %s", SCHEMA.target_version + difference)
+        wanted = SCHEMA.target_version + difference
         site.sql(
             "update tidemark.schema_version set version = %s, works_with = %s where version = %s",
             wanted,
             wanted,
-            SCHEMA.wanted,
+            SCHEMA.target_version,
         )
         return {}
 
@@ -64,8 +64,11 @@ def schema(difference: int) -> Callable[[Site], dict[str, object]]:
         (lambda site: {"postgres_dsn": wrong(site.dsn)}, ["Postgres at", "password", "TIDEMARK_POSTGRES_DSN"]),
         (lambda site: {"postgres_dsn": site.dsn + "_no"}, ["Postgres at", "does not exist", "TIDEMARK_POSTGRES_DSN"]),
         (lambda site: {"redis_url": wrong(site.redis_url)}, ["Redis at", "password", "TIDEMARK_REDIS_URL"]),
-        (schema(-1), [f"schema version {SCHEMA.wanted - 1}", f"needs {SCHEMA.wanted}", "tidemark migrate"]),
-        (schema(+1), [f"schema version {SCHEMA.wanted + 1}", f"needs {SCHEMA.wanted}", "upgrade"]),
+        (
+            schema(-1),
+            [f"schema version {SCHEMA.target_version - 1}", f"needs {SCHEMA.target_version}", "tidemark migrate"],
+        ),
+        (schema(+1), [f"schema version {SCHEMA.target_version + 1}", f"needs {SCHEMA.target_version}", "upgrade"]),
         (lambda site: {"spark_jars": "/nowhere"}, ["TIDEMARK_SPARK_JARS", "/nowhere"]),
         (lambda site: {"shards": "many"}, ["TIDEMARK_SHARDS", "many"]),
         (

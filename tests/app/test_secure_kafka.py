@@ -56,7 +56,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
 def test_who_cannot_prove_who_he_is_is_refused_in_one_line(connection: KafkaConnection, stranger: Authority) -> None:
     """A wrong password, client secret or certificate stops us with what to check, long before a time limit."""
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)") as caught:
-        Topics(with_wrong_secret(connection, stranger), patience=60).describe(["any"])
+        Topics(with_wrong_secret(connection, stranger), timeout=60).describe(["any"])
     assert "\n" not in str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_brokers_of_another_authority_are_not_talked_to(
     """Brokers whose certificate we cannot verify get no password, and we say which file to check."""
     connection: KafkaConnection = getattr(guarded_kafka, way)
     with pytest.raises(Refused, match="CA file"):
-        Topics(replace(connection, ca_file=str(stranger.ca_file)), patience=60).describe(["any"])
+        Topics(replace(connection, ca_file=str(stranger.ca_file)), timeout=60).describe(["any"])
 
 
 @pytest.fixture

@@ -8,20 +8,26 @@ import pytest
 from tests.app.environments import variables
 from tidemark.common.environment import (
     LOCALE,
-    Foreign,
+    VariableGroup,
     bypass_proxies_for_loopback,
     child_environment,
     foreign_variables,
-    forget,
+    remove_foreign_variables,
     server_environment,
 )
 
 MISLEADING = {
-    Foreign.POSTGRES: ["PGDATESTYLE", "PGHOSTADDR", "PGOPTIONS", "PGSERVICE", "PGSSLMODE"],
-    Foreign.PROXY: ["ALL_PROXY", "http_proxy", "https_proxy"],
-    Foreign.JAVA: ["CLASSPATH", "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "KAFKA_OPTS", "_JAVA_OPTIONS"],
-    Foreign.SPARK: ["HADOOP_CONF_DIR", "PYSPARK_SUBMIT_ARGS", "SPARK_CONF_DIR", "SPARK_HOME", "SPARK_SUBMIT_OPTS"],
-    Foreign.PYTHON: ["PYTHONHOME", "PYTHONSTARTUP", "PYTHONWARNINGS"],
+    VariableGroup.POSTGRES: ["PGDATESTYLE", "PGHOSTADDR", "PGOPTIONS", "PGSERVICE", "PGSSLMODE"],
+    VariableGroup.PROXY: ["ALL_PROXY", "http_proxy", "https_proxy"],
+    VariableGroup.JAVA: ["CLASSPATH", "JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "KAFKA_OPTS", "_JAVA_OPTIONS"],
+    VariableGroup.SPARK: [
+        "HADOOP_CONF_DIR",
+        "PYSPARK_SUBMIT_ARGS",
+        "SPARK_CONF_DIR",
+        "SPARK_HOME",
+        "SPARK_SUBMIT_OPTS",
+    ],
+    VariableGroup.PYTHON: ["PYTHONHOME", "PYTHONSTARTUP", "PYTHONWARNINGS"],
 }
 ALL = [name for names in MISLEADING.values() for name in names]
 
@@ -34,12 +40,12 @@ def test_no_child_inherits_a_variable_for_other_servers(name: str, monkeypatch: 
     assert name not in child_environment({})
 
 
-@pytest.mark.parametrize("group", Foreign)
-def test_misleading_variables_are_found_by_group_and_removed(group: Foreign) -> None:
+@pytest.mark.parametrize("group", VariableGroup)
+def test_misleading_variables_are_found_by_group_and_removed(group: VariableGroup) -> None:
     """Those of other groups, and Tidemark's own, stay."""
     environment = dict.fromkeys([*ALL, "TIDEMARK_POSTGRES_DSN", "PATH", "PAGER", "JAVA_HOME", "no_proxy"], "x")
     assert foreign_variables([group], environment) == {group: sorted(MISLEADING[group])}
-    assert forget([group], environment) == sorted(MISLEADING[group])
+    assert remove_foreign_variables([group], environment) == sorted(MISLEADING[group])
     assert foreign_variables([group], environment) == {}
     assert len(environment) == len(ALL) + 5 - len(MISLEADING[group])
 

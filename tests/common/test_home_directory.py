@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.common.environment import default_home, is_own, temporary_home
+from tidemark.common.environment import default_home, is_trusted, temporary_home
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_directory_that_somebody_else_made_among_temporary_files_is_not_truste
 ) -> None:
     """Its `stack.env` could lead to the servers of that user. A home elsewhere was chosen by ours."""
     temporary_home().mkdir(parents=True)
-    assert is_own(temporary_home())
+    assert is_trusted(temporary_home())
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert not is_own(temporary_home())
-    assert is_own(tmp_path)
+    assert not is_trusted(temporary_home())
+    assert is_trusted(tmp_path)

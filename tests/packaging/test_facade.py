@@ -77,5 +77,5 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra() -> None:
     """A broken installation is not mended by an extra: its error stays as it is."""
     broken = ModuleNotFoundError("No module named 'tidemark.sinks.nothing'", name="tidemark.sinks.nothing")
     with pytest.raises(ModuleNotFoundError) as raised:
-        errors.ExtraMissing.instead_of(broken, "tidemark.Reader", "reader")
+        errors.ExtraMissing.for_import_error(broken, "tidemark.Reader", "reader")
     assert raised.value is broken

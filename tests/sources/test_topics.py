@@ -89,12 +89,12 @@ def test_a_missing_topic_is_named(connection: KafkaConnection, prefix: str) -> N
 
 def test_a_description_of_no_topic_asks_nobody() -> None:
     """A pipeline without a positions topic describes an empty list; no broker is there."""
-    assert Topics(KafkaConnection("127.0.0.1:1"), patience=0.1).describe([]) == {}
+    assert Topics(KafkaConnection("127.0.0.1:1"), timeout=0.1).describe([]) == {}
 
 
 def test_a_broker_that_is_away_is_waited_for() -> None:
     """Nobody listens: the error asks for another try and says why the connection failed."""
-    topics = Topics(KafkaConnection(f"127.0.0.1:{free_port()}"), patience=1)
+    topics = Topics(KafkaConnection(f"127.0.0.1:{free_port()}"), timeout=1)
     with pytest.raises(Unavailable, match="refused"):
         topics.describe(["any"])
 
@@ -103,7 +103,7 @@ def test_a_broker_that_came_back_is_asked_as_if_it_had_never_gone(
     kafka: KafkaServer, connection: KafkaConnection, prefix: str
 ) -> None:
     """While it is away no offset is made up; once it answers, its offsets are known at once and not minutes later."""
-    topics = Topics(connection, patience=2)
+    topics = Topics(connection, timeout=2)
     topics.create_missing([TopicPlan(prefix, 2, 1000)])
     assert _eventual_heads(topics, prefix) == {(prefix, 0): 0, (prefix, 1): 0}
     kafka.stop()
@@ -132,7 +132,7 @@ def test_a_refused_login_needs_a_person_and_is_told_at_once(kafka: KafkaServer) 
     """A login that the broker does not take ends the request long before its time limit."""
     wrong = KafkaConnection(kafka.bootstrap_servers, "SASL_PLAINTEXT", "PLAIN", "tide", "wrong")
     with pytest.raises(Refused, match="password"):
-        Topics(wrong, patience=60).describe(["any"])
+        Topics(wrong, timeout=60).describe(["any"])
 
 
 def test_an_unreadable_ca_file_needs_a_person() -> None:

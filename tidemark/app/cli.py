@@ -114,7 +114,7 @@ class LazyGroup(CommandGroup):
 def _extra_missing(error: ModuleNotFoundError, verb: str) -> Exception:
     if not VERBS[verb].extra:
         return error
-    return ExtraMissing.instead_of(error, f"tidemark {verb}", VERBS[verb].extra)
+    return ExtraMissing.for_import_error(error, f"tidemark {verb}", VERBS[verb].extra)
 
 
 EXAMPLES: Final = """

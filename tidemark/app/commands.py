@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 import click
 
 from tidemark.app.output import one_line
-from tidemark.common.environment import Foreign, bypass_proxies_for_loopback, forget
+from tidemark.common.environment import VariableGroup, bypass_proxies_for_loopback, remove_foreign_variables
 from tidemark.common.errors import Refused, Stop, TidemarkError, Unavailable
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def loaded(*, other_database: bool = False) -> "Settings":
     logs.configure_at_first_line(settings)
     bypass_proxies_for_loopback()
     if not other_database and settings.synapse_dsn is None and _uses_local_stack(settings):
-        forget([Foreign.POSTGRES])
+        remove_foreign_variables([VariableGroup.POSTGRES])
     return settings
 
 

@@ -203,7 +203,7 @@ class PositionFollower:
                 if self._streams is not None:
                     moved &= self._streams
                 self._read(client, sorted(moved))
-                wait_log.succeeded()
+                wait_log.note_success()
                 if self._is_full_read:
                     self._metrics.last_read.set_to_current_time()
                     self._metrics.streams.set(len(self._known))

@@ -18,7 +18,7 @@ from tidemark.app.serving import http_health
 from tidemark.app.settings import Settings
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Refused, Stopping, TopicMissing, Unavailable
-from tidemark.common.migrations import run_locking
+from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sinks.reader_database import install
 from tidemark.sources.producer import FOR_EVER, topic_producer
@@ -149,7 +149,7 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
         if install(session):
             say("installed the functions of readers")
         for name in streams:
-            is_new = run_locking(session, f"creating stream {name}", partial(_create_stream, name, direction))
+            is_new = run_with_lock_timeout(session, f"creating stream {name}", partial(_create_stream, name, direction))
             say(f"created stream {name}" if is_new else f"stream {name} exists")
 
 

@@ -32,7 +32,7 @@ from tidemark.app.connections import (
     require_both,
     variable,
 )
-from tidemark.common.environment import default_home, is_own
+from tidemark.common.environment import default_home, is_trusted
 from tidemark.common.errors import BadSetting
 from tidemark.streaming.values.limits import POLICY_SETTINGS
 
@@ -53,7 +53,7 @@ def read_stack_env(path: Path | None = None) -> dict[str, str]:
     path = path or stack_env()
     words: list[list[str]] = []
     with suppress(OSError, ValueError):
-        text = path.read_text() if is_own(path.parent) else ""
+        text = path.read_text() if is_trusted(path.parent) else ""
         words = [shlex.split(line) for line in text.partition(_FOR_SHELLS)[0].splitlines()]
     pairs = [line[1].partition("=") for line in words if len(line) == 2 and line[0] == "export"]
     return {name: value for name, _, value in pairs}

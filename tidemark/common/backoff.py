@@ -28,7 +28,7 @@ class Backoff:
         self._pause = first
 
     def next(self) -> float:
-        """Seconds to wait now."""
+        """Seconds to wait now. The next call returns a longer pause."""
         pause, self._pause = self._pause, min(self._factor * self._pause, self._longest)
         return pause
 
@@ -38,50 +38,49 @@ class Backoff:
 
 
 class WaitLog:
-    """The pauses of one wait, and its log: logs the first failure at once, repeats it every 10 s, and logs the end."""
+    """The pauses and log lines of waits for a server: the first failure, then one line every 10 s, then the end."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._began = self._logged = 0.0
-        self._waited_for = ""
+        self._server = ""
 
     def pause_after(self, problem: Unavailable) -> float:
-        """Seconds to wait after this failure."""
+        """Log the failure if a line is due. Returns the seconds to wait."""
         now = time.monotonic()
-        if not self._waited_for:
+        if not self._server:
             self._began = now
             self._backoff.reset()
-        if now - self._logged >= LOG_EVERY or problem.what != self._waited_for:
+        if now - self._logged >= LOG_EVERY or problem.what != self._server:
             seconds = round(now - self._began)
             log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=seconds)
-            self._logged, self._waited_for = now, problem.what
+            self._logged, self._server = now, problem.what
         return self._backoff.next()
 
-    def succeeded(self) -> None:
-        """An attempt succeeded."""
-        if self._waited_for:
-            log.info(f"{self._waited_for} answers again", seconds=round(time.monotonic() - self._began, 1))
-            self._waited_for = ""
+    def note_success(self) -> None:
+        if self._server:
+            log.info(f"{self._server} answers again", seconds=round(time.monotonic() - self._began, 1))
+            self._server = ""
 
 
 def wait_out(
     step: Callable[[], T],
-    stopping: threading.Event,
+    stop_event: threading.Event,
     seconds: float = math.inf,
-    failed: Callable[[Unavailable], object] = lambda _: None,
+    on_failure: Callable[[Unavailable], object] = lambda _: None,
 ) -> T:
     """Call `step` until it does not raise `Unavailable`, and return its result.
 
     Args:
         step: called repeatedly; errors other than `Unavailable` are raised at once.
-        stopping: ends the wait when it is set.
+        stop_event: ends the wait when it is set.
         seconds: time limit, after which `Unavailable` is raised.
-        failed: called with each `Unavailable` before the pause.
+        on_failure: called with each `Unavailable` before the pause.
 
     Raises:
-        Stopping: `stopping` was set during a pause.
+        Stopping: `stop_event` was set during a pause.
     """
-    waits, deadline = WaitLog(), time.monotonic() + seconds
+    wait_log, deadline = WaitLog(), time.monotonic() + seconds
     while True:
         try:
             result = step()
@@ -89,9 +88,9 @@ def wait_out(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
-            failed(problem)
-            if stopping.wait(min(waits.pause_after(problem), left)):
+            on_failure(problem)
+            if stop_event.wait(min(wait_log.pause_after(problem), left)):
                 raise Stopping(f"stopped while waiting for {problem.what}") from problem
         else:
-            waits.succeeded()
+            wait_log.note_success()
             return result

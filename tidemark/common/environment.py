@@ -1,8 +1,8 @@
 """Environment variables and output of child processes, and the directory of Tidemark's files.
 
-A server of the local stack gets only the variables that it needs. Nothing else is inherited: a `PGHOST`, a proxy or JVM
-options in the user's shell are meant for other programs. `default_home` is a directory that this user may write to.
-`failure_cause` finds the line of a program's output that says why the program ended.
+A server of the local stack gets only the variables that it needs. It does not inherit a `PGHOST`, a proxy or JVM
+options from the user's shell, because those are for other programs. `failure_cause` finds the line of a program's
+output that says why the program ended.
 """
 
 import os
@@ -24,8 +24,8 @@ _PYTHON = ("JAVA_HOME", "NO_COLOR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYT
 _SETTINGS = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
 
 
-class Foreign(StrEnum):
-    """Groups of variables, by the program that reads them."""
+class VariableGroup(StrEnum):
+    """Environment variables, grouped by the program that reads them."""
 
     POSTGRES = "PostgreSQL's client library"
     PROXY = "requests over HTTP"
@@ -34,36 +34,40 @@ class Foreign(StrEnum):
     PYTHON = "Python"
 
 
-_PATTERNS: Mapping[Foreign, re.Pattern[str]] = {
-    Foreign.POSTGRES: re.compile(r"PG[A-Z]+"),
-    Foreign.PROXY: re.compile(r"(https?|ftp|all)_proxy", re.IGNORECASE),
-    Foreign.JAVA: re.compile(r"(JAVA_TOOL|_JAVA|JDK_JAVA)_OPTIONS|CLASSPATH|KAFKA_\w*OPTS"),
-    Foreign.SPARK: re.compile(r"(SPARK|PYSPARK)_\w+|(HADOOP|YARN|HIVE)_CONF_DIR|BASH_ENV"),
-    Foreign.PYTHON: re.compile(r"PYTHON(HOME|STARTUP|WARNINGS|INSPECT|OPTIMIZE|DEVMODE|BREAKPOINT)"),
+_PATTERNS: Mapping[VariableGroup, re.Pattern[str]] = {
+    VariableGroup.POSTGRES: re.compile(r"PG[A-Z]+"),
+    VariableGroup.PROXY: re.compile(r"(https?|ftp|all)_proxy", re.IGNORECASE),
+    VariableGroup.JAVA: re.compile(r"(JAVA_TOOL|_JAVA|JDK_JAVA)_OPTIONS|CLASSPATH|KAFKA_\w*OPTS"),
+    VariableGroup.SPARK: re.compile(r"(SPARK|PYSPARK)_\w+|(HADOOP|YARN|HIVE)_CONF_DIR|BASH_ENV"),
+    VariableGroup.PYTHON: re.compile(r"PYTHON(HOME|STARTUP|WARNINGS|INSPECT|OPTIMIZE|DEVMODE|BREAKPOINT)"),
 }
 
 
 def foreign_variables(
-    groups: Iterable[Foreign] = tuple(Foreign), environment: Mapping[str, str] | None = None
-) -> dict[Foreign, list[str]]:
+    groups: Iterable[VariableGroup] = tuple(VariableGroup), environment: Mapping[str, str] | None = None
+) -> dict[VariableGroup, list[str]]:
     """Find variables that would misconfigure one of Tidemark's servers.
 
     Args:
-        environment: variables to search; None: those of this process.
+        groups: the groups to search for.
+        environment: the variables to search; None: the environment of this process.
 
     Returns:
-        For each group its variables, sorted by name. Groups without variables are left out.
+        The names of the variables of each group, sorted. Groups without variables are left out.
     """
     names = sorted(os.environ if environment is None else environment)
     matching = {group: [name for name in names if _PATTERNS[group].fullmatch(name)] for group in groups}
     return {group: variables for group, variables in matching.items() if variables}
 
 
-def forget(groups: Iterable[Foreign], environment: MutableMapping[str, str] | None = None) -> list[str]:
-    """Remove the foreign variables of `groups`.
+def remove_foreign_variables(
+    groups: Iterable[VariableGroup], environment: MutableMapping[str, str] | None = None
+) -> list[str]:
+    """Remove the variables of `groups`.
 
     Args:
-        environment: variables to change; None: those of this process and its C libraries.
+        groups: the groups to remove.
+        environment: the variables to change; None: the environment of this process, also for its C libraries.
 
     Returns:
         The names of the removed variables, sorted.
@@ -76,9 +80,9 @@ def forget(groups: Iterable[Foreign], environment: MutableMapping[str, str] | No
 
 
 def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = None) -> None:
-    """Add the loopback names to `no_proxy`, so that no HTTP client sends a request to this machine through a proxy."""
+    """Add `LOOPBACK_NAMES` to `no_proxy`, so that no HTTP client sends a request to this machine through a proxy."""
     changed = os.environ if environment is None else environment
-    if not foreign_variables([Foreign.PROXY], changed):
+    if not foreign_variables([VariableGroup.PROXY], changed):
         return
     present = changed.get("no_proxy") or changed.get("NO_PROXY") or ""
     names = [name.strip() for name in present.split(",") if name.strip()]
@@ -100,14 +104,16 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     Tidemark. `variables` replace settings, also those that come from a file (`..._FILE`).
     """
     replaced = {*variables, *(f"{name}_FILE" for name in variables)}
-    ours = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
-    if _is_found_by_path():
-        ours["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    return server_environment({name: text for name, text in ours.items() if name not in replaced} | dict(variables))
+    inherited = {name: text for name, text in os.environ.items() if name in _PYTHON or _SETTINGS.fullmatch(name)}
+    if _is_on_pythonpath():
+        inherited["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    return server_environment(
+        {name: text for name, text in inherited.items() if name not in replaced} | dict(variables)
+    )
 
 
-def _is_found_by_path() -> bool:
-    """True if Python found this package through PYTHONPATH, which a child process then needs too."""
+def _is_on_pythonpath() -> bool:
+    """Whether Python found this package through PYTHONPATH, which a child process then needs too."""
     package = Path(__file__).absolute().parents[1]
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)
@@ -116,8 +122,7 @@ def _is_found_by_path() -> bool:
 def default_home() -> Path:
     """The directory to use if TIDEMARK_HOME is not set: `~/.cache/tidemark`.
 
-    If this user has no home directory, or may not write there, it is a directory in the temporary directory, with the
-    user's ID in its name. Does not create anything.
+    If this user has no home directory, or may not write there: `temporary_home`. Does not create the directory.
     """
     with suppress(RuntimeError):  # neither HOME nor an entry in the list of users
         home = os.environ.get("HOME") or Path("~").expanduser()
@@ -127,12 +132,14 @@ def default_home() -> Path:
 
 
 def temporary_home() -> Path:
-    """A directory in the system's temporary directory. Another user could have created it: see `is_own`."""
+    """A directory in the system's temporary directory, with the user's ID in its name. Another user could have created
+    it: see `is_trusted`.
+    """
     return Path(tempfile.gettempdir(), f"tidemark-{os.getuid()}")
 
 
-def is_own(path: Path) -> bool:
-    """True if this user may trust `path`: an entry in the temporary directory must belong to the user."""
+def is_trusted(path: Path) -> bool:
+    """Whether this user may trust `path`: a path in the temporary directory must belong to the user."""
     try:
         return not path.is_relative_to(temporary_home()) or path.lstat().st_uid == os.geteuid()
     except FileNotFoundError:
@@ -156,41 +163,43 @@ def _is_writable(path: Path) -> bool:
 CAUSE_MAX = 400
 """Maximum length of a cause in characters."""
 
-_FRAME = re.compile(
+_NOISE = re.compile(
     r"\s*at [\w.$/<>@]+\(.*\)|\s*\.\.\. \d+ (more|common frames)|Traceback \(most recent call last\):"
     r"|\s+File \".*\", line .*|\s+[\^~]+\s*|(NOTE: )?Picked up \w+:.*"
     r"|Error: Could not create the Java Virtual Machine\."
     r"|Error: A fatal exception has occurred\. Program will exit\.|\s*"
 )
-_STAMP = re.compile(
+_TIMESTAMP = re.compile(
     r"\[?\d\d(\d\d)?[-/]\d\d[-/]\d\d[T ][\d:.,]+(Z| \w{3,4})?\]? *(\[\d+\] *)?"
     r"(\[?(FATAL|ERROR|WARN|error|critical) *\]?:? +)?"
 )
-_INITIALIZATION = "Error occurred during initialization of VM"
-_SENTENCE = re.compile(
+_JVM_INITIALIZATION_ERROR = "Error occurred during initialization of VM"
+_PROBLEM_WORD = re.compile(
     r"fatal|panic|error|exception|unrecognized|conflicting|cannot|could not|failed|refused|denied|no such|not found",
     re.IGNORECASE,
 )
 
 
 def is_noise(line: str) -> bool:
-    """True if a line is blank, a stack frame, or advice that does not name a cause."""
-    return _FRAME.fullmatch(line) is not None
+    """Whether a line is blank, a stack frame, or advice that does not name a cause."""
+    return _NOISE.fullmatch(line) is not None
 
 
 def failure_cause(lines: Iterable[str]) -> str:
-    """Return the cause as one line of at most `CAUSE_MAX` characters; empty if the program wrote nothing.
+    """Find why a program ended, in the lines of its output.
+
+    Returns the cause as one line of at most `CAUSE_MAX` characters; empty if the program wrote nothing.
 
     Uses the innermost cause of a Java exception, else the last line that reads like an error, else the last line.
     """
-    sentences = [line.strip() for line in lines if not is_noise(line)]
-    if not sentences:
+    messages = [line.strip() for line in lines if not is_noise(line)]
+    if not messages:
         return ""
-    causes = [line for line in sentences if line.startswith("Caused by:")]
-    problems = [line for line in sentences if _SENTENCE.search(line)]
-    chosen = (causes or problems or sentences)[-1]
-    if _INITIALIZATION in sentences:  # the sentence after this line names the problem
-        chosen = " ".join(sentences[sentences.index(_INITIALIZATION) :][1:2]) or _INITIALIZATION
-    text = _STAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
+    causes = [line for line in messages if line.startswith("Caused by:")]
+    problems = [line for line in messages if _PROBLEM_WORD.search(line)]
+    chosen = (causes or problems or messages)[-1]
+    if _JVM_INITIALIZATION_ERROR in messages:  # the sentence after this line names the problem
+        chosen = " ".join(messages[messages.index(_JVM_INITIALIZATION_ERROR) :][1:2]) or _JVM_INITIALIZATION_ERROR
+    text = _TIMESTAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
     text = re.sub(r'^Exception in thread "[^"]*" ', "", text)
     return text if len(text) <= CAUSE_MAX else f"{text[: CAUSE_MAX - 3]}..."

@@ -1,7 +1,7 @@
 """Every error that Tidemark raises on purpose, in one tree: retry, reject one record, or stop.
 
-The decorator `message` gives an error its text. The annotations of the class are the fields of the error, which the
-text names in braces.
+The decorator `message` gives an error class its text. The annotations of the class are the fields of the error; the
+text refers to them in braces.
 """
 
 import sys
@@ -77,7 +77,7 @@ class Slow(Unavailable):
 
 @message("{what} at {where} ended the transaction of a batch while its handler was working: {problem}")
 class BatchTimedOut(Unavailable):
-    """The server's limit for transactions is shorter than the handler takes. The batch is read again."""
+    """The server's limit for transactions is shorter than the run time of the handler. The batch is read again."""
 
     setting: str  # the setting of the server, or of a pooler, that ended the transaction
 
@@ -212,7 +212,7 @@ class StreamNotKnown(Reject):
 
 
 class Stopping(TidemarkError):
-    """The process was asked to stop while it waited. The next start repeats what it waited for."""
+    """The process was asked to stop while it waited for a server. The next start repeats the wait."""
 
 
 @message("Spark is not running: {problem}; start the pipeline again, it continues from its stored position")
@@ -409,9 +409,13 @@ class ExtraMissing(Stop, ImportError):
         self.extra = extra
 
     @classmethod
-    def instead_of(cls, error: ModuleNotFoundError, what: str, extra: str) -> "ExtraMissing":
-        """Make the error for `what` if its import raised `error`. Raises `error` itself if Tidemark's own module is
-        missing.
+    def for_import_error(cls, error: ModuleNotFoundError, what: str, extra: str) -> "ExtraMissing":
+        """The error for a feature whose import raised `error`. Raises `error` itself if a Tidemark module is missing.
+
+        Args:
+            error: raised by the import.
+            what: the feature, for the message.
+            extra: the extra of the package that installs the missing module.
         """
         if (module := (error.name or "").partition(".")[0]) in {"", "tidemark"}:
             raise error
@@ -428,10 +432,10 @@ class Refused(Stop):
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the program with the short form of a Tidemark error, in place of a traceback.
+    """End the program with the short form of a Tidemark error instead of a traceback.
 
-    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Other errors, and an exception
-    group that contains another error, are raised unchanged.
+    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Raises other errors, and an
+    exception group that contains another error, unchanged.
 
     Raises:
         SystemExit: with code 2 for a `Stop` and 1 for another Tidemark error, as the command line does.
@@ -444,7 +448,7 @@ def exit_on_error() -> Iterator[None]:
         ours, others = group.split(TidemarkError)
         if ours is None or others is not None:
             raise
-        code = _exit_code(_first_of(ours))
+        code = _exit_code(_first_error(ours))
     else:
         return
     raise SystemExit(code)  # outside of the handlers, so that the exception has no context to print
@@ -455,6 +459,6 @@ def _exit_code(error: TidemarkError) -> int:
     return 2 if isinstance(error, Stop) else 1
 
 
-def _first_of(group: BaseExceptionGroup[TidemarkError]) -> TidemarkError:
+def _first_error(group: BaseExceptionGroup[TidemarkError]) -> TidemarkError:
     first = group.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,4 +1,4 @@
-"""Turns Python's garbage collector off where it costs time and finds nothing."""
+"""Disables Python's garbage collector for code in which it costs time and finds nothing."""
 
 import gc
 import sys

@@ -1,11 +1,10 @@
-"""Translates Kafka's errors into `Unavailable`, for which a caller waits, and `Refused`, which a person must correct.
+"""Translates Kafka errors into `Unavailable`, after which a caller retries, and `Refused`, which a person must correct.
 
 A request of librdkafka only fails with a time-out. The reason (a wrong password, a refused connection) goes to a
-callback. `ErrorListener` is this callback: it remembers the reason, so that one message can contain both.
+callback. `ErrorListener` is this callback: it stores the reason, so that one message can contain both.
 
-`PartitionReader` is a consumer that reads one partition from any offset: for records that were read before and are
-needed again. It is not thread-safe. All its methods raise `KafkaException` or `Unavailable`; after an error the owner
-closes the reader.
+`PartitionReader` is a consumer that reads one partition from any offset, for records that were read before and are
+needed again.
 """
 
 import re
@@ -17,7 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from tidemark.common.errors import Refused, TidemarkError, Unavailable
 
-_LOGIN = frozenset(
+_LOGIN_CODES = frozenset(
     {
         KafkaError._AUTHENTICATION,
         KafkaError.SASL_AUTHENTICATION_FAILED,
@@ -25,7 +24,7 @@ _LOGIN = frozenset(
         KafkaError.ILLEGAL_SASL_STATE,
     }
 )
-_RIGHTS = frozenset(
+_RIGHTS_CODES = frozenset(
     {
         KafkaError.TOPIC_AUTHORIZATION_FAILED,
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -34,14 +33,14 @@ _RIGHTS = frozenset(
         KafkaError.POLICY_VIOLATION,
     }
 )
-_TLS = frozenset({KafkaError._SSL, KafkaError._INVALID_ARG})
+_TLS_CODES = frozenset({KafkaError._SSL, KafkaError._INVALID_ARG})
 
-_VAGUE = frozenset(
+_CODES_WITHOUT_REASON = frozenset(
     {KafkaError._TIMED_OUT, KafkaError._MSG_TIMED_OUT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN}
 )
 
 # TLS alerts (RFC 8446) about this client's certificate. librdkafka reports them as a lost connection.
-_ALERT = re.compile(r"SSL alert number (42|43|44|45|46|48|49|116)\b")
+_TLS_ALERT = re.compile(r"SSL alert number (42|43|44|45|46|48|49|116)\b")
 _STATE_DETAIL = re.compile(r" \(after \d+ms in state .*\)$")
 
 
@@ -54,26 +53,26 @@ def kafka_error(error: KafkaError, where: str) -> TidemarkError:
         where: address of the brokers, without secrets.
     """
     code, problem = error.code(), _STATE_DETAIL.sub("", error.str())
-    if code in _LOGIN:
+    if code in _LOGIN_CODES:
         return Refused(
             "Kafka", where, problem, "check the user name, the password (or client and secret) and the SASL mechanism"
         )
-    if code in _RIGHTS:
+    if code in _RIGHTS_CODES:
         return Refused("Kafka", where, problem, "grant this right to Tidemark's user")
     if code == KafkaError.MSG_SIZE_TOO_LARGE:
         return Refused("Kafka", where, problem, "send a smaller row, or raise max.message.bytes of the topic")
-    if code in _TLS or _ALERT.search(problem):
+    if code in _TLS_CODES or _TLS_ALERT.search(problem):
         return Refused("Kafka", where, problem, "check the security protocol, the CA file and the client certificate")
     return Unavailable("Kafka", where, problem)
 
 
-def concerns_group(error: KafkaError) -> bool:
-    """True if the consumer may not use its group. Harmless: librdkafka needs a group, and Tidemark does not."""
+def is_group_refusal(error: KafkaError) -> bool:
+    """Whether the consumer may not use its group. Harmless: librdkafka needs a group, and Tidemark does not."""
     return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 
 class ErrorListener:
-    """An `error_cb` of librdkafka: remembers why the brokers are unreachable.
+    """An `error_cb` of librdkafka: stores the newest reason why the brokers are unreachable.
 
     Runs on the thread that polls the client.
     """
@@ -92,7 +91,7 @@ class ErrorListener:
         return "" if self._reason is None else _STATE_DETAIL.sub("", self._reason.str())
 
     def forget(self) -> None:
-        """Forget the newest error. Call before a new request: the cause may be corrected."""
+        """Forget the newest error. Call before a new request, because the cause may be corrected by then."""
         self._reason = None
 
     def raise_refusal(self) -> None:
@@ -101,8 +100,8 @@ class ErrorListener:
             raise refused
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Raise a `KafkaException` of the block as a `TidemarkError`."""
+    def translate_errors(self) -> Iterator[None]:
+        """Convert a `KafkaException` that the block raises to a `TidemarkError`."""
         try:
             yield
         except KafkaException as error:
@@ -110,23 +109,25 @@ class ErrorListener:
 
     def explain(self, error: KafkaError) -> TidemarkError:
         """The error of a failed request as a `TidemarkError`. A time-out gets the reason from the callback."""
-        is_vague = error.code() in _VAGUE
-        return kafka_error(self._reason if is_vague and self._reason is not None else error, self.where)
+        has_no_reason = error.code() in _CODES_WITHOUT_REASON
+        return kafka_error(self._reason if has_no_reason and self._reason is not None else error, self.where)
 
 
 class PartitionReader:
-    """Reads any partition from any offset.
+    """Reads any partition from any offset. Not thread-safe.
+
+    All methods raise `KafkaException` or `Unavailable`. After an error the owner closes the reader.
 
     Args:
         client: settings of librdkafka.
-        errors: remembers why the brokers are unreachable.
-        patience: seconds without progress after which a method raises `Unavailable`.
+        errors: the `error_cb` of the consumer.
+        timeout: seconds without progress after which a method raises `Unavailable`.
         isolation: `read_committed` or `read_uncommitted`.
     """
 
-    def __init__(self, client: Mapping[str, str], errors: ErrorListener, patience: float, isolation: str) -> None:
+    def __init__(self, client: Mapping[str, str], errors: ErrorListener, timeout: float, isolation: str) -> None:
         self._where = client["bootstrap.servers"]
-        self._patience = patience
+        self._timeout = timeout
         self._consumer = Consumer(
             {
                 **client,
@@ -144,17 +145,17 @@ class PartitionReader:
         self._consumer.close()
 
     def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
-        """The oldest offset, and the offset of the next record.
+        """The oldest offset of the partition, and the offset that the next written record will get.
 
         Args:
-            known: offset of a record that was seen before. The method waits up to `patience` seconds until the next
-                offset is beyond it, because a broker that has just started may not show its newest records.
+            topic: the topic of the partition.
+            partition: the number of the partition.
+            known: the offset of a record that exists. Waits up to the time limit until the next offset is higher,
+                because a broker that has just started may not show its newest records.
         """
-        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
+        target, deadline = TopicPartition(topic, partition), time.monotonic() + self._timeout
         while True:
-            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(
-                target, timeout=self._patience, cached=False
-            )
+            offsets: tuple[int, int] = self._consumer.get_watermark_offsets(target, timeout=self._timeout, cached=False)
             if offsets[1] > known or time.monotonic() > deadline:
                 return offsets
             time.sleep(0.1)
@@ -171,11 +172,11 @@ class PartitionReader:
             self._consumer.unassign()
 
     def _records(self, start: int) -> Iterator[Message | None]:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while True:
             records = self._consumer.consume(num_messages=500, timeout=0.2)
             if records:
-                deadline = time.monotonic() + self._patience
+                deadline = time.monotonic() + self._timeout
             elif time.monotonic() > deadline:
                 raise Unavailable("Kafka", self._where, f"no answer for records from offset {start}")
             for record in records:
@@ -185,7 +186,7 @@ class PartitionReader:
                 elif error.code() == KafkaError._PARTITION_EOF:
                     yield None
                     return
-                elif concerns_group(error):
+                elif is_group_refusal(error):
                     continue
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     return

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Takes the total number of units; returns a context manager. Its value is called with the number of newly completed
-units.
+"""Takes the total number of units. Returns a context manager whose target is a function: the caller calls the function
+with the number of units that it has completed since the last call.
 """
 
 
@@ -20,8 +20,11 @@ def no_progress(total: int) -> Iterator[Callable[[int], None]]:
     yield lambda _: None
 
 
-class LateLogger:
-    """A logger with structlog's methods: `debug`, `info`, `warning`, `error`, `critical`, `exception`."""
+class LazyLogger:
+    """A logger with structlog's methods: `debug`, `info`, `warning`, `error`, `critical`, `exception`.
+
+    Imports and configures structlog when the first method is used.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,7 +50,7 @@ def configure_later(configure: Callable[[], None]) -> None:
 
 
 def configure_now() -> None:
-    """Call the function that was passed to `configure_later`, unless it has been called."""
+    """Call the function that was passed to `configure_later`, unless it was called before."""
     with _lock:
         while _configure:
             _configure[-1]()
@@ -56,4 +59,4 @@ def configure_now() -> None:
 
 def get_logger(name: str) -> Any:
     """The logger of a module, by its `__name__`."""
-    return LateLogger(name)
+    return LazyLogger(name)

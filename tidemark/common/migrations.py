@@ -9,9 +9,9 @@ comment `Works with code for schema N`.
 Several parts of Tidemark share the schema `tidemark`, in one or two databases. Each has its own folder and its own
 table of versions.
 
-Migrations wait for locks one second at a time, and log the sessions that have the locks. Other transactions use
-`run_locking` for the same. A short wait is needed because Postgres grants locks in order: a statement that waits for an
-ACCESS EXCLUSIVE lock blocks every later statement, even a SELECT.
+Migrations, and other callers of `run_with_lock_timeout`, wait for a lock for one second at a time, and log the sessions
+that have the lock. A short wait is needed because Postgres grants locks in order: a statement that waits for an ACCESS
+EXCLUSIVE lock blocks every later statement, even a SELECT.
 """
 
 import re
@@ -39,12 +39,14 @@ T = TypeVar("T")
 LOCK_TIMEOUT = 1.0
 """Seconds that one attempt waits for one lock."""
 _PAUSE, _LONGEST_PAUSE = 0.5, 5.0
-_FIRST_QUERY, _QUERY_EVERY = 0.3, 0.2
+_FIRST_QUERY_AFTER, _QUERY_INTERVAL = 0.3, 0.2
 """Seconds from the beginning of an attempt to the first query for blockers, and between two queries."""
 
 
-def run_locking(session: PostgresSession, task: str, step: Callable[[Connection], T], seconds: float = 60.0) -> T:
-    """Run `step` in a READ COMMITTED transaction whose locks time out; repeat it until it gets all of them.
+def run_with_lock_timeout(
+    session: PostgresSession, task: str, step: Callable[[Connection], T], seconds: float = 60.0
+) -> T:
+    """Run `step` in a READ COMMITTED transaction with a `lock_timeout`; repeat it until it gets all its locks.
 
     Each failed attempt is logged with the sessions that blocked it.
 
@@ -84,7 +86,7 @@ class _BlockerQuery:
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.description = "a session that has ended since"
 
@@ -98,24 +100,24 @@ class _BlockerQuery:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, waiting: int) -> None:
-        if self._over.wait(_FIRST_QUERY):
+    def _run(self, waiting_pid: int) -> None:
+        if self._stopped.wait(_FIRST_QUERY_AFTER):
             return
-        with suppress(TidemarkError, psycopg.Error), self._session.another() as other, other.use() as connection:
-            while not self._over.is_set():
-                row = connection.execute("select pg_blocking_pids(%s)", [waiting]).fetchone()
+        with suppress(TidemarkError, psycopg.Error), self._session.new_session() as other, other.use() as connection:
+            while not self._stopped.is_set():
+                row = connection.execute("select pg_blocking_pids(%s)", [waiting_pid]).fetchone()
                 if row is not None and row[0]:
                     self.description = sessions_of(connection, row[0])
-                self._over.wait(_QUERY_EVERY)
+                self._stopped.wait(_QUERY_INTERVAL)
 
 
 _WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILINE)
 
-_RESTORING = """
+_RESTORE_PROCESS = """
 select pid from pg_stat_activity where datname = current_database() and application_name = 'pg_restore' limit 1
 """
 
@@ -146,7 +148,7 @@ class Migrations:
         return scripts
 
     @property
-    def wanted(self) -> int:
+    def target_version(self) -> int:
         """The version of the schema that this code was written for."""
         return max(self.scripts)
 
@@ -170,16 +172,18 @@ class Migrations:
             PrerequisitePending: a lock was not free in time.
         """
         applied = list[int]()
-        with ExitStack() as shown:
+        with ExitStack() as stack:
             advance: Callable[[int], None] | None = None
-            while (current := run_locking(session, f"reading tidemark.{self.table}", self._current_version)) is None:
-                # Another process may create them at the same moment.
+            while (
+                current := run_with_lock_timeout(session, f"reading tidemark.{self.table}", self._current_version)
+            ) is None:
+                # Another process may create the schema and the table at the same moment.
                 with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
-                    run_locking(session, f"making tidemark.{self.table}", self._make_table)
+                    run_with_lock_timeout(session, f"making tidemark.{self.table}", self._make_table)
             while missing := [number for number in self.scripts if number > current]:
-                advance = advance or shown.enter_context(progress(len(missing)))
+                advance = advance or stack.enter_context(progress(len(missing)))
                 current, (name, _) = missing[0], self.scripts[missing[0]]
-                if run_locking(session, f"migration {name}", partial(self._apply, current)):
+                if run_with_lock_timeout(session, f"migration {name}", partial(self._apply, current)):
                     log.info("Migrated the database", version=current, file=name)
                     applied.append(current)
                 advance(1)
@@ -197,21 +201,21 @@ class Migrations:
     def check(self, connection: Connection) -> None:
         """Raise `SchemaMismatch` unless this code can write in the schema.
 
-        Accepts the wanted version, and a newer one that works with this code.
+        Accepts the target version, and a newer one that works with this code.
         """
-        self.check_from(connection, self.wanted)
+        self.check_readable(connection, self.target_version)
 
-    def check_from(self, connection: Connection, oldest: int) -> None:
-        """Raise `SchemaMismatch` unless this code can read the schema: it reads version `oldest` and later ones.
+    def check_readable(self, connection: Connection, oldest: int) -> None:
+        """Raise `SchemaMismatch` unless this code, which reads schema `oldest` and later ones, can read the schema.
 
         Raises `PrerequisitePending` while pg_restore fills the database, because tables may still be missing.
         """
-        if (process := connection.execute(_RESTORING).fetchone()) is not None:
+        if (process := connection.execute(_RESTORE_PROCESS).fetchone()) is not None:
             problem = f"pg_restore (process {process[0]}) is filling it"
             raise PrerequisitePending("using the database", connection.info.dbname, problem)
         version = self.version(connection) or 0
-        if not oldest <= version <= self.wanted and not self._works_for_us(connection, version):
-            raise SchemaMismatch(version, self.wanted, self.command)
+        if not oldest <= version <= self.target_version and not self._is_compatible(connection, version):
+            raise SchemaMismatch(version, self.target_version, self.command)
 
     def _current_version(self, connection: Connection) -> int | None:
         """The version of the schema; None if the table of versions is missing.
@@ -219,7 +223,7 @@ class Migrations:
         Raises `SchemaMismatch` for a newer schema that does not work with this code.
         """
         version = self.version(connection)
-        if version is not None and version > self.wanted:
+        if version is not None and version > self.target_version:
             self.check(connection)
         return version
 
@@ -234,7 +238,7 @@ class Migrations:
             )
 
     def _apply(self, number: int, connection: Connection) -> bool:
-        """Apply a migration; returns False if another process applied it. The lock blocks other migrations, but no
+        """Apply a migration. Returns False if another process applied it. The lock blocks other migrations, but no
         readers.
         """
         connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
@@ -244,15 +248,15 @@ class Migrations:
         connection.execute(script.encode())
         connection.execute(
             sql.SQL("insert into {} (version, name, works_with) values (%s, %s, %s)").format(self._table),
-            (number, name, _works_with(number, script)),
+            (number, name, _oldest_compatible_version(number, script)),
         )
         return True
 
-    def _works_for_us(self, connection: Connection, version: int) -> bool:
-        if version < self.wanted:
+    def _is_compatible(self, connection: Connection, version: int) -> bool:
+        if version < self.target_version:
             return False
         query = sql.SQL("select works_with <= %s from {} where version = %s").format(self._table)
-        row = connection.execute(query, (self.wanted, version)).fetchone()
+        row = connection.execute(query, (self.target_version, version)).fetchone()
         return row is not None and bool(row[0])
 
     @property
@@ -260,6 +264,6 @@ class Migrations:
         return sql.Identifier("tidemark", self.table)
 
 
-def _works_with(number: int, script: str) -> int:
+def _oldest_compatible_version(number: int, script: str) -> int:
     comment = _WORKS_WITH.search(script)
     return int(comment[1]) if comment else number

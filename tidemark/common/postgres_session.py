@@ -3,12 +3,12 @@
 Not a pool: each thread has its own session, or threads take turns on one.
 
 Tidemark sets the settings of every session that it opens, and relies on no default of the server, database or role.
-One statement sets them when a session is opened. It also detects a pooler. A pooler may give the session to another
+One statement sets them when a session is opened, and also detects a pooler. A pooler may give the session to another
 client after each transaction, so the settings are then local to each transaction. `SET` is used instead of start-up
 options (`options=`), which poolers refuse or lose.
 
-Sessions of the caller (`tidemark.Writer`) are not changed: statements on them need none of these settings, and the SQL
-functions set `row_security` themselves. Transactions of a reader's batch have a `lock_timeout`, and nothing else.
+`tidemark.Writer` does not change the caller's session: its statements need none of these settings, and the SQL
+functions set `row_security` themselves. The transactions of a reader's batch get a `lock_timeout`, and nothing else.
 """
 
 import os
@@ -44,19 +44,19 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "lock_timeout": "10s",
     "statement_timeout": "0",
 }
-_GIVEN = ["lock_timeout", "statement_timeout"]
+_STARTUP_OVERRIDES = ["lock_timeout", "statement_timeout"]
 """Settings for which a start-up option in the address takes precedence."""
 
-BACKEND = "select pg_backend_pid()"
+SELECT_BACKEND_PID = "select pg_backend_pid()"
 
-LOCK_LIMIT = (
+SET_LOCK_TIMEOUT = (
     f"select set_config('lock_timeout', '{SESSION_SETTINGS['lock_timeout']}', true)"
     " where current_setting('lock_timeout') = '0'"
 )
-"""Sets `lock_timeout` in a transaction of another library's session, unless that session has a limit."""
+"""Statement that sets `lock_timeout` in a transaction of another library's session, unless that session has a limit."""
 
 # In a session of a pooler, `set_config` is local to the transaction of this statement.
-_OPEN = """
+_APPLY_SETTINGS = """
 select pg_backend_pid(), current_user::text,
     count(set_config(wanted.name, wanted.value, pg_backend_pid() <> %s and not %s))
 from unnest(%s::text[], %s::text[]) as wanted (name, value)
@@ -68,13 +68,13 @@ _Driver = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 _QUOTED = re.compile(r'["«„](.+)["»“]')
 
 
-def unprepared_where_pooled(connection: _Driver, backend: TupleRow | None) -> bool:
-    """Detect a pooler, and prepare no statements if there is one: each transaction may get another session.
+def detect_pooler(connection: _Driver, backend: TupleRow | None) -> bool:
+    """Detect a pooler. If there is one, disable prepared statements: each transaction may get another session.
 
-    A pooler gives its clients process IDs of its own.
+    A pooler gives its clients process IDs of its own, so the two process IDs differ.
 
     Args:
-        backend: the answer to `BACKEND`.
+        backend: the answer to `SELECT_BACKEND_PID`.
 
     Returns:
         Whether there is a pooler.
@@ -85,26 +85,32 @@ def unprepared_where_pooled(connection: _Driver, backend: TupleRow | None) -> bo
     return is_pooled
 
 
-def hidden_rows(error: psycopg.Error, role: str) -> tuple[str, str] | None:
-    """Explain an error that row level security caused: what happened and what to do. None for other errors.
+def row_security_problem(error: psycopg.Error, role: str) -> tuple[str, str] | None:
+    """Explain an error that row level security caused; None for other errors.
 
     Args:
         error: what psycopg raised.
-        role: the session's user, as `current_user` gives it, empty if that is not known.
+        role: the session's user, as `current_user` gives it; empty if not known.
+
+    Returns:
+        The problem and what to do.
     """
     if error.diag.source_function != "check_enable_rls":  # unlike the message, this is not translated
         return None
     name = _QUOTED.search(error.diag.message_primary or "")
-    return hidden_from(role, name[1] if name else "?", is_owner=error.diag.message_hint is not None)
+    return describe_hidden_rows(role, name[1] if name else "?", is_owner=error.diag.message_hint is not None)
 
 
-def hidden_from(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
-    """What happened and what to do.
+def describe_hidden_rows(role: str, table: str, *, is_owner: bool = False) -> tuple[str, str]:
+    """Describe that row level security hides rows of `table` from `role`.
 
     Args:
-        role: the session's user, empty if that is not known.
-        table: the name, with its schema if that is known.
+        role: the session's user, empty if not known.
+        table: the name, with its schema if known.
         is_owner: whether `role` owns the table, which then has FORCE ROW LEVEL SECURITY.
+
+    Returns:
+        The problem and what to do.
     """
     name = ".".join(f'"{part}"' for part in table.split("."))
     whom = f'role "{role}"' if role else "its owner" if is_owner else "this user"
@@ -117,11 +123,13 @@ def hidden_from(role: str, table: str, *, is_owner: bool = False) -> tuple[str, 
     return problem, f"{', or '.join(remedies)}; a policy is not enough, whatever rows it shows"
 
 
-def _opening(connection: _Driver, settings: Mapping[str, str], *, is_own: bool = False) -> list[object]:
-    return [connection.info.backend_pid, is_own, [*settings], [*settings.values()], _GIVEN]
+def _settings_parameters(
+    connection: _Driver, settings: Mapping[str, str], *, is_exclusive: bool = False
+) -> list[object]:
+    return [connection.info.backend_pid, is_exclusive, [*settings], [*settings.values()], _STARTUP_OVERRIDES]
 
 
-def _local(settings: Mapping[str, str]) -> list[sql.Composed]:
+def _set_local_statements(settings: Mapping[str, str]) -> list[sql.Composed]:
     return [sql.SQL("set local {} = {}").format(sql.SQL(name), sql.Literal(value)) for name, value in settings.items()]
 
 
@@ -150,25 +158,28 @@ class SessionConnection(psycopg.Connection[TupleRow]):
     _depth = 0
 
     @classmethod
-    def open(cls, conninfo: str, more: Mapping[str, str] | None = None) -> Self:
-        """Connect, and apply the settings and `more` in one round trip. Raises errors of psycopg."""
-        made = cls.connect(conninfo, autocommit=True)
+    def open(cls, conninfo: str, extra: Mapping[str, str] | None = None) -> Self:
+        """Connect, and apply `SESSION_SETTINGS` and `extra` in one round trip. Raises errors of psycopg."""
+        connection = cls.connect(conninfo, autocommit=True)
         try:
-            made.apply({**SESSION_SETTINGS, **(more or {})})
+            connection.apply({**SESSION_SETTINGS, **(extra or {})})
         except BaseException:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
     def apply(self, settings: Mapping[str, str]) -> None:
-        row = self.execute(_OPEN, _opening(self, settings), prepare=False).fetchone()
-        if unprepared_where_pooled(self, row):
-            self.is_pooled, self._settings, self.cursor_factory = True, _local(settings), _PooledCursor
+        """Apply the settings; behind a pooler, to each transaction. Detects the pooler and `role`."""
+        row = self.execute(_APPLY_SETTINGS, _settings_parameters(self, settings), prepare=False).fetchone()
+        if detect_pooler(self, row):
+            self.is_pooled, self._settings, self.cursor_factory = True, _set_local_statements(settings), _PooledCursor
         self.role = "" if row is None else row[1]
 
-    def keep(self, more: Mapping[str, str]) -> None:
-        """Apply the settings and `more` to the session, which belongs to this client alone while it is connected."""
-        self.execute(_OPEN, _opening(self, {**SESSION_SETTINGS, **more}, is_own=True), prepare=False)
+    def apply_to_session(self, extra: Mapping[str, str]) -> None:
+        """Apply `SESSION_SETTINGS` and `extra` to the whole session: the pooler gives it to no other client."""
+        self.execute(
+            _APPLY_SETTINGS, _settings_parameters(self, {**SESSION_SETTINGS, **extra}, is_exclusive=True), prepare=False
+        )
         self.is_pooled, self._settings, self.cursor_factory = False, [], psycopg.Cursor
 
     @contextmanager
@@ -204,20 +215,26 @@ class AsyncSessionConnection(psycopg.AsyncConnection[TupleRow]):
     _depth = 0
 
     @classmethod
-    async def open(cls, conninfo: str, more: Mapping[str, str] | None = None) -> Self:
+    async def open(cls, conninfo: str, extra: Mapping[str, str] | None = None) -> Self:
         """See `SessionConnection.open`."""
-        made = await cls.connect(conninfo, autocommit=True)
+        connection = await cls.connect(conninfo, autocommit=True)
         try:
-            await made.apply({**SESSION_SETTINGS, **(more or {})})
+            await connection.apply({**SESSION_SETTINGS, **(extra or {})})
         except BaseException:
-            await made.close()
+            await connection.close()
             raise
-        return made
+        return connection
 
     async def apply(self, settings: Mapping[str, str]) -> None:
-        row = await (await self.execute(_OPEN, _opening(self, settings), prepare=False)).fetchone()
-        if unprepared_where_pooled(self, row):
-            self.is_pooled, self._settings, self.cursor_factory = True, _local(settings), _AsyncPooledCursor
+        row = await (
+            await self.execute(_APPLY_SETTINGS, _settings_parameters(self, settings), prepare=False)
+        ).fetchone()
+        if detect_pooler(self, row):
+            self.is_pooled, self._settings, self.cursor_factory = (
+                True,
+                _set_local_statements(settings),
+                _AsyncPooledCursor,
+            )
         self.role = "" if row is None else row[1]
 
     @asynccontextmanager
@@ -268,7 +285,7 @@ _DEFAULTS = {
 
 # SQLSTATE classes and codes of temporary errors: lost connections, resources, rollbacks by the server, restarts.
 _RETRIED_CLASSES = ("08", "40", "53", "58")
-_SLOW = "57014"  # statement time-out
+_STATEMENT_TIMEOUT = "57014"  # statement time-out
 _RETRIED_CODES = {
     "25006",  # read only: a replica that is about to be promoted, or a server in maintenance
     "25P03",  # idle in transaction for too long
@@ -281,7 +298,7 @@ _RETRIED_CODES = {
 }
 
 # Messages of libpq about TLS; it has no codes for them.
-_DISTRUST = re.compile(
+_TLS_PROBLEM = re.compile(
     r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
     r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
 )
@@ -308,29 +325,29 @@ class DatabaseUse:
         setting: the setting with the address.
         refusals: SQLSTATE, or its class -> what to do.
         password: the setting that may contain the password; empty if there is none.
-        options: set in every session, after `SESSION_SETTINGS`.
-        pooled: what to do if a pooler assigns sessions by transaction; empty if that is allowed.
+        options: names and values of settings for every session, after `SESSION_SETTINGS`.
+        pooler_remedy: what to do if a pooler assigns sessions by transaction; empty if that is allowed.
     """
 
     setting: str
     refusals: Mapping[str, str]
     password: str = ""
     options: tuple[tuple[str, str], ...] = ()
-    pooled: str = ""
+    pooler_remedy: str = ""
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
     """Host, port and database of `dsn`, without user and password, for messages."""
-    parts = {**_of_the_environment(), **_parsed(dsn, setting)}
+    parts = {**_environment_defaults(), **_parse(dsn, setting)}
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
 def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
     """`dsn` with the defaults of a session of Tidemark."""
-    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn, setting)})
+    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parse(dsn, setting)})
 
 
-def explained(
+def explain_error(
     error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
 ) -> TidemarkError | psycopg.Error:
     """Convert an error of psycopg; returns `error` itself if it is neither temporary nor a refusal.
@@ -341,14 +358,14 @@ def explained(
         role: the session's user.
     """
     code = error.sqlstate
-    if (hidden := hidden_rows(error, role)) is not None:
+    if (hidden := row_security_problem(error, role)) is not None:
         return Refused("Postgres", where, *hidden)
     if code is None:
         lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
         return Unavailable("Postgres", where, first_line(error)) if lost else error
     if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
         return Unavailable("Postgres", where, first_line(error))
-    if code == _SLOW:
+    if code == _STATEMENT_TIMEOUT:
         return Slow("Postgres", where, first_line(error))
     do = refusals.get(code) or refusals.get(code[:2])
     return Refused("Postgres", where, first_line(error), do) if do else error
@@ -359,23 +376,23 @@ def first_line(error: psycopg.Error) -> str:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether a connection failed because the server behind a pooler is down: the pooler reports that, or gives no
-    reason.
+    """Whether a connection failed because the server behind a pooler is down: the pooler reported that, or did not
+    answer.
     """
     return isinstance(error, psycopg.errors.ConnectionTimeout) or _POOLER_OUTAGE.search(str(error)) is not None
 
 
-def answers(dsn: str) -> bool:
-    """Whether a server answers, even if it refuses the login."""
+def is_reachable(dsn: str) -> bool:
+    """Whether a server accepts connections, even if it refuses the login."""
     return PGconn.ping(dsn.encode()) == Ping.OK
 
 
-def _of_the_environment() -> dict[str, str]:
+def _environment_defaults() -> dict[str, str]:
     """The libpq defaults for parts that an address omits (`PGHOST` and others)."""
     return {option.keyword.decode(): option.val.decode() for option in Conninfo.get_defaults() if option.val}
 
 
-def _parsed(dsn: str, setting: str) -> dict[str, str]:
+def _parse(dsn: str, setting: str) -> dict[str, str]:
     try:
         return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
     except psycopg.ProgrammingError:
@@ -384,28 +401,30 @@ def _parsed(dsn: str, setting: str) -> dict[str, str]:
         raise BadSetting(setting, problem) from None
 
 
-def _is_pooled(connection: Connection, wanted: str) -> bool:
-    """Whether another client may get the session of this connection. Changes neither session.
+def _is_pooled(connection: Connection, full_dsn: str) -> bool:
+    """Whether a pooler may give the session of this connection to another client. Changes neither session.
 
-    A pooler answers the login with a process ID that the server does not have. A pooler that gives each client its own
-    session does the same, so two connections are compared.
+    A pooler that gives each client its own session also reports a process ID of its own. So the server's process IDs of
+    two connections are compared.
     """
-    first = _process(connection)
+    first = _backend_pid(connection)
     for _ in range(_POOLER_CHECKS):
-        with psycopg.connect(wanted) as other:
-            if _process(other) == first or _process(connection) != first:
+        with psycopg.connect(full_dsn) as other:
+            if _backend_pid(other) == first or _backend_pid(connection) != first:
                 return True
     return False
 
 
-def _process(connection: Connection) -> int:
-    row = connection.execute(BACKEND, prepare=False).fetchone()
+def _backend_pid(connection: Connection) -> int:
+    row = connection.execute(SELECT_BACKEND_PID, prepare=False).fetchone()
     assert row is not None
     return int(row[0])
 
 
 def sessions_of(connection: Connection, pids: list[int]) -> str:
-    """The server processes for a message: pid, user, application, state, since when; 0 is a prepared transaction."""
+    """Describe server processes for a message: pid, user, application, state, start. `pids` has 0 for a prepared
+    transaction.
+    """
     rows = connection.execute(
         """
         select pid, coalesce(usename, '-'), coalesce(nullif(application_name, ''), '-'),
@@ -423,7 +442,7 @@ def sessions_of(connection: Connection, pids: list[int]) -> str:
 
 # A wait that has timed out is not in pg_locks any more. So this lists the sessions that have, or wait for, a strong
 # lock of a table: of a table of Tidemark if there is one, otherwise of any table.
-_LOCKERS = """
+_LOCK_HOLDERS = """
 with locks as (
     select coalesce(l.pid, 0) as pid,
         c.relnamespace in (to_regnamespace('tidemark'), to_regnamespace('tidemark_reader')) as is_ours
@@ -437,20 +456,20 @@ select distinct pid from locks where is_ours = (select bool_or(is_ours) from loc
 
 
 def lock_problem(error: psycopg.Error, connection: Connection) -> str:
-    """The text of an error about a lock time-out, with the sessions that may have the lock.
+    """The text of a lock time-out, with the sessions that may have the lock.
 
     Args:
-        error: what another session in the same database raised.
-        connection: is used for the queries.
+        error: raised in another session of the same database.
+        connection: for the queries.
     """
-    lockers = sessions_of(connection, [pid for (pid,) in connection.execute(_LOCKERS).fetchall()])
+    lockers = sessions_of(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
 
 def fetch_all(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> list[Row]:
-    """The rows of a query. Each is `row`, a class or a function, called with the columns as keyword arguments."""
+    """The rows of a query. Calls `row`, a class or a function, with the columns of each row as keyword arguments."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchall()
 
@@ -458,7 +477,7 @@ def fetch_all(
 def fetch_one(
     connection: Connection, row: Callable[..., Row], statement: Statement, parameters: Params | None = None
 ) -> Row | None:
-    """The first row of a query as a `row`; None if the query has no rows."""
+    """The first row of a query, converted by `row`; None if the query has no rows."""
     with connection.cursor(row_factory=kwargs_row(row)) as cursor:
         return cursor.execute(statement, parameters).fetchone()
 
@@ -472,22 +491,22 @@ def fetch_value(connection: Connection, statement: Statement, parameters: Params
 class PostgresSession:
     """A connection in autocommit that reconnects; a context manager. Callers begin their own transactions.
 
-    `use()` gives the connection to one thread at a time, and converts errors of psycopg to `Unavailable` (retry the
-    whole transaction: it was rolled back, or the answer to the commit was lost) or `Refused`. A login is refused only
-    until the first success: afterwards it is retried, because libpq does not distinguish a wrong password from a server
-    without free connections.
+    `use()` gives the connection to one thread at a time, and converts errors of psycopg to `Refused` or `Unavailable`.
+    After `Unavailable` retry the whole transaction: it was rolled back, or the answer to the commit was lost. Until the
+    first success, a failed login is `Refused`. Later it is `Unavailable`, because libpq does not distinguish a wrong
+    password from a server without free connections.
     """
 
     def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
         self._dsn = dsn
         self._application = application
         self._database = database
-        self.where = address(self._current(), database.setting)
-        self._worked = False
+        self.where = address(self._resolve_dsn(), database.setting)
+        self._has_connected = False
         self._connection: Connection | None = None
         self._role = ""
         self._lock = threading.RLock()
-        self._process = os.getpid()
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -500,14 +519,14 @@ class PostgresSession:
         """The connection, outside a transaction."""
         with self._lock:
             try:
-                yield self._live()
+                yield self._open_connection()
             except LockNotAvailable as error:
                 problem = first_line(error)
-                with suppress(TidemarkError, psycopg.Error), self.another() as other, other.use() as connection:
+                with suppress(TidemarkError, psycopg.Error), self.new_session() as other, other.use() as connection:
                     problem = lock_problem(error, connection)
                 raise Unavailable("Postgres", self.where, problem) from error
             except psycopg.Error as error:
-                raise explained(error, self.where, self._database.refusals, self._role) from error
+                raise explain_error(error, self.where, self._database.refusals, self._role) from error
 
     def fetch_all(self, row: Callable[..., Row], statement: Statement, parameters: Params | None = None) -> list[Row]:
         """`fetch_all` on the connection of this session."""
@@ -525,7 +544,7 @@ class PostgresSession:
             return fetch_value(connection, statement, parameters)
 
     def fetch_tuples(self, statement: Statement, parameters: Params | None = None) -> list[TupleRow]:
-        """The rows of a query as tuples: for large results and for rows of a key and a value."""
+        """The rows of a query as tuples, for large results and for key-value pairs."""
         with self.use() as connection:
             return connection.execute(statement, parameters).fetchall()
 
@@ -534,56 +553,56 @@ class PostgresSession:
         with self.use() as connection:
             return connection.execute(statement, parameters).rowcount
 
-    def another(self) -> "PostgresSession":
-        """A second session at the same address."""
+    def new_session(self) -> "PostgresSession":
+        """A second session of the same database, which is not connected yet."""
         return PostgresSession(self._dsn, self._application, self._database)
 
     def close(self) -> None:
         """Close the connection; the next `use()` would open another."""
         with self._lock:
-            if self._connection is not None and self._process == os.getpid():
+            if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
             self._connection = None
 
-    def _live(self) -> Connection:
-        if self._process != os.getpid():
-            self._process, self._connection = os.getpid(), None  # the parent process still uses it
+    def _open_connection(self) -> Connection:
+        if self._pid != os.getpid():
+            self._pid, self._connection = os.getpid(), None  # the parent process still uses it
         if self._connection is None or self._connection.closed or self._connection.broken:
-            made = self._connect()
-            if self._database.pooled and made.is_pooled:
-                if _is_pooled(made, self._wanted()):
-                    made.close()
+            connection = self._connect()
+            if self._database.pooler_remedy and connection.is_pooled:
+                if _is_pooled(connection, self._full_dsn()):
+                    connection.close()
                     problem = "a pooler hands out its sessions by transaction"
-                    raise Refused("Postgres", self.where, problem, self._database.pooled)
-                made.keep(dict(self._database.options))
-            self._connection, self._role = made, made.role
-            self._worked = True
+                    raise Refused("Postgres", self.where, problem, self._database.pooler_remedy)
+                connection.apply_to_session(dict(self._database.options))
+            self._connection, self._role = connection, connection.role
+            self._has_connected = True
         return self._connection
 
     def _connect(self) -> SessionConnection:
         setting, password = self._database.setting, self._database.password
-        wanted, options = self._wanted(), dict(self._database.options)
+        full_dsn, options = self._full_dsn(), dict(self._database.options)
         try:
-            return SessionConnection.open(wanted, options)
+            return SessionConnection.open(full_dsn, options)
         except psycopg.OperationalError as error:
-            if self._worked or error.sqlstate is not None:
+            if self._has_connected or error.sqlstate is not None:
                 raise
-            if _DISTRUST.search(str(error)):
+            if _TLS_PROBLEM.search(str(error)):
                 do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
                 raise Refused("Postgres", self.where, first_line(error), do) from error
-            if is_outage(error) or not answers(wanted):
+            if is_outage(error) or not is_reachable(full_dsn):
                 raise
         # The server refuses the login, or it became available between the two calls: try once more.
         try:
-            return SessionConnection.open(wanted, options)
+            return SessionConnection.open(full_dsn, options)
         except psycopg.OperationalError as error:
             if error.sqlstate is not None or is_outage(error):
                 raise
             do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
             raise Refused("Postgres", self.where, first_line(error), do) from error
 
-    def _wanted(self) -> str:
-        return conninfo(self._current(), self._application, self._database.setting)
+    def _full_dsn(self) -> str:
+        return conninfo(self._resolve_dsn(), self._application, self._database.setting)
 
-    def _current(self) -> str:
+    def _resolve_dsn(self) -> str:
         return self._dsn if isinstance(self._dsn, str) else self._dsn()

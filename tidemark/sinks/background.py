@@ -52,7 +52,7 @@ class LeasedThread(ABC):
                 self._lease.check()
                 self._closing.wait(self.work())
         except LeaseLost as error:
-            self._lease.lose(error.newest)
+            self._lease.note_lost(error.newest)
         except Exception as error:  # noqa: BLE001 - the supervising thread raises it
             self.failure = error
 

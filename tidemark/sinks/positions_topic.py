@@ -115,7 +115,7 @@ class PositionsTopic:
         with self._lock:
             self._kafka.errors.forget()
             try:
-                with self._kafka.errors.explaining():
+                with self._kafka.errors.translate_errors():
                     yield
             except BaseException:
                 self._disconnect()

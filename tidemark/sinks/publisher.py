@@ -153,8 +153,8 @@ class Publisher:
             try:
                 return step()
             except LeaseLost as error:
-                self._lease.lose(error.newest)
+                self._lease.note_lost(error.newest)
                 raise
 
         began = time.monotonic()
-        return wait_out(checked, self._stopping, failed=self._failed), time.monotonic() - began
+        return wait_out(checked, self._stopping, on_failure=self._failed), time.monotonic() - began

@@ -13,7 +13,7 @@ from importlib.resources import files
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.common.migrations import run_locking
+from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 COMMAND = "tidemark follow migrate"
@@ -72,7 +72,7 @@ def install(session: PostgresSession) -> bool:
     query = "select obj_description(to_regnamespace('tidemark_reader'), 'pg_namespace')"
     if session.fetch_value(query) == comment:
         return False
-    run_locking(session, "installing tidemark_reader", step)
+    run_with_lock_timeout(session, "installing tidemark_reader", step)
     return True
 
 

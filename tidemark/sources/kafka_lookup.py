@@ -13,7 +13,7 @@ from typing import Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemark.common.errors import BadRecord, TopicMissing, Unavailable
-from tidemark.common.kafka import ErrorListener, PartitionReader, concerns_group
+from tidemark.common.kafka import ErrorListener, PartitionReader, is_group_refusal
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void, read
 
@@ -31,12 +31,12 @@ class RecordedMessage:
 
 
 class RecordReader:
-    """For one thread; a context manager. Methods raise `Unavailable` after `patience` seconds without an answer, and
+    """For one thread; a context manager. Methods raise `Unavailable` after `timeout` seconds without an answer, and
     `Refused`."""
 
-    def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
+    def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
         self._connection = connection
-        self._patience = patience
+        self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
         self._opened: PartitionReader | None = None
 
@@ -74,7 +74,7 @@ class RecordReader:
     def _reader(self) -> PartitionReader:
         if self._opened is None:
             # The pipeline also skips records of aborted transactions.
-            self._opened = PartitionReader(self._connection.client(), self._errors, self._patience, "read_committed")
+            self._opened = PartitionReader(self._connection.client(), self._errors, self._timeout, "read_committed")
         return self._opened
 
 
@@ -87,13 +87,13 @@ class Tail:
     """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`; call `begin` again
     afterwards.
 
-    `patience`: time limit of each request to the brokers, in seconds.
+    `timeout`: time limit of each request to the brokers, in seconds.
     """
 
-    def __init__(self, connection: KafkaConnection, topic: str, patience: float = 2.0) -> None:
+    def __init__(self, connection: KafkaConnection, topic: str, timeout: float = 2.0) -> None:
         self.topic = topic
         self._connection = connection
-        self._patience = patience
+        self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
         self._left: Iterator[tuple[int, Record]] = iter(())  # the rest of the last message
@@ -160,13 +160,13 @@ class Tail:
         return self._consumer
 
     def _assign(self, consumer: Consumer, offsets: Mapping[int, int]) -> dict[int, bool]:
-        topic = consumer.list_topics(self.topic, self._patience).topics[self.topic]
+        topic = consumer.list_topics(self.topic, self._timeout).topics[self.topic]
         if topic.error is not None:
             raise TopicMissing(self.topic)
         whole, places = {}, []
         for partition in topic.partitions:
             place = TopicPartition(self.topic, partition)
-            earliest, _ = consumer.get_watermark_offsets(place, self._patience, cached=False)
+            earliest, _ = consumer.get_watermark_offsets(place, self._timeout, cached=False)
             place.offset = offsets.get(partition, earliest)
             whole[partition] = place.offset == 0
             places.append(place)
@@ -175,7 +175,7 @@ class Tail:
 
     def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
         if (error := message.error()) is not None:
-            if concerns_group(error):
+            if is_group_refusal(error):
                 return
             if error.code() in _GONE:
                 raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")

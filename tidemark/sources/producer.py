@@ -107,7 +107,7 @@ class RecordProducer:
         """Wait for acknowledgements; returns the number of records that have none yet. Raises `Unavailable` or
         `Refused`.
         """
-        with self._errors.explaining():  # the reason if the client has failed permanently
+        with self._errors.translate_errors():  # the reason if the client has failed permanently
             left: int = self._producer.flush(seconds)
         self._check()
         return left
@@ -123,7 +123,7 @@ class RecordProducer:
         return self._errors.reason
 
     def _poll(self, seconds: float) -> None:
-        with self._errors.explaining():
+        with self._errors.translate_errors():
             self._producer.poll(seconds)
         self._check()
 

@@ -199,14 +199,14 @@ class TopicDetails:
 class Topics:
     """Queries and creates topics over one connection. Thread-safe: calls run one at a time.
 
-    Every method raises `Unavailable` (try again) if the brokers do not answer within `patience` seconds, and `Refused`
+    Every method raises `Unavailable` (try again) if the brokers do not answer within `timeout` seconds, and `Refused`
     if they refuse.
     """
 
-    def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
+    def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
         self._connection = connection
         self._where = connection.bootstrap
-        self._patience = patience
+        self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
         self._admin = self._connected()
 
@@ -230,7 +230,7 @@ class Topics:
             for plan in missing.values()
         ]
         answers = self._ask(
-            lambda patience: self._admin.create_topics(topics, request_timeout=patience),
+            lambda timeout: self._admin.create_topics(topics, request_timeout=timeout),
             # Another process created it first, or the broker that answered did not know it yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
@@ -311,7 +311,7 @@ class Topics:
 
     def _wait_until_led(self, names: Iterable[str]) -> None:
         """Wait until the brokers know the new topics and their leaders, which may take a moment after the creation."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         for name in names:
             while True:
                 try:
@@ -324,8 +324,8 @@ class Topics:
 
     def _descriptions(self, names: list[str], *, operations: bool = False) -> dict[str, TopicDescription]:
         answers = self._ask(
-            lambda patience: self._admin.describe_topics(
-                TopicCollection(names), include_authorized_operations=operations, request_timeout=patience
+            lambda timeout: self._admin.describe_topics(
+                TopicCollection(names), include_authorized_operations=operations, request_timeout=timeout
             ),
             expected=KafkaError.UNKNOWN_TOPIC_OR_PART,
         )
@@ -339,7 +339,7 @@ class Topics:
 
     def _configs(self, names: list[str]) -> dict[str, dict[str, ConfigEntry]]:
         resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
-        answers = self._ask(lambda patience: self._admin.describe_configs(resources, request_timeout=patience))
+        answers = self._ask(lambda timeout: self._admin.describe_configs(resources, request_timeout=timeout))
         return {resource.name: entries for resource, entries in answers.items()}
 
     def _offsets(
@@ -350,7 +350,7 @@ class Topics:
     ) -> dict[tuple[str, int], int]:
         request = dict.fromkeys(partitions, spec)
         answers = self._ask(
-            lambda patience: self._admin.list_offsets(request, isolation_level=isolation, request_timeout=patience)
+            lambda timeout: self._admin.list_offsets(request, isolation_level=isolation, request_timeout=timeout)
         )
         offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
         if min(offsets.values(), default=0) < 0:  # librdkafka's answer if a broker is unavailable
@@ -370,7 +370,7 @@ class Topics:
     def _answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
         self._errors.forget()
         try:
-            futures = request(self._patience)
+            futures = request(self._timeout)
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
         answers: dict[Any, Any] = {}

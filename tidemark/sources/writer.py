@@ -21,7 +21,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
-from tidemark.common.postgres_session import address, first_line, hidden_rows
+from tidemark.common.postgres_session import address, first_line, row_security_problem
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 from tidemark.streaming.wire.records import row as encoded
 
@@ -324,7 +324,7 @@ def _explained(
 ) -> Exception | None:
     """The error to raise instead; None if the error is not about appending facts."""
     code = error.sqlstate or ""
-    if (hidden := hidden_rows(error, "")) is not None:
+    if (hidden := row_security_problem(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)
     return _explanation(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
 

@@ -11,7 +11,7 @@ from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, migrate, session_of
 
-WANTED = SCHEMA.wanted
+WANTED = SCHEMA.target_version
 
 
 def schema_of(versions: Iterable[int]) -> Migrations:
@@ -23,7 +23,7 @@ def schema_of(versions: Iterable[int]) -> Migrations:
 
 
 def check_readable(connection: Connection) -> None:
-    SCHEMA.check_from(connection, READABLE)
+    SCHEMA.check_readable(connection, READABLE)
 
 
 def test_every_version_is_applied_once(database: str) -> None:
@@ -78,11 +78,11 @@ def test_older_schema_can_be_read(database: str) -> None:
         schema_of(range(1, READABLE + 1)).migrate(session)
     newer = schema_of(range(1, WANTED + 2))
     with psycopg.connect(database, autocommit=True) as connection:
-        newer.check_from(connection, READABLE)
+        newer.check_readable(connection, READABLE)
         with pytest.raises(SchemaMismatch):
             newer.check(connection)
         with pytest.raises(SchemaMismatch):
-            newer.check_from(connection, READABLE + 1)
+            newer.check_readable(connection, READABLE + 1)
 
 
 def test_newer_schema_is_never_migrated(database: str) -> None:

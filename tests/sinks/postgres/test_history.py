@@ -238,9 +238,10 @@ def test_chain_goes_on_over_a_migration(database: str) -> None:
     migrate(database)
     later = replace(SCHEMA)
     script = (
-        f"-- Works with code for schema {SCHEMA.wanted}.\nalter table tidemark.stream_positions add column later text"
+        f"-- Works with code for schema {SCHEMA.target_version}.\n"
+        "alter table tidemark.stream_positions add column later text"
     )
-    vars(later)["scripts"] = {**SCHEMA.scripts, SCHEMA.wanted + 1: ("later.sql", script)}
+    vars(later)["scripts"] = {**SCHEMA.scripts, SCHEMA.target_version + 1: ("later.sql", script)}
     with (
         psycopg.connect(database, autocommit=True) as sql,
         Postgres(PostgresConfig(database)) as store,
@@ -250,7 +251,7 @@ def test_chain_goes_on_over_a_migration(database: str) -> None:
         store.apply(batch(1, stream("s", advance("w", 0, 5)), token=lease.token))
         store.apply(batch(2, stream("s", advance("w", 5, 6)), token=lease.token))
         assert [it.advance.id for it in store.advances_since([("s", "w", 0)], 10)["s", "w"]] == [5, 6]
-        assert later.migrate(session) == [SCHEMA.wanted + 1]
+        assert later.migrate(session) == [SCHEMA.target_version + 1]
         store.check()
         store.check_readable()
         store.apply(batch(3, stream("s", advance("w", 6, 8)), token=lease.token))

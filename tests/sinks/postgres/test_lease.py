@@ -221,7 +221,7 @@ def test_tokens_rise_whatever_the_clock_says() -> None:
 def test_a_fence_that_no_owner_here_has_left_is_passed_at_once(dsn: str, lease: Lease) -> None:
     """Rule 6: an owner that a sink refused takes the lease again at once, above all that the sink has seen."""
     above = lease.token + 10**12
-    lease.lose(above)
+    lease.note_lost(above)
     lease.close()
     with Lease.acquire(dsn, LeaseConfig("next", ttl=60.0, grace=60.0), NEVER, above) as following:
         assert following.token > above

@@ -69,7 +69,7 @@ def test_lock_that_a_reader_waits_for_is_named(
     lock, and the reader continues when the lock is free."""
     three.until(lambda: three.ids() == [1, 2, 3])
     for module in ("reader", "async_reader"):
-        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LOCK_LIMIT", "set local lock_timeout = '200ms'")
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.SET_LOCK_TIMEOUT", "set local lock_timeout = '200ms'")
     monkeypatch.setitem(cast("dict[str, str]", SESSION_SETTINGS), "lock_timeout", "200ms")
     with three.running() as alive:
         with capture_logs() as logs, psycopg.connect(dsn, application_name="nightly-job") as other:
@@ -89,7 +89,7 @@ def test_query_for_operators_changes_has_a_lock_timeout(
     """A reader without new facts waits for a lock on its place: the log names the session that has it."""
     monkeypatch.setattr("tidemark.sinks.reader.read_loop.OPERATOR_EVERY", 0.0)
     for module in ("reader", "async_reader"):
-        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LOCK_LIMIT", "set local lock_timeout = '200ms'")
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.SET_LOCK_TIMEOUT", "set local lock_timeout = '200ms'")
     three.until(lambda: three.ids() == [1, 2, 3])
     with three.running() as alive:
         with capture_logs() as logs, psycopg.connect(dsn, application_name="nightly-job") as other:

@@ -297,7 +297,7 @@ def test_owner_that_lost_shows_nothing(pipeline: Pipeline, shown: Redis, keys: A
     keys.hset(key("s", "fence"), "token", pipeline.lease.token + 1)
     with pytest.raises(LeaseLost):
         pipeline.mirror.publish(*made)
-    pipeline.lease.lose(pipeline.lease.token + 1)
+    pipeline.lease.note_lost(pipeline.lease.token + 1)
     with pytest.raises(LeaseLost):
         pipeline.mirror.refill()
     assert keys.get(key("s", "linear")) == "3"
@@ -440,7 +440,7 @@ def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: 
 def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Lease) -> None:
     """Rule 6: a watch whose lease was lost touches Redis no more."""
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
-        lease.lose(lease.token + 1)
+        lease.note_lost(lease.token + 1)
         eventually(lambda: all(thread.name != "maintenance" for thread in threading.enumerate()))
 
 

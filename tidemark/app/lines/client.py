@@ -129,7 +129,7 @@ class LinesClient:
                 for command in self._connection_commands():
                     # Not at once: a server that closes each new connection must not be contacted again and again.
                     if time.monotonic() - connected >= PING_INTERVAL_SECONDS:
-                        wait_log.succeeded()
+                        wait_log.note_success()
                     yield command
                 problem = "the server closed the connection"
             except ssl.SSLCertVerificationError as error:

@@ -106,7 +106,7 @@ def tracing(endpoint: str | None, owner: str, token: int) -> Iterator[Trace]:
     try:
         from tidemark.app.pipeline.tracing import collector  # noqa: PLC0415  # the SDK need not be installed
     except ModuleNotFoundError as error:
-        raise ExtraMissing.instead_of(error, "TIDEMARK_OTLP_URL", "otel") from None
+        raise ExtraMissing.for_import_error(error, "TIDEMARK_OTLP_URL", "otel") from None
     with collector(endpoint, owner, token) as trace:
         yield trace
 

@@ -22,7 +22,7 @@ import click
 
 from tidemark.app.commands import OurCommand, loaded, without_stack
 from tidemark.app.output import as_object, count, echo, one_line, printable
-from tidemark.common.environment import Foreign, foreign_variables, server_environment
+from tidemark.common.environment import VariableGroup, foreign_variables, server_environment
 from tidemark.common.errors import BadSetting, Refused, SchemaMismatch, Stop, TidemarkError, TopicMissing, Unavailable
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _settings() -> Check:
     return Check("Settings", "warning", f"{', '.join(hints)} {are}", "Correct the name, or unset the variable.")
 
 
-def _environment(foreign: dict[Foreign, list[str]]) -> Iterator[Check]:
+def _environment(foreign: dict[VariableGroup, list[str]]) -> Iterator[Check]:
     for group, names in foreign.items():
         yield Check(
             "Environment",
@@ -337,10 +337,10 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
     except SchemaMismatch:
         do = (
             "Run: tidemark migrate"
-            if applied < SCHEMA.wanted
+            if applied < SCHEMA.target_version
             else "Install the version of Tidemark that created the schema."
         )
-        yield Check("Postgres schema", "failed", f"version {applied}; this Tidemark needs {SCHEMA.wanted}", do)
+        yield Check("Postgres schema", "failed", f"version {applied}; this Tidemark needs {SCHEMA.target_version}", do)
         return
     yield Check("Postgres schema", "ok", f"version {applied}")
     row = connection.execute(

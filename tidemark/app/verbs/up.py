@@ -26,7 +26,13 @@ from tidemark.app.stack.processes import DEMO_BANNER, ServerProcess, redis_progr
 from tidemark.app.stack.up import BROKER_JARS, DEMO_JARS, LocalStack, Supervisor, fetch_jars
 from tidemark.app.versions import find_java
 from tidemark.common.backoff import wait_out
-from tidemark.common.environment import Foreign, child_environment, forget, is_own, temporary_home
+from tidemark.common.environment import (
+    VariableGroup,
+    child_environment,
+    is_trusted,
+    remove_foreign_variables,
+    temporary_home,
+)
 from tidemark.common.errors import BadSetting
 from tidemark.sinks.postgres.database import migrate
 
@@ -42,7 +48,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         StartFailed: a process did not start. All started processes have ended again.
     """
     inherited = dict(os.environ)
-    ignored = forget(tuple(Foreign))
+    ignored = remove_foreign_variables(tuple(VariableGroup))
     home = Home(settings.home)
     _require_writable(home)
     with home.locked(), suppress(KeyboardInterrupt), _signals_interrupt():
@@ -68,7 +74,7 @@ def run(settings: Settings, *, demo: bool) -> None:
 def _require_writable(home: Home) -> None:
     try:
         home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
-        if not is_own(home.root):
+        if not is_trusted(home.root):
             raise BadSetting("TIDEMARK_HOME", f"{home.root} belongs to another user; choose another directory")
         home.pid("up").touch()
     except OSError as error:

@@ -144,7 +144,7 @@ class StreamInspection:
     def state(self, stream: str) -> bytes | None:
         """The encoded current state; None if the stream does not exist."""
         with self._session.use() as connection:
-            SCHEMA.check_from(connection, READABLE)
+            SCHEMA.check_readable(connection, READABLE)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
@@ -316,7 +316,7 @@ class BatchHistory:
         Kafka has all records of the snapshot.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
-            SCHEMA.check_from(connection, READABLE)
+            SCHEMA.check_readable(connection, READABLE)
             with connection.transaction():
                 connection.execute("set transaction isolation level repeatable read, read only")
                 connection.execute("select 1")  # the first query takes the snapshot

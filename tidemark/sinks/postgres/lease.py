@@ -23,7 +23,7 @@ from psycopg.errors import LockNotAvailable
 
 from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.common.migrations import run_locking
+from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, sessions_of
 from tidemark.sinks.postgres.database import session_of
 
@@ -109,7 +109,7 @@ class Lease:
         if self.lost.is_set():
             raise LeaseLost(self.token, self._newest)
 
-    def lose(self, newest: int) -> None:
+    def note_lost(self, newest: int) -> None:
         """Note that a sink has seen the token `newest`, so that every thread stops publishing."""
         self._newest = max(self._newest, newest)
         self.lost.set()
@@ -167,10 +167,10 @@ class Lease:
         with self._database.use() as connection:
             if connection is not self._session:  # a new connection, without the lock
                 self._lock(connection)
-        if not run_locking(self._database, "renewing the lease", self._write_expiry, seconds=0):
+        if not run_with_lock_timeout(self._database, "renewing the lease", self._write_expiry, seconds=0):
             with self._database.use() as connection:
                 row = connection.execute("select token from tidemark.query_lease").fetchone()
-            self.lose(row[0] if row else self.token)
+            self.note_lost(row[0] if row else self.token)
             log.error("Lost the lease", token=self.token, newest=self._newest)
 
     def _lock(self, connection: Connection) -> None:

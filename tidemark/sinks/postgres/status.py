@@ -361,7 +361,7 @@ class Audit:
 
     def check(self) -> None:
         with self._session.use() as connection:
-            SCHEMA.check_from(connection, READABLE)
+            SCHEMA.check_readable(connection, READABLE)
 
     def names(self) -> list[str]:
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams order by 1")]

@@ -111,7 +111,7 @@ class Postgres:
     def check_readable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
         with self._reads.use() as connection:
-            SCHEMA.check_from(connection, READABLE)
+            SCHEMA.check_readable(connection, READABLE)
 
     def pipeline_version(self) -> str:
         """The version of the pipeline that acquired the lease last; empty if none did."""

@@ -13,7 +13,7 @@ import psycopg
 from psycopg.rows import TupleRow, dict_row
 
 from tidemark.common.errors import TransactionEnded, Unavailable
-from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, AsyncSessionConnection, unprepared_where_pooled
+from tidemark.common.postgres_session import SELECT_BACKEND_PID, SET_LOCK_TIMEOUT, AsyncSessionConnection, detect_pooler
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
@@ -241,7 +241,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                         transaction = self._own()
                         self._opened = await transaction.__aenter__()
                     self._transaction = transaction
-                    await self._opened.driver.execute(LOCK_LIMIT)
+                    await self._opened.driver.execute(SET_LOCK_TIMEOUT)
             case CommitTransaction():
                 assert self._transaction is not None
                 transaction, self._transaction, self._opened = self._transaction, None, None
@@ -251,7 +251,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
 
     async def _rows_soon(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
         """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
-        await connection.execute(LOCK_LIMIT)
+        await connection.execute(SET_LOCK_TIMEOUT)
         return await self._rows(connection, request)
 
     async def _rows(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
@@ -268,8 +268,8 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 conninfo = self._databases.conninfo(role, self._config.reader)
                 if role == "place":  # the connection of the batch keeps the settings of the database
                     connection = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
-                    backend = await connection.execute(BACKEND)
-                    unprepared_where_pooled(connection, await backend.fetchone())
+                    backend = await connection.execute(SELECT_BACKEND_PID)
+                    detect_pooler(connection, await backend.fetchone())
                 else:
                     connection = await AsyncSessionConnection.open(conninfo)
             except psycopg.OperationalError as error:

@@ -11,7 +11,7 @@ import psycopg
 
 from tidemark.common.errors import Retry, Stop
 from tidemark.common.log import get_logger
-from tidemark.common.postgres_session import explained, first_line
+from tidemark.common.postgres_session import explain_error, first_line
 from tidemark.sinks.reader.checkpoint import CheckpointStore
 from tidemark.sinks.reader.effects import OwnTransaction, psycopg_error
 from tidemark.sinks.reader.events import Late
@@ -121,7 +121,7 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
         if not isinstance(error, self._errors) or isinstance(error, Retry | Stop):
             return False
         cause = psycopg_error(error)
-        return cause is None or not isinstance(explained(cause, "", {}), Retry)
+        return cause is None or not isinstance(explain_error(cause, "", {}), Retry)
 
     def _reason(self, error: BaseException | None) -> str:
         text = first_line(error) if isinstance(error, psycopg.Error) else str(error)

@@ -9,7 +9,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import ReaderModeChanged, ReaderPartitionsChanged, Refused, TransactionEnded
-from tidemark.common.postgres_session import hidden_from
+from tidemark.common.postgres_session import describe_hidden_rows
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
@@ -214,7 +214,9 @@ class CheckpointStore:
             " order by relname limit 1"
         )
         for table in hidden_tables:
-            problem, do = hidden_from(table["role"], f"tidemark_reader.{table['name']}", is_owner=table["is_owner"])
+            problem, do = describe_hidden_rows(
+                table["role"], f"tidemark_reader.{table['name']}", is_owner=table["is_owner"]
+            )
             raise Refused("Postgres", f"database {table['database']}", problem, do)
 
     def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:

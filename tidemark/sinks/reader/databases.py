@@ -19,11 +19,11 @@ from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import (
     SessionConnection,
     address,
-    answers,
     conninfo,
-    explained,
+    explain_error,
     first_line,
     is_outage,
+    is_reachable,
     lock_problem,
 )
 from tidemark.sinks.reader.effects import psycopg_error
@@ -84,7 +84,7 @@ class Databases:
             where = address(self._dsn(role)) if self._dsn(role) else "effects"
             if role == "place" and (setting := _ended_by(cause)):
                 raise BatchTimedOut("Postgres", where, first_line(cause), setting) from error
-            problem = explained(cause, where, _REFUSALS, getattr(sessions.get(role), "role", ""))
+            problem = explain_error(cause, where, _REFUSALS, getattr(sessions.get(role), "role", ""))
             if problem is cause:
                 raise
             raise problem from error
@@ -93,7 +93,7 @@ class Databases:
         """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the cause
         may be a lack of free connections, which libpq reports like a wrong password.
         """
-        if error.sqlstate is None and not is_outage(error) and answers(conninfo(self._dsn(role), "")):
+        if error.sqlstate is None and not is_outage(error) and is_reachable(conninfo(self._dsn(role), "")):
             raise Refused(
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error

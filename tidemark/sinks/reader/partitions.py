@@ -194,7 +194,7 @@ class PartitionedReadProgram:
         except Unavailable as problem:
             yield Pause(self._patience.pause_after(problem))
         else:
-            self._patience.succeeded()
+            self._patience.note_success()
 
     def _share(self) -> Generator[Request | Portion, Answer, None]:
         """Send the heartbeat of this copy, and take its share of the partitions."""
@@ -216,7 +216,7 @@ class PartitionedReadProgram:
             yield CloseSessions()
             yield Pause(self._patience.pause_after(problem))
             return
-        self._patience.succeeded()
+        self._patience.note_success()
         self._noted_at = time.monotonic()
         stored: dict[str, int] = note["places"] or {}
         if len(stored) == len(self._lanes):

@@ -180,7 +180,7 @@ class Positions:
             if self._history is not None:
                 self._redis_log.pause_after(problem)
             raise
-        self._redis_log.succeeded()
+        self._redis_log.note_success()
         return keys
 
     def _read_postgres(self, stream: str) -> StreamKeys:

@@ -540,7 +540,7 @@ class ReadProgram:
         yield CommitTransaction()
         self._checkpoint = replace(checkpoint, version=version)
         self.promised = _least(checkpoint.place)
-        self._patience.succeeded()
+        self._patience.note_success()
         self._report()
         self.timed_out = 0
         self._timed_out_pause.reset()

@@ -15,7 +15,7 @@ import psycopg
 from psycopg.rows import TupleRow, dict_row
 
 from tidemark.common.errors import TransactionEnded, Unavailable
-from tidemark.common.postgres_session import BACKEND, LOCK_LIMIT, SessionConnection, unprepared_where_pooled
+from tidemark.common.postgres_session import SELECT_BACKEND_PID, SET_LOCK_TIMEOUT, SessionConnection, detect_pooler
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.effects import BatchRolledBack, OwnTransaction, own_transactions
@@ -236,7 +236,7 @@ class Reader(Iterator[ReadBatch[Any]]):
                         transaction = self._own()
                         self._opened = transaction.__enter__()
                     self._transaction = transaction
-                    self._opened.driver.execute(LOCK_LIMIT)
+                    self._opened.driver.execute(SET_LOCK_TIMEOUT)
             case CommitTransaction():
                 assert self._transaction is not None
                 transaction, self._transaction, self._opened = self._transaction, None, None
@@ -246,7 +246,7 @@ class Reader(Iterator[ReadBatch[Any]]):
 
     def _rows_soon(self, connection: Connection, request: RunSql) -> list[Row]:
         """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
-        connection.execute(LOCK_LIMIT)
+        connection.execute(SET_LOCK_TIMEOUT)
         return self._rows(connection, request)
 
     def _rows(self, connection: Connection, request: RunSql) -> list[Row]:
@@ -263,8 +263,8 @@ class Reader(Iterator[ReadBatch[Any]]):
                 conninfo = self._databases.conninfo(role, self._config.reader)
                 if role == "place":  # the connection of the batch keeps the settings of the database
                     connection = psycopg.Connection.connect(conninfo, autocommit=True)
-                    backend = connection.execute(BACKEND)
-                    unprepared_where_pooled(connection, backend.fetchone())
+                    backend = connection.execute(SELECT_BACKEND_PID)
+                    detect_pooler(connection, backend.fetchone())
                 else:
                     connection = SessionConnection.open(conninfo)
             except psycopg.OperationalError as error:

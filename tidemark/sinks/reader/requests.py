@@ -180,7 +180,7 @@ def patiently(request: Request) -> Generator[Request, Answer, Answer]:
         except Unavailable as problem:
             yield Pause(patience.pause_after(problem))
         else:
-            patience.succeeded()
+            patience.note_success()
             return answer
 
 

@@ -312,7 +312,7 @@ _USE = DatabaseUse(
         ("jit", "off"),
     ),
     # Otherwise a crash of the server would not be noticed, and IDs that are given out again would be declared void.
-    pooled="give the relay a direct connection to the server",
+    pooler_remedy="give the relay a direct connection to the server",
 )
 
 SILENT_SECONDS = 600.0

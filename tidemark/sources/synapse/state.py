@@ -67,7 +67,7 @@ _USE = DatabaseUse(
     },
     options=(("synchronous_commit", "on"),),
     # The bridge needs session-level locks.
-    pooled="give the bridge a direct connection to the server",
+    pooler_remedy="give the bridge a direct connection to the server",
 )
 
 

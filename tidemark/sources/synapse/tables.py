@@ -258,7 +258,7 @@ _USE = DatabaseUse(
         ("jit", "off"),
     ),
     # Through a pooler, the bridge would not notice a crash of the server.
-    pooled="give the bridge a direct connection to the server",
+    pooler_remedy="give the bridge a direct connection to the server",
 )
 
 

@@ -18,7 +18,7 @@ from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 
-from tidemark.common.environment import LOCALE, Foreign, failure_cause, forget, is_noise
+from tidemark.common.environment import LOCALE, VariableGroup, failure_cause, is_noise, remove_foreign_variables
 from tidemark.common.errors import SparkDied
 from tidemark.common.log import get_logger
 from tidemark.streaming.ingest.jit_loader import SLOW_DECODING
@@ -112,7 +112,7 @@ def set_environment(conf: SparkConf) -> None:
     Spark runs from this installation of pyspark, only with the settings of `conf`. Workers run this interpreter,
     because others may lack the required packages.
     """
-    if ignored := [name for name in forget([Foreign.SPARK]) if name not in _set_here]:
+    if ignored := [name for name in remove_foreign_variables([VariableGroup.SPARK]) if name not in _set_here]:
         log.warning(
             "Ignored variables of another Spark; TIDEMARK_SPARK_CONF_FILE sets Spark up", variables=", ".join(ignored)
         )

@@ -12,7 +12,7 @@ import numpy as np
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemark.common.errors import Unavailable
-from tidemark.common.kafka import ErrorListener, concerns_group
+from tidemark.common.kafka import ErrorListener, is_group_refusal
 from tidemark.streaming.ingest.consumer import open_consumer
 from tidemark.streaming.ingest.record_batch import PlannedRange, RecordBatch
 from tidemark.streaming.wire.records import Topic
@@ -65,7 +65,7 @@ class RangeReader:
         self._patience = patience
         self._max_messages = _FIRST_MESSAGES
         self._errors = ErrorListener(client["bootstrap.servers"])
-        with self._errors.explaining():
+        with self._errors.translate_errors():
             self._consumer = open_consumer({**client, **READING}, self._errors)
 
     def read(self, ranges: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, RecordBatch]]:
@@ -86,7 +86,7 @@ class RangeReader:
         self._fetch(positions)
         deadline = time.monotonic() + self._patience
         while positions:
-            with self._errors.explaining():
+            with self._errors.translate_errors():
                 batches, fetched_beyond = self._next(positions)
             yield from batches
             positions = {planned: offset for planned, offset in positions.items() if offset < planned.end}
@@ -104,14 +104,14 @@ class RangeReader:
 
     def park(self) -> None:
         """Stop fetching until the next range, which a pending fetch would delay."""
-        with self._errors.explaining():
+        with self._errors.translate_errors():
             self._consumer.unassign()
 
     def close(self) -> None:
         self._consumer.close()
 
     def _fetch(self, positions: _Positions) -> None:
-        with self._errors.explaining():
+        with self._errors.translate_errors():
             self._consumer.assign(
                 (self._names[planned.topic], planned.partition, offset) for planned, offset in positions.items()
             )
@@ -147,7 +147,7 @@ class RangeReader:
 
 def _is_end(error: KafkaError) -> bool:
     """Whether the error marks the end of a partition. Ignores errors of the unused group, and raises all others."""
-    if concerns_group(error):
+    if is_group_refusal(error):
         return False
     if error.code() != KafkaError._PARTITION_EOF:
         raise KafkaException(error)
@@ -205,7 +205,7 @@ class EndOffsets:
 
     def _ask(self, known: TopicOffsets) -> TopicOffsets:
         self._errors.forget()
-        with self._errors.explaining():
+        with self._errors.translate_errors():
             if self._consumer is None:
                 self._consumer = Consumer({**self._client, **READING, "error_cb": self._errors})
             latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _each(known)]
