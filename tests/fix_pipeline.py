@@ -31,7 +31,7 @@ from tidemark.app.stack.processes import KafkaServer, RedisServer, free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import Topics, topic_plans
 from tidemark.streaming.wire.records import Record, encode
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Site:
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
     def make_topics(self, partitions: int = PARTITIONS) -> None:
-        Topics(self.kafka).create_missing(plans(self.facts, self.control, self.dead_letters, partitions))
+        Topics(self.kafka).create_missing(topic_plans(self.facts, self.control, self.dead_letters, partitions))
 
     def send(self, *records: Record) -> None:
         """Send facts; they are in Kafka when this returns."""

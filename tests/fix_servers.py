@@ -190,7 +190,7 @@ def connection(kafka: KafkaServer) -> KafkaConnection:
 
 @pytest.fixture
 def admin(connection: KafkaConnection) -> AdminClient:
-    return AdminClient(connection.client())
+    return AdminClient(connection.client_settings())
 
 
 @pytest.fixture

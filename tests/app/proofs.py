@@ -152,7 +152,7 @@ def undisturbed(site: Site) -> ShardEffects:
 
 def read(kafka: KafkaConnection, topic: str, partitions: int) -> Iterator[Message]:
     """All records of a topic, partition by partition."""
-    consumer = Consumer({**kafka.client(), "group.id": "proofs", "enable.auto.commit": "false"})
+    consumer = Consumer({**kafka.client_settings(), "group.id": "proofs", "enable.auto.commit": "false"})
     try:
         for (_, partition), head in Topics(kafka).end_offsets({topic: partitions}).items():
             consumer.assign([TopicPartition(topic, partition, 0)])

@@ -10,7 +10,7 @@ from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import RecordReader
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import Topics, topic_plans
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
 from tidemark.streaming.values.limits import Bounds
@@ -45,7 +45,7 @@ class Recording:
         self._number = 0
         self._kafka = RecordReader(self.connection)
         self._producers: dict[str, RecordProducer] = {}
-        Topics(self.connection).create_missing(plans(self.facts, self.control, self.dead, 1))
+        Topics(self.connection).create_missing(topic_plans(self.facts, self.control, self.dead, 1))
 
     def send(self, *told: Record, topic: str | None = None) -> None:
         self.send_bytes(*((records.encode(it), it.stream) for it in told), topic=topic)

@@ -21,7 +21,7 @@ NOTHING = row({})
 
 
 def admin(site: Site) -> AdminClient:
-    return AdminClient(site.kafka.client())
+    return AdminClient(site.kafka.client_settings())
 
 
 def fact(id: int, prev: int, epoch: int = 1) -> Record:
@@ -134,7 +134,7 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
     assert site.sql("select facts, empty, unseen from tidemark.position_advances where id = 9") == [(1, 0, 3)]
 
     kafka.create_partitions([NewPartitions(site.facts, PARTITIONS + 1)])[site.facts].result(30)
-    producer = Producer(site.kafka.producer())
+    producer = Producer(site.kafka.producer_settings())
     producer.produce(site.facts, partition=PARTITIONS, key=b"orders", value=encode(fact(10, 9, epoch=2)))
     assert producer.flush(30) == 0
     assert second.ends() == 2

@@ -101,7 +101,7 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics = Topics(connection)
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
-    producer = Producer({**connection.client(), "transactional.id": prefix})
+    producer = Producer({**connection.client_settings(), "transactional.id": prefix})
     producer.init_transactions(30)
     producer.begin_transaction()
     producer.produce(prefix, b"{}", on_delivery=lambda *_: None)

@@ -21,7 +21,7 @@ def fact(stream: str, writer: str, id: int, prev: int, epoch: int = 1) -> Record
 
 def override(site: Site, record: Skip) -> None:
     """Send an operator's record past the verbs, which would refuse some of them."""
-    producer = Producer(site.kafka.producer())
+    producer = Producer(site.kafka.producer_settings())
     producer.produce(site.control, key=record.stream.encode(), value=encode(record))
     assert producer.flush(30) == 0
 

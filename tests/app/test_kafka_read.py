@@ -17,7 +17,7 @@ def fact(id: int, prev: int) -> Record:
 def test_transactions_and_both_topics_are_read_to_their_ends(site: Site) -> None:
     """Rules 1, 3 and 5: facts of both topics are read, and of a transaction what it committed, up to its mark. Killed,
     it is followed by a query that reads on from where Postgres says."""
-    transactional = Producer({**site.kafka.producer(), "transactional.id": site.facts})
+    transactional = Producer({**site.kafka.producer_settings(), "transactional.id": site.facts})
     transactional.init_transactions(30)
     site.send(Join(stream="orders", writer="shop", epoch=1, id=0), fact(1, 0))
     first = site.start(max_records_per_batch=2)

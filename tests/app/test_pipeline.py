@@ -125,7 +125,7 @@ def test_a_backlog_of_more_facts_than_memory_has_room_for_is_read_in_parts(share
     """Rules 3 and 5: 2.7 million facts in 270 records, all there at once: a batch ends where a task holds enough, the
     query begins anew behind it with fewer records a batch, and every fact counts once."""
     together, count = 10_000, 270
-    producer = Producer({**shared.kafka.producer(), "transactional.id": "backlog"})
+    producer = Producer({**shared.kafka.producer_settings(), "transactional.id": "backlog"})
     producer.init_transactions(30)
     producer.begin_transaction()
     for first in range(1, together * count, together):
@@ -181,7 +181,7 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
         Rdata(stream="undead", writer="w", epoch=2, prev=4, id=6, row=NOTHING),
     )
     shared.reaches("undead", w=6)
-    producer = Producer(shared.kafka.producer())
+    producer = Producer(shared.kafka.producer_settings())
     sent = {**BAD, "no value": (b"strange", None)}
     for reason, (key, value) in sent.items():
         topic = shared.control if reason in ("unknown_writer", "bad_text") else shared.facts
@@ -285,11 +285,14 @@ def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
     producer = RecordProducer(shared.kafka, shared.facts, give_up_after=PATIENCE)
     producer.send("strayed", encode(fact("strayed", 1)))
     producer.deliver(PATIENCE)
-    assert producer.last is not None
+    assert producer.last_acknowledged is not None
     shared.reaches("strayed", first=1)
-    elsewhere = Producer(shared.kafka.producer())
+    elsewhere = Producer(shared.kafka.producer_settings())
     elsewhere.produce(
-        shared.facts, partition=(producer.last[0] + 1) % PARTITIONS, key=b"strayed", value=encode(fact("strayed", 2))
+        shared.facts,
+        partition=(producer.last_acknowledged[0] + 1) % PARTITIONS,
+        key=b"strayed",
+        value=encode(fact("strayed", 2)),
     )
     assert elsewhere.flush(30) == 0
 
@@ -331,7 +334,7 @@ def test_a_flushed_redis_is_filled_without_traffic(shared: Site) -> None:
 
 def test_what_a_writer_aborted_is_no_evidence(shared: Site) -> None:
     """Rule 1: fact 2 was taken back by its writer's own Kafka transaction, so 3 waits until 2 is there for good."""
-    producer = Producer(shared.kafka.producer() | {"transactional.id": shared.facts})
+    producer = Producer(shared.kafka.producer_settings() | {"transactional.id": shared.facts})
     producer.init_transactions(30)
     for id, keep in ((1, True), (2, False), (3, True)):
         producer.begin_transaction()

@@ -17,7 +17,7 @@ KILLS = 2
 
 def records(site: Site, topic: str, isolation: str = "read_committed") -> list[dict[str, object]]:
     """Every value in the topic, in its order."""
-    reader = PartitionReader(site.kafka.client(), ErrorListener(""), 30, isolation)
+    reader = PartitionReader(site.kafka.client_settings(), ErrorListener(""), 30, isolation)
     with closing(reader):
         found = []
         for record in reader.read(topic, 0, 0):
@@ -64,7 +64,7 @@ def test_a_topic_that_is_not_compacted_is_refused(site: Site) -> None:
     Topics(site.kafka).create_missing([positions_plan(topic)])
     wrong = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[wrong])
-    admin = AdminClient(site.kafka.client())
+    admin = AdminClient(site.kafka.client_settings())
     for done in admin.incremental_alter_configs([resource]).values():
         done.result(60)
     ended = site.refused(kafka_positions_topic=topic)

@@ -6,7 +6,7 @@ from tidemark.app.stack.processes import KafkaServer
 from tidemark.app.verbs.kafka_records import Produced, produce_lines
 from tidemark.common.errors import TopicMissing
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import Topics, topic_plans
 from tidemark.streaming.wire.records import Topic
 
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
@@ -18,7 +18,7 @@ SKIP = b'{"kind":"SKIP","stream":"orders","writer":"shop","prev":3,"id":4,"by":"
 def connection(kafka: KafkaServer, prefix: str) -> KafkaConnection:
     """A broker with this test's three topics on it."""
     connection = KafkaConnection(kafka.bootstrap_servers)
-    Topics(connection).create_missing(plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4))
+    Topics(connection).create_missing(topic_plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4))
     return connection
 
 

@@ -62,7 +62,7 @@ def test_the_statement_that_is_shown_ends_the_transaction(dsn: str) -> None:
         ).fetchone()
         assert row is not None
         pid, user, application, state, since, query, database = row
-        line = OpenTransaction(STREAM, "shop", pid, None, user, application, state, since, query, database).who
+        line = OpenTransaction(STREAM, "shop", pid, None, user, application, state, since, query, database).description
         assert f"in database {database}" in line
         assert "create table public.t ()" in line
         shard = Shard()
@@ -76,7 +76,7 @@ def test_the_statement_that_is_shown_ends_the_transaction(dsn: str) -> None:
 
 def test_a_prepared_transaction_is_rolled_back_by_its_name(dsn: str) -> None:
     """The name may hold a quote; the statement is still one."""
-    line = OpenTransaction(STREAM, "shop", None, "o'neill 1", "u", "", "", None, "", "shop").who
+    line = OpenTransaction(STREAM, "shop", None, "o'neill 1", "u", "", "", None, "", "shop").description
     found = remedy("open transaction", STREAM, "shop", id=1, epoch=1, transactions=[line], relayed=True, bridged=False)
     assert found.command == "rollback prepared 'o''neill 1'"
 
@@ -84,7 +84,7 @@ def test_a_prepared_transaction_is_rolled_back_by_its_name(dsn: str) -> None:
 def test_values_of_a_query_are_not_published() -> None:
     """The query is named so that it is found in the service's code; its values are the service's own."""
     query = "insert into cards values ('4111 1111', $tag$secret$tag$, 42, E'it\\'s')"
-    line = OpenTransaction(STREAM, "shop", 7, None, "u", "app", "active", None, query, "shop").who
+    line = OpenTransaction(STREAM, "shop", 7, None, "u", "app", "active", None, query, "shop").description
     assert "insert into cards values (?, ?, ?, ?)" in line
 
 

@@ -45,7 +45,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
     producer = RecordProducer(connection, prefix, give_up_after=60)
     producer.send("s", b"hello")
     producer.deliver(60)
-    carried = connection.carried()
+    carried = connection.portable_settings()
     assert not any(name.endswith(".location") for name in carried)
     assert EndOffsets(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
     reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=60)
@@ -82,8 +82,8 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
         producer.send("s", b"%d" % number)
         producer.deliver(60)
     ends, reader = (
-        EndOffsets(connection.carried()),
-        RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=60),
+        EndOffsets(connection.portable_settings()),
+        RangeReader(connection.portable_settings(), {Topic.FACTS: prefix}, patience=60),
     )
     assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
     for number in range(3):
@@ -91,14 +91,14 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
         assert part.values.tobytes() == b"%d" % number
         reader.park()
     reader.close()
-    again = PartitionReader(connection.client(), ErrorListener(connection.bootstrap), 60, "read_committed")
+    again = PartitionReader(connection.client_settings(), ErrorListener(connection.bootstrap), 60, "read_committed")
     assert [message and message.value() for message in again.read(prefix, 0, 0)] == [b"0", b"1", b"2", None]
     again.close()
 
 
 def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnection, stranger: Authority) -> None:
     """In Spark's workers as in the driver, and as soon."""
-    wrong = with_wrong_secret(connection, stranger).carried()
+    wrong = with_wrong_secret(connection, stranger).portable_settings()
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
         EndOffsets(wrong, patience=60).beyond({"any": {0: 0}})
     reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=60)

@@ -378,7 +378,7 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     monkeypatch.setattr(kafka_lag, "CHECK_INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr(kafka_lag, "MAX_MISSING_CHECKS", 10_000)
     connection = KafkaConnection(kafka.bootstrap_servers)
-    topics, admin = Topics(connection), AdminClient(connection.client())
+    topics, admin = Topics(connection), AdminClient(connection.client_settings())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
     board = StreamCollector()
     board.read[prefix, 0] = 0

@@ -176,7 +176,7 @@ def relay(site: BenchSite, dsn: str, topic: str) -> Iterator[psutil.Process]:
 
 @contextmanager
 def _consumer(site: BenchSite, topic: str, offset: int) -> Iterator[Consumer]:
-    consumer = Consumer({**site.connection.client(), "group.id": "bench", "fetch.wait.max.ms": "5"})
+    consumer = Consumer({**site.connection.client_settings(), "group.id": "bench", "fetch.wait.max.ms": "5"})
     consumer.assign([TopicPartition(topic, 0, offset)])
     try:
         yield consumer

@@ -61,14 +61,14 @@ TRUTH = {
 
 def sent(connection: KafkaConnection, topic: str) -> None:
     create(connection, topic, PARTITIONS)
-    producer = Producer(connection.producer())
+    producer = Producer(connection.producer_settings())
     for stream, value in RECORDS:
         producer.produce(topic, value, stream.encode())
     assert producer.flush(30) == 0
 
 
 def task(connection: KafkaConnection, topic: str, directory: Path) -> Task:
-    servers = connection.client()["bootstrap.servers"]
+    servers = connection.client_settings()["bootstrap.servers"]
     limits = RateLimits(0, len(RECORDS), 1)
     return Task(servers, topic, PARTITIONS, len(RECORDS), 1, limits, str(directory / topic), "")
 

@@ -138,7 +138,7 @@ class _Facts:
     """One for each stream, one after the other, from a stream's first writer."""
 
     def __init__(self, site: BenchSite, topic: str, streams: int) -> None:
-        self._producer = Producer(site.connection.producer())
+        self._producer = Producer(site.connection.producer_settings())
         self._topic = topic
         # Those next to each other in a list of all would be of one chunk.
         self._numbers: Iterator[int] = (number * 619 % streams for number in count())

@@ -33,7 +33,7 @@ class Loaded:
 
 
 def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
-    admin = AdminClient(connection.client())
+    admin = AdminClient(connection.client_settings())
     admin.create_topics([NewTopic(topic, partitions, config={"retention.ms": "-1"})])[topic].result(timeout=10)
 
 
@@ -48,7 +48,7 @@ class Sender:
         self, connection: KafkaConnection, topic: str, partitions: int, shape: Shape, together: int = 1
     ) -> None:
         self._together = together
-        self._producer = Producer(connection.producer() | {"queue.buffering.max.messages": str(4 * _STEP)})
+        self._producer = Producer(connection.producer_settings() | {"queue.buffering.max.messages": str(4 * _STEP)})
         self._topic = topic
         self._partitions = partitions
         self._rendering = Rendering(shape)

@@ -73,7 +73,7 @@ def brokers(java: str, jars: Path, archived: list[str], tmp_path: Path) -> Itera
 
 def in_sync(site: Site) -> bool:
     """Whether every broker holds all that any of them has."""
-    topics = AdminClient(site.kafka.client()).list_topics(timeout=5).topics.values()
+    topics = AdminClient(site.kafka.client_settings()).list_topics(timeout=5).topics.values()
     return all(len(partition.isrs) == ALL for topic in topics for partition in topic.partitions.values())
 
 

@@ -175,13 +175,15 @@ class InKafka:
         self._topics.create_missing([positions_plan(self._topic)])
 
     def sink(self, fence: Fence) -> Sink:
-        config = PositionsTopicConfig(self._topic, self._connection.client(), self._connection.producer())
+        config = PositionsTopicConfig(
+            self._topic, self._connection.client_settings(), self._connection.producer_settings()
+        )
         return PositionsTopic(self._store, config, Topics(self._connection), fence)
 
     def records(self) -> list[tuple[str, bytes | None]]:
         """Every record, as a consumer with `read_committed` gets them. No position of a stream ever goes back."""
         errors = ErrorListener("")
-        reader = PartitionReader(self._connection.client(), errors, 30, "read_committed")
+        reader = PartitionReader(self._connection.client_settings(), errors, 30, "read_committed")
         with closing(reader):
             found = list(takewhile(lambda it: it is not None, reader.read(self._topic, 0, 0)))
         pairs = [(it.key().decode(), it.value()) for it in found if it is not None]
@@ -204,7 +206,7 @@ class InKafka:
         return self.positions()
 
     def lose_all(self) -> None:
-        admin = AdminClient(self._connection.client())
+        admin = AdminClient(self._connection.client_settings())
         admin.delete_topics([self._topic], operation_timeout=60)[self._topic].result()
         eventually(lambda: self._describes_nothing(admin))
         self._make()
@@ -220,7 +222,7 @@ class InKafka:
         self._produce(stream, None)
 
     def _produce(self, stream: str, value: bytes | None) -> None:
-        producer = Producer(self._connection.producer())
+        producer = Producer(self._connection.producer_settings())
         producer.produce(self._topic, key=stream.encode(), value=value)
         assert producer.flush(60) == 0
 

@@ -40,19 +40,21 @@ def dead(prefix: str) -> str:
 
 @pytest.fixture
 def dead_letters(connection: KafkaConnection, dead: str) -> Iterator[DeadLetters]:
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as dead_letters:
+    with DeadLetters(
+        DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings())
+    ) as dead_letters:
         yield dead_letters
 
 
 def produce(connection: KafkaConnection, topic: str, values: list[bytes | None], partition: int = 0) -> None:
-    producer = Producer(connection.producer())
+    producer = Producer(connection.producer_settings())
     for n, value in enumerate(values):
         producer.produce(topic, key=f"key-{n}".encode(), value=value, partition=partition, headers=[("own", b"1")])
     assert producer.flush(60) == 0
 
 
 def read(connection: KafkaConnection, topic: str, count: int) -> list[Message]:
-    consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
+    consumer = Consumer(connection.client_settings() | {"group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, 0, 0)])
     found: list[Message] = consumer.consume(count, timeout=60)
     extra: list[Message] = consumer.consume(1, timeout=0.3)
@@ -85,7 +87,7 @@ def test_a_letter_says_which_fact_of_its_record_is_at_fault(
     refused, and never more than a person reads."""
     values = [RUN % (0, -4), RUN % (1, -7), VOID % 2, VOID % 3, RUN % (4, 0), b"[]"]
     produce(connection, facts, [*values])
-    producer = Producer(connection.producer())
+    producer = Producer(connection.producer_settings())
     producer.produce(facts, key=b"k" * 1500, value=VOID % 6, partition=0)
     assert producer.flush(60) == 0
     dead_letters.send(
@@ -149,7 +151,7 @@ def test_record_that_retention_removed_leaves_its_origin(
 def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None:
     """Dead letters without their topic stop the pipeline with what to do."""
     produce(connection, facts, [b"0"])
-    config = DeadLettersConfig(f"{facts}.none", connection.client(), connection.producer())
+    config = DeadLettersConfig(f"{facts}.none", connection.client_settings(), connection.producer_settings())
     with DeadLetters(config) as dead_letters, pytest.raises(TopicMissing, match="none"):
         dead_letters.send([rejected(facts, "not_json", [0])])
 
@@ -159,14 +161,18 @@ def test_kafka_that_was_away_is_asked_again(
 ) -> None:
     """A broker that is away, or back and not yet itself, is unavailable, and a later call sends everything."""
     produce(connection, facts, [b"0", b"1"])
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as dead_letters:
+    with DeadLetters(
+        DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings(), patience=1.0)
+    ) as dead_letters:
         kafka.kill()
         try:
             with pytest.raises(Unavailable):
                 dead_letters.send([rejected(facts, "not_json", [0, 1])])
         finally:
             kafka.start()
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as dead_letters:
+    with DeadLetters(
+        DeadLettersConfig(dead, connection.client_settings(), connection.producer_settings())
+    ) as dead_letters:
         dead_lettered = wait_out(lambda: dead_letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
         assert dead_lettered.sent == 2
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]

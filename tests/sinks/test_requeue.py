@@ -33,7 +33,7 @@ def facts(prefix: str, admin: AdminClient) -> str:
 
 @pytest.fixture
 def config(connection: KafkaConnection, facts: str) -> RequeueConfig:
-    return RequeueConfig(facts, connection.client(), connection.producer(), poll=0.05)
+    return RequeueConfig(facts, connection.client_settings(), connection.producer_settings(), poll=0.05)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def fact(id: int, writer: str = "a", epoch: int = 1, text: str = "") -> Rdata:
 
 
 def produce(connection: KafkaConnection, topic: str, *records: Record, **more: str) -> Producer:
-    producer = Producer(connection.producer() | more)
+    producer = Producer(connection.producer_settings() | more)
     if more:
         producer.init_transactions()
         producer.begin_transaction()
@@ -60,7 +60,7 @@ def produce(connection: KafkaConnection, topic: str, *records: Record, **more: s
 
 
 def read(connection: KafkaConnection, topic: str, start: int, count: int) -> list[Message]:
-    consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
+    consumer = Consumer(connection.client_settings() | {"group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, 1, start)])
     found: list[Message] = consumer.consume(count, timeout=60)
     assert consumer.consume(1, timeout=0.3) == []

@@ -8,7 +8,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import AT_ONCE, Tail
+from tidemark.sources.kafka_lookup import MAX_RECORDS_PER_READ, Tail
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.wire.records import FactRun, Rdata, Record, Void, encode, row
@@ -83,17 +83,19 @@ def test_facts_of_one_record_come_one_by_one(producer: RecordProducer, tail: Tai
 
 def test_one_record_of_many_facts_is_given_in_parts(producer: RecordProducer, tail: Tail) -> None:
     """Whoever takes them keeps an event loop waiting meanwhile; none is lost, also where reading begins anew."""
-    many = 2 * AT_ONCE + 5
+    many = 2 * MAX_RECORDS_PER_READ + 5
     sent(producer, encode(FactRun(stream="s", writer="w", prev=0, ids=[*range(1, many + 1)], rows=[[]] * many)))
     sent(producer, encode(fact(many + 1)))
     tail.begin({})
-    assert [it.id for _, it in eventually(lambda: tail.read(0.2)) if isinstance(it, Void)] == [*range(1, AT_ONCE + 1)]
+    assert [it.id for _, it in eventually(lambda: tail.read(0.2)) if isinstance(it, Void)] == [
+        *range(1, MAX_RECORDS_PER_READ + 1)
+    ]
     tail.begin({})
     parts: list[list[object]] = []
     while sum(map(len, parts)) <= many:
         parts.append([getattr(record, "id", None) for _, record in tail.read(0.2)])
     assert [id for part in parts for id in part] == [*range(1, many + 2)]
-    assert max(map(len, parts)) == AT_ONCE
+    assert max(map(len, parts)) == MAX_RECORDS_PER_READ
 
 
 def test_place_that_is_gone_is_told(producer: RecordProducer, tail: Tail) -> None:

@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TidemarkError, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import FOR_EVER, RecordProducer, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, RecordProducer, topic_producer
 from tidemark.sources.topics import TopicPlan, Topics
 
 # From the JVM client's own test of its hash, modulo 4 partitions.
@@ -25,7 +25,7 @@ def topic(connection: KafkaConnection, prefix: str) -> str:
 
 
 def values(connection: KafkaConnection, topic: str, partition: int, count: int) -> list[bytes]:
-    consumer = Consumer({**connection.client(), "group.id": "test", "enable.auto.commit": "false"})
+    consumer = Consumer({**connection.client_settings(), "group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, partition, 0)])
     try:
         return [message.value() for message in consumer.consume(count, timeout=60)]
@@ -39,13 +39,13 @@ def test_a_stream_lands_where_a_java_producer_would_put_it(connection: KafkaConn
     for stream, partition in JAVA_PARTITIONS.items():
         producer.send(stream, b"x")
         assert producer.flush(60) == 0
-        assert producer.last == (partition, 0)
-    assert producer.delivered == len(JAVA_PARTITIONS)
+        assert producer.last_acknowledged == (partition, 0)
+    assert producer.delivered_count == len(JAVA_PARTITIONS)
 
 
 def test_records_outlast_an_outage_in_their_order(kafka: KafkaServer, connection: KafkaConnection, topic: str) -> None:
     """The broker is killed in the middle: every record arrives once and in place."""
-    producer = RecordProducer(connection, topic, give_up_after=FOR_EVER)
+    producer = RecordProducer(connection, topic, give_up_after=NO_TIME_LIMIT)
     sent = [str(number).encode() for number in range(300)]
     for value in sent[:100]:
         producer.send("21", value)
@@ -85,7 +85,7 @@ def test_nothing_follows_a_record_that_the_broker_refused(
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
     for done in admin.incremental_alter_configs([resource]).values():
         done.result(60)
-    producer = RecordProducer(connection, topic, give_up_after=FOR_EVER)
+    producer = RecordProducer(connection, topic, give_up_after=NO_TIME_LIMIT)
     acknowledged = list[bytes]()
 
     def sent(value: bytes) -> None:

@@ -12,13 +12,13 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tidemark.app.stack.processes import KafkaServer, free_port
 from tidemark.common.errors import Refused, TopicMissing, Unavailable, WrongCleanupPolicy
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import Partition, TopicPlan, Topics, plans, require_policy
+from tidemark.sources.topics import Partition, TopicPlan, Topics, require_policy, topic_plans
 
 
 def test_missing_topics_are_made_once_with_the_planned_settings(connection: KafkaConnection, prefix: str) -> None:
     """A second call makes nothing; facts get their partitions, and no topic is compacted."""
     topics = Topics(connection)
-    wanted = plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", partitions=3)
+    wanted = topic_plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", partitions=3)
     assert topics.create_missing(wanted) == [plan.name for plan in wanted]
     assert topics.create_missing(wanted) == []
     found = topics.describe(plan.name for plan in wanted)
@@ -30,7 +30,7 @@ def test_the_ends_of_a_partition_follow_what_is_written(connection: KafkaConnect
     """`end` and `heads` are the offset of the next record to be written."""
     topics = Topics(connection)
     topics.create_missing([TopicPlan(prefix, 2, 1000)])
-    producer = Producer(connection.producer())
+    producer = Producer(connection.producer_settings())
     for _ in range(3):
         producer.produce(prefix, partition=1, value=b"x")
     producer.flush(60)
@@ -44,7 +44,7 @@ def test_a_topic_made_anew_has_another_id(connection: KafkaConnection, prefix: s
     plan = [TopicPlan(prefix, 1, 1000)]
     topics.create_missing(plan)
     before = topics.describe([prefix])[prefix]
-    admin = AdminClient(connection.client())
+    admin = AdminClient(connection.client_settings())
     admin.delete_topics([prefix], operation_timeout=60)[prefix].result()
     while not _gone(admin, prefix):
         pass
@@ -60,7 +60,7 @@ def _gone(admin: AdminClient, name: str) -> bool:
 
 def test_a_compacted_topic_is_found_out(connection: KafkaConnection, prefix: str) -> None:
     """The policy comes from the broker, not from what we would have made."""
-    admin = AdminClient(connection.client())
+    admin = AdminClient(connection.client_settings())
     admin.create_topics([NewTopic(prefix, 1, config={"cleanup.policy": "compact"})])[prefix].result()
     topics = Topics(connection)
     assert topics.create_missing([TopicPlan(prefix, 1, 1000)]) == []

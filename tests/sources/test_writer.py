@@ -96,11 +96,11 @@ def _nested(depth: int) -> list[object]:
         ({"a": [None, {"b": -math.inf}]}, "Infinity"),
         ({"a": (1.0, math.nan)}, "NaN"),
         (_nested(256), "nested 256 deep"),
-        (_nested(100_000), "no JSON"),
+        (_nested(100_000), "not JSON"),
         ("x" * 900_001, "900003 bytes"),
-        (object(), "no JSON"),
-        ("\ud800", "no JSON"),
-        (msgspec.Raw(b'"\xff"'), "no JSON"),
+        (object(), "not JSON"),
+        ("\ud800", "not JSON"),
+        (msgspec.Raw(b'"\xff"'), "not JSON"),
         ('{"order": 17}', "would be stored as a string"),
         (" [1]", "would be stored as a string"),
         (b"{}", "it is bytes"),
@@ -312,7 +312,7 @@ def test_a_connection_that_it_cannot_use(dsn: str) -> None:
     asyncio.run(mistaken())
     with psycopg.connect(dsn) as connection, pytest.raises(TypeError, match=r"SELECT tidemark.append"):
         asyncio.run(AsyncWriter().append(connection, "orders", 1))
-    with pytest.raises(TypeError, match=r"builtins.str is no psycopg\.Connection"):
+    with pytest.raises(TypeError, match=r"builtins.str is not a psycopg\.Connection"):
         Writer().append(dsn, "orders", 1)
 
 

@@ -18,7 +18,7 @@ def fact(stream: str, writer: str, id: int, prev: int | None = None) -> Rdata:
 
 def aged(site: Site, seconds: float, *records: Record) -> None:
     """Send facts of a program that sent them so long ago: Kafka's time of a record is its producer's."""
-    producer, sent = Producer(site.kafka.producer()), int((time.time() - seconds) * 1000)
+    producer, sent = Producer(site.kafka.producer_settings()), int((time.time() - seconds) * 1000)
     for record in records:
         producer.produce(site.facts, key=record.stream.encode(), value=encode(record), timestamp=sent)
     assert producer.flush(30) == 0

@@ -73,9 +73,11 @@ def test_poisoned_records(scene: Scene) -> None:
         sender = RecordProducer(site.kafka, site.facts, give_up_after=PATIENCE)
         sender.send("visits", cut[:-9])
         sender.deliver(PATIENCE)
-        assert sender.last is not None
-        elsewhere = Producer(site.kafka.producer())
-        elsewhere.produce(site.facts, partition=(sender.last[0] + 1) % PARTITIONS, key=b"visits", value=strayed)
+        assert sender.last_acknowledged is not None
+        elsewhere = Producer(site.kafka.producer_settings())
+        elsewhere.produce(
+            site.facts, partition=(sender.last_acknowledged[0] + 1) % PARTITIONS, key=b"visits", value=strayed
+        )
         assert elsewhere.flush(30) == 0
         story.woken()
 

@@ -25,8 +25,8 @@ class Log:
     def __init__(self, connection: KafkaConnection, name: str, partitions: int = PARTITIONS) -> None:
         Topics(connection).create_missing([TopicPlan(name, partitions, 3_600_000)])
         self.connection, self.name = connection, name
-        self.plain = Producer(connection.producer())
-        self.careful = Producer({**connection.producer(), "transactional.id": name})
+        self.plain = Producer(connection.producer_settings())
+        self.careful = Producer({**connection.producer_settings(), "transactional.id": name})
         self.careful.init_transactions(30)
 
     def send(self, *numbers: int, partition: int = 0) -> None:
@@ -59,7 +59,7 @@ class Log:
         eventually(marked)
 
     def end(self, partition: int = 0) -> int:
-        return EndOffsets(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
+        return EndOffsets(self.connection.client_settings()).beyond({self.name: {partition: 0}})[self.name][partition]
 
 
 def values(part: RecordBatch) -> list[bytes]:

@@ -36,7 +36,7 @@ def consumer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def reader(log: Log, consumer: type[NativeConsumer | ObjectConsumer]) -> Iterator[RangeReader]:
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
+    reader = RangeReader(log.connection.client_settings(), {Topic.FACTS: log.name}, patience=60)
     yield reader
     reader.close()
 
@@ -92,7 +92,7 @@ def test_records_that_are_gone_are_not_passed_over(log: Log, admin: AdminClient)
     log.send(*range(5))
     for done in admin.delete_records([TopicPartition(log.name, 0, 3)]).values():
         done.result(30)
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
+    reader = RangeReader(log.connection.client_settings(), {Topic.FACTS: log.name}, patience=60)
     with pytest.raises(Unavailable, match=rf"{log.name}\[0\]: .*out of range"):
         numbers(reader, 2, 5)
     reader.close()
@@ -101,12 +101,12 @@ def test_records_that_are_gone_are_not_passed_over(log: Log, admin: AdminClient)
 def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: RangeReader) -> None:
     """Rule 9: Spark names no such range, unless brokers lost what they had committed."""
     log.send(0)
-    impatient = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.2)
+    impatient = RangeReader(log.connection.client_settings(), {Topic.FACTS: log.name}, patience=0.2)
     with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 1 to 3"):
         numbers(impatient, 0, 3)
     impatient.close()
     with pytest.raises(Unavailable, match="ends at 1, and 2 was read"):
-        EndOffsets(log.connection.client(), patience=6).beyond({log.name: {0: 2}})
+        EndOffsets(log.connection.client_settings(), patience=6).beyond({log.name: {0: 2}})
 
 
 @pytest.mark.parametrize("few", [1, 100_000])
@@ -203,12 +203,12 @@ def test_a_broker_that_is_away_is_named() -> None:
     """With what keeps us from it, after the patience of whoever asks."""
     nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable, match="Kafka at"):
-        EndOffsets(nowhere.client(), patience=0.3).beyond({"t": {0: 0}})
+        EndOffsets(nowhere.client_settings(), patience=0.3).beyond({"t": {0: 0}})
 
 
 def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -> None:
     """Whoever plans ranges asks the same object for weeks."""
-    ends = EndOffsets(log.connection.client(), patience=60)
+    ends = EndOffsets(log.connection.client_settings(), patience=60)
     log.send(0)
     assert ends.beyond({log.name: {0: 0}}) == {log.name: {0: 1}}
     kafka.stop()
@@ -230,7 +230,9 @@ def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConn
     log.abort()
     control.send(*range(100, 110))
     control.send(7, partition=1)
-    reader = RangeReader(connection.client(), {Topic.FACTS: log.name, Topic.CONTROL: control.name}, patience=60)
+    reader = RangeReader(
+        connection.client_settings(), {Topic.FACTS: log.name, Topic.CONTROL: control.name}, patience=60
+    )
     wanted = [
         PlannedRange(Topic.FACTS, 0, 5, 9),
         PlannedRange(Topic.FACTS, 1, 0, 4),
@@ -257,7 +259,7 @@ def test_what_lies_behind_ranges_is_not_gone_through_for_the_others(
     log = Log(connection, prefix, partitions=12)
     for partition in range(12):
         log.send(*range(3_000), partition=partition)
-    reader = RangeReader(connection.client(), {Topic.FACTS: log.name}, patience=60)
+    reader = RangeReader(connection.client_settings(), {Topic.FACTS: log.name}, patience=60)
     seen = Seen(monkeypatch, consumer)
     for start, size in ((0, 1), (1, 2), (1_000, 40), (0, 1)):
         wanted = [PlannedRange(Topic.FACTS, it, start, start + size) for it in range(12)]
@@ -275,7 +277,7 @@ def test_one_of_several_ranges_that_never_comes_raises(connection: KafkaConnecti
     log = Log(connection, prefix)
     log.send(0, 1)
     log.send(0, partition=1)
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.5)
+    reader = RangeReader(log.connection.client_settings(), {Topic.FACTS: log.name}, patience=0.5)
     with pytest.raises(Unavailable, match=rf"{log.name}\[1\] from 1 to 3"):
         list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 2), PlannedRange(Topic.FACTS, 1, 0, 3)]))
     with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 2 to 9, nor of 1 other ranges"):

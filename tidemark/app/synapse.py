@@ -19,14 +19,14 @@ from tidemark.common.backoff import wait_out
 from tidemark.common.errors import BadSetting, PrerequisitePending, Stopping
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sources.producer import FOR_EVER, topic_producer
+from tidemark.sources.producer import NO_TIME_LIMIT, topic_producer
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.bridge import BridgeMetrics, SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS, synapse_session, table_writers
-from tidemark.sources.transactions import is_old
+from tidemark.sources.transactions import is_reported
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 
 REDIS_TIMEOUT_SECONDS = 5.0
@@ -103,7 +103,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
             synapse,
             own,
             channel,
-            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
+            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=NO_TIME_LIMIT),
             streams,
             metrics,
             halt,
@@ -125,7 +125,7 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
         writing = [
             writer
             for writer in table_writers(connection, STREAMS.values())
-            if is_old(writer.transaction, datetime.now(UTC))
+            if is_reported(writer.transaction, datetime.now(UTC))
         ]
     for writer in writing:
         transaction = writer.transaction
@@ -133,7 +133,7 @@ def blockers(settings: Settings, say: Callable[[str], None]) -> None:
             f"{', '.join(sorted(writer.streams))}: {transaction.process}"
             + ("" if transaction.pid is None else f": {transaction.query or '-'}")
         )
-        say(f"    to end it, run in Synapse's database: {transaction.ending}")
+        say(f"    to end it, run in Synapse's database: {transaction.ending_statement}")
     if not writing:
         say("no transaction of Synapse has been open for long")
 

@@ -1,4 +1,4 @@
-"""The settings of a connection to Kafka, for librdkafka. Opens no connection."""
+"""Settings for librdkafka clients, from the address and the credentials of Kafka. Opens no connection."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +46,8 @@ class KafkaConnection:
     key_file: str | None = None
     oauth: OAuth | None = None
 
-    def client(self) -> dict[str, str]:
-        """Settings of any librdkafka client. Holds the password: never log it."""
+    def client_settings(self) -> dict[str, str]:
+        """Settings of any librdkafka client. They contain the password: never log them."""
         settings = {
             "bootstrap.servers": self.bootstrap,
             "security.protocol": self.protocol,
@@ -74,35 +74,37 @@ class KafkaConnection:
             }
         return settings | {name: value for name, value in optional.items() if value is not None}
 
-    def carried(self) -> dict[str, str]:
-        """Settings for clients on other hosts: with the contents of certificate and key files instead of their names.
-        Two results are equal until a secret rotates. Never log them. Raises `BadSetting` if a file cannot be read.
+    def portable_settings(self) -> dict[str, str]:
+        """`client_settings` for clients on other hosts, with the contents of certificate and key files.
+
+        Two results differ only if a secret was rotated between the calls. Never log them. Raises `BadSetting` if a file
+        cannot be read.
         """
-        settings = self.client()
+        settings = self.client_settings()
         for part in ("ca", "certificate", "key"):
             if (path := settings.pop(f"ssl.{part}.location", None)) is not None:
-                settings[f"ssl.{part}.pem"] = _pem(path)
+                settings[f"ssl.{part}.pem"] = _read_pem(path)
         return settings
 
-    def producer(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
+    def producer_settings(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
         """Settings of every producer: no record is lost, duplicated or reordered in a partition.
 
-        `max_bytes`: the topic's `max.message.bytes`. A broker refuses a batch above it, with every record in the batch.
+        `max_bytes`: the topic's `max.message.bytes`. A broker refuses a larger batch with every record in the batch.
         """
-        return self.client() | {
+        return self.client_settings() | {
             "enable.idempotence": "true",
             "acks": "all",
             # librdkafka's own default (crc32) would send a stream to another partition than Java producers do.
             "partitioner": "murmur2_random",
             "compression.type": "lz4",
             "linger.ms": "5",
-            # A batch that the topic accepts after compression may be larger before it.
+            # A batch that the topic accepts may be larger before its compression.
             "message.max.bytes": str(max(_BATCH_BYTES, max_bytes)),
             "batch.size": str(min(_BATCH_BYTES, max_bytes)),
         }
 
 
-def _pem(path: str) -> str:
+def _read_pem(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """Readers of a topic: `RecordReader` reads records between two offsets of a partition, `Tail` follows the end of a
 topic.
 
-Neither has a consumer group or commits offsets: the caller gives the offsets, and starts again after every error.
+Both read from the offsets that the caller gives. They use no consumer group and commit no offsets.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void,
 
 @dataclass(frozen=True, slots=True)
 class RecordedMessage:
-    """A record with its position. `time`: Kafka's timestamp, in ms since 1970."""
+    """A record with its topic, partition and offset. `time`: Kafka's timestamp, in ms since 1970."""
 
     topic: str
     partition: int
@@ -31,31 +31,35 @@ class RecordedMessage:
 
 
 class RecordReader:
-    """For one thread; a context manager. Methods raise `Unavailable` after `timeout` seconds without an answer, and
-    `Refused`."""
+    """Reads records between two offsets of a partition. For one thread; a context manager.
+
+    Methods raise `Refused`, and `Unavailable` after `timeout` seconds without an answer.
+    """
 
     def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
         self._connection = connection
         self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
-        self._opened: PartitionReader | None = None
+        self._partition_reader: PartitionReader | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        if self._partition_reader is not None:
+            self._partition_reader.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """The oldest available offset, and the offset of the next record that will be written."""
+        """The oldest available offset, and the offset that the next written record will get."""
         try:
             return self._reader().offsets(topic, partition)
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
 
     def between(self, topic: str, partition: int, first: int, end: int) -> Iterator[RecordedMessage]:
-        """The records in `[first, end)`, within `bounds`. Records that retention removes meanwhile are missing."""
+        """The records with offsets in `[first, end)`, which must lie within `bounds`. Records that retention removes
+        during the iteration are missing.
+        """
         if first >= end:
             return
         try:
@@ -72,22 +76,24 @@ class RecordReader:
             raise self._errors.explain(error.args[0]) from error
 
     def _reader(self) -> PartitionReader:
-        if self._opened is None:
+        if self._partition_reader is None:
             # The pipeline also skips records of aborted transactions.
-            self._opened = PartitionReader(self._connection.client(), self._errors, self._timeout, "read_committed")
-        return self._opened
+            self._partition_reader = PartitionReader(
+                self._connection.client_settings(), self._errors, self._timeout, "read_committed"
+            )
+        return self._partition_reader
 
 
-AT_ONCE = 2_000
-"""The largest number of records that one `read` returns: a RUN has any number of edges, each a record."""
-_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+MAX_RECORDS_PER_READ = 2_000
+"""A RUN record has any number of edges, and `Tail.read` returns each edge as a record."""
+_OFFSET_GONE_CODES = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 class Tail:
-    """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`; call `begin` again
-    afterwards.
+    """Follows the end of a topic. For one thread; a context manager.
 
-    `timeout`: time limit of each request to the brokers, in seconds.
+    Methods raise `Unavailable`, `Refused` and `TopicMissing`. Call `begin` again after an error.
+    `timeout`: the time limit of each request to the brokers, in seconds.
     """
 
     def __init__(self, connection: KafkaConnection, topic: str, timeout: float = 2.0) -> None:
@@ -96,7 +102,7 @@ class Tail:
         self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
-        self._left: Iterator[tuple[int, Record]] = iter(())  # the rest of the last message
+        self._remaining_records: Iterator[tuple[int, Record]] = iter(())  # the rest of the last message
 
     def __enter__(self) -> Self:
         return self
@@ -105,48 +111,47 @@ class Tail:
         self.close()
 
     def close(self) -> None:
-        self._left = iter(())
+        self._remaining_records = iter(())
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
 
     def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
-        """Read each partition from its offset in `offsets`; a partition without one from its start.
+        """Read each partition from its offset in `offsets`, or from its oldest record.
 
         Returns:
-            For every partition, whether the partition never had a record before that offset.
+            By partition, whether the first offset to read is 0, so that no record of the partition is missing.
         """
         self.close()
         self._errors.forget()
         try:
-            return self._assign(self._connected(), offsets)
+            return self._assign(self._connect(), offsets)
         except KafkaException as error:
             self.close()
             raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """Wait up to `seconds` for records, and return the new ones with their partitions; none if none arrived.
+        """Wait up to `seconds` for records. Returns the new records with their partitions; an empty list if none came.
 
-        The records of a partition are in order and complete, but bad records are left out. Each edge of a RUN is a
-        record.
+        Returns all records of a partition in order, without bad records. Each edge of a RUN is a record.
         """
         assert self._consumer is not None, "begin first"
         try:
-            records = [*islice(self._left, AT_ONCE)]
+            records = [*islice(self._remaining_records, MAX_RECORDS_PER_READ)]
             if not records:
                 first = self._consumer.poll(seconds)
-                messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
-                self._left = (record for message in messages for record in self._records(message))
-                records = [*islice(self._left, AT_ONCE)]
+                messages = [] if first is None else [first, *self._consumer.consume(MAX_RECORDS_PER_READ - 1, 0)]
+                self._remaining_records = (record for message in messages for record in self._records(message))
+                records = [*islice(self._remaining_records, MAX_RECORDS_PER_READ)]
             self._errors.raise_refusal()
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
         return records
 
-    def _connected(self) -> Consumer:
+    def _connect(self) -> Consumer:
         self._consumer = Consumer(
             {
-                **self._connection.client(),
+                **self._connection.client_settings(),
                 "group.id": "tidemark-tail",  # librdkafka requires it; offsets are never committed
                 "enable.auto.commit": "false",
                 "enable.auto.offset.store": "false",
@@ -163,29 +168,29 @@ class Tail:
         topic = consumer.list_topics(self.topic, self._timeout).topics[self.topic]
         if topic.error is not None:
             raise TopicMissing(self.topic)
-        whole, places = {}, []
+        is_complete, assignments = {}, []
         for partition in topic.partitions:
-            place = TopicPartition(self.topic, partition)
-            earliest, _ = consumer.get_watermark_offsets(place, self._timeout, cached=False)
-            place.offset = offsets.get(partition, earliest)
-            whole[partition] = place.offset == 0
-            places.append(place)
-        consumer.assign(places)
-        return whole
+            assignment = TopicPartition(self.topic, partition)
+            earliest, _ = consumer.get_watermark_offsets(assignment, self._timeout, cached=False)
+            assignment.offset = offsets.get(partition, earliest)
+            is_complete[partition] = assignment.offset == 0
+            assignments.append(assignment)
+        consumer.assign(assignments)
+        return is_complete
 
     def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
         if (error := message.error()) is not None:
             if is_group_refusal(error):
                 return
-            if error.code() in _GONE:
+            if error.code() in _OFFSET_GONE_CODES:
                 raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
             raise KafkaException(error)
         with suppress(BadRecord):
-            for record in singles(read(message.value(), message.key(), Topic.FACTS)):
+            for record in split_edges(read(message.value(), message.key(), Topic.FACTS)):
                 yield message.partition(), record
 
 
-def singles(record: Record) -> Iterator[Record]:
+def split_edges(record: Record) -> Iterator[Record]:
     """Split `record` into records of one edge each."""
     if not isinstance(record, FactRun):
         yield record

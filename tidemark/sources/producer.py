@@ -10,7 +10,7 @@ from tidemark.common.kafka import ErrorListener, kafka_error
 from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
 
-FOR_EVER = 0.0
+NO_TIME_LIMIT = 0.0
 _FRAME_BYTES = 150
 """The largest number of bytes that Kafka adds to a record that is alone in its batch: batch header, lengths, offsets.
 """
@@ -26,22 +26,21 @@ def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float
 
 
 def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
-    """librdkafka settings of a producer for the topic, with the limits of the topic; with Kafka's defaults if this user
-    may not describe it.
+    """librdkafka settings of a producer for the topic, with the topic's limits.
 
-    Raises `Unavailable` if Kafka does not answer.
+    If this user may not describe the topic, with Kafka's default limits. Raises `Unavailable` if Kafka does not answer.
     """
     try:
-        return connection.producer(Topics(connection).max_message_bytes(topic))
+        return connection.producer_settings(Topics(connection).max_message_bytes(topic))
     except Stop:
-        return connection.producer()
+        return connection.producer_settings()
 
 
 class RecordProducer:
-    """For one thread. Records are certainly in Kafka only after `flush` has returned 0.
+    """Sends records to one topic. For one thread. All records are in Kafka only after `flush` has returned 0.
 
-    `give_up_after` (seconds) is the delivery time limit of a record; with `FOR_EVER` the producer retries without a
-    limit and keeps the order. `max_bytes` is the topic's `max.message.bytes`.
+    `give_up_after` is the delivery time limit of a record in seconds, or `NO_TIME_LIMIT`; a retry keeps the order.
+    `max_bytes` is the topic's `max.message.bytes`.
     """
 
     def __init__(
@@ -52,15 +51,15 @@ class RecordProducer:
         self.where = connection.bootstrap
         self._errors = ErrorListener(connection.bootstrap)
         self._failure: KafkaError | None = None
-        self.delivered = 0
-        self.last: tuple[int, int] | None = None
+        self.delivered_count = 0
+        self.last_acknowledged: tuple[int, int] | None = None
         """Partition and offset of the record that was acknowledged last."""
-        settings = connection.producer(max_bytes) | {
+        settings = connection.producer_settings(max_bytes) | {
             "message.timeout.ms": str(int(give_up_after * 1000)),
             # Callers bound their backlog themselves. A full queue would block without a way to interrupt it.
             "queue.buffering.max.messages": "500000",
-            # Send nothing after a refused record: the last record of a fact of several rows completes the fact, even if
-            # Kafka lacks another one.
+            # Send nothing after a refused record: the last record of a fact completes the fact, even if Kafka refused
+            # one of its other records.
             "enable.gapless.guarantee": "true",
         }
         try:
@@ -69,23 +68,23 @@ class RecordProducer:
             raise kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
-        """Queue a record; blocks while the queue is full. Raises the error of an *earlier* record."""
-        self._produce(stream.encode(), value, self._delivered)
+        """Queue a record; blocks while the queue is full. Raises the error of an earlier record."""
+        self._produce(stream.encode(), value, self._on_delivery)
         self._poll(0)
 
-    def send_all(self, stream: str, values: Iterable[bytes], acknowledged: Callable[[], None]) -> None:
-        """Queue several records. `acknowledged` is called once for each record that Kafka has, during later calls of
-        any method.
+    def send_all(self, stream: str, values: Iterable[bytes], on_acknowledged: Callable[[], None]) -> None:
+        """Queue several records. Later calls of any method call `on_acknowledged` once for each record that Kafka has
+        acknowledged.
         """
-        key, done = stream.encode(), partial(self._delivered, acknowledged=acknowledged)
+        key, on_delivery = stream.encode(), partial(self._on_delivery, on_acknowledged=on_acknowledged)
         for value in values:
-            self._produce(key, value, done)
+            self._produce(key, value, on_delivery)
         self._poll(0)
 
-    def _produce(self, key: bytes, value: bytes, done: Callable[[KafkaError | None, Message], None]) -> None:
+    def _produce(self, key: bytes, value: bytes, on_delivery: Callable[[KafkaError | None, Message], None]) -> None:
         while True:
             try:
-                self._producer.produce(self._topic, value=value, key=key, on_delivery=done)
+                self._producer.produce(self._topic, value=value, key=key, on_delivery=on_delivery)
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
@@ -95,50 +94,50 @@ class RecordProducer:
                 return
 
     def max_value_bytes(self, stream: str) -> int:
-        """The largest value in bytes that the topic accepts with this key, independent of compression."""
+        """The size in bytes of the largest value that the topic accepts with this key, without compression."""
         return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
     def backlog(self) -> int:
-        """Records that Kafka has not acknowledged."""
+        """The number of records that Kafka has not acknowledged."""
         self._poll(0)
         return len(self._producer)
 
     def flush(self, seconds: float) -> int:
-        """Wait for acknowledgements; returns the number of records that have none yet. Raises `Unavailable` or
-        `Refused`.
+        """Wait up to `seconds` until Kafka has acknowledged every record. Returns the number of records that it has not
+        acknowledged. Raises `Unavailable` or `Refused`.
         """
         with self._errors.translate_errors():  # the reason if the client has failed permanently
             left: int = self._producer.flush(seconds)
-        self._check()
+        self._raise_failure()
         return left
 
     def deliver(self, seconds: float) -> None:
-        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `seconds`."""
+        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `seconds`, or `Refused`."""
         if left := self.flush(seconds):
             raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
 
     @property
     def problem(self) -> str:
-        """The last reason why the brokers were unreachable, for a message."""
+        """The newest reason why the brokers were unreachable; empty if there was none."""
         return self._errors.reason
 
     def _poll(self, seconds: float) -> None:
         with self._errors.translate_errors():
             self._producer.poll(seconds)
-        self._check()
+        self._raise_failure()
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._errors.explain(self._failure)
         self._errors.raise_refusal()
 
-    def _delivered(
-        self, error: KafkaError | None, message: Message, acknowledged: Callable[[], None] | None = None
+    def _on_delivery(
+        self, error: KafkaError | None, message: Message, on_acknowledged: Callable[[], None] | None = None
     ) -> None:
         if error is not None:
             self._failure = self._failure or error
             return
-        self.delivered += 1
-        self.last = message.partition(), message.offset()
-        if acknowledged is not None:
-            acknowledged()
+        self.delivered_count += 1
+        self.last_acknowledged = message.partition(), message.offset()
+        if on_acknowledged is not None:
+            on_acknowledged()

@@ -1,7 +1,7 @@
 """The run loop of the relay and of the bridge to Synapse: connect, wait for the lock, work, back off, start again.
 
-Each reads a database and sends records to Kafka. Any number of processes may run for one database. One of them holds an
-advisory lock of its session and works; the others are on standby until that session ends.
+The relay and the bridge read a database and send records to Kafka. Any number of processes may run for one database.
+One process holds an advisory lock and works; the others are on standby until its session ends.
 """
 
 import threading
@@ -25,26 +25,26 @@ from tidemark.streaming.wire import records
 log = get_logger(__name__)
 
 FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE = 5.0, 60.0
-"""Shortest and longest seconds between two queries for the topic's limit."""
+"""Shortest and longest pause between two queries of the topic's limit, in seconds."""
 
 
 class OversizedRecords:
-    """The records that one connection to a database could not send. `gauge` shows their number by stream."""
+    """The records that exceed the limit of the Kafka topic and were not sent. `gauge` shows their number by stream."""
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._bytes: dict[tuple[str, int | None], int] = {}
         self.causes: dict[str, str] = {}
-        """By stream, which record is too large, and what to do."""
+        """By stream: the record that is too large, and what to do."""
         self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
-        self._due = 0.0
+        self._next_query = 0.0
 
     def __contains__(self, stream: str) -> bool:
-        """Whether a record of the stream was not sent."""
+        """Whether a record of the stream is too large."""
         return any(name == stream for name, _ in self._bytes)
 
-    def forget(self) -> None:
-        """Clear the set: each record is checked again."""
+    def clear(self) -> None:
+        """Remove all records, so that the caller checks each record again."""
         for stream, _ in self._bytes:
             self._gauge.labels(stream).set(0)
         self._bytes, self.causes = {}, {}
@@ -54,15 +54,15 @@ class OversizedRecords:
 
         Args:
             stream: the stream of the record.
-            writer: the writer of the record, empty if it is not known.
-            id: the stream ID of the record's fact, with its sign, None if it is not known.
+            writer: the writer of the record; empty if not known.
+            id: the signed stream ID of the record's fact; None if not known.
             size: bytes of the record's value.
             producer: the producer whose limit is too low.
             now: seconds of a monotonic clock.
         """
         if not self._bytes:
             self._backoff = Backoff(FIRST_LIMIT_PAUSE, LONGEST_LIMIT_PAUSE)
-            self._due = now + FIRST_LIMIT_PAUSE
+            self._next_query = now + FIRST_LIMIT_PAUSE
         self._bytes[stream, id] = size
         self._gauge.labels(stream).set(sum(1 for name, _ in self._bytes if name == stream))
         needed = size + producer.max_bytes - producer.max_value_bytes(stream)
@@ -75,13 +75,17 @@ class OversizedRecords:
             do=do,
         )  # fmt: skip
 
-    def larger(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
-        """Make a producer that can send one of the records; None until the topic accepts it. Queries Kafka with growing
-        pauses.
+    def make_larger_producer(self, make: Callable[[], RecordProducer], now: float) -> RecordProducer | None:
+        """Make a producer with the topic's current limit; None if that is too low for all records. Queries Kafka at most
+        once per pause; the pauses grow.
+
+        Args:
+            make: makes the producer.
+            now: seconds of a monotonic clock.
         """
-        if not self._bytes or now < self._due:
+        if not self._bytes or now < self._next_query:
             return None
-        self._due = now + self._backoff.next()
+        self._next_query = now + self._backoff.next()
         try:
             producer = make()
         except Unavailable:
@@ -91,16 +95,16 @@ class OversizedRecords:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-_STEADY = 60.0
-"""After this many seconds of work the back-off starts again with the first pause."""
+_RESET_BACKOFF_AFTER = 60.0
+"""After this many seconds of work the back-off begins again with the first pause."""
 _STANDBY_PAUSE = 1.0
 """Seconds between two attempts of a standby to get the lock."""
 LOCK_TIMEOUT = "10s"
 """Lock time-out of a statement. Afterwards the log names the sessions that hold the lock."""
-PATIENCE = 30.0
-"""If Kafka acknowledges no record for this many seconds, the work starts again."""
+DELIVERY_TIMEOUT = 30.0
+"""Seconds to wait until Kafka has acknowledged every record. Afterwards the work starts again."""
 SILENCE_LOGGED_AFTER = 5.0
-"""The log reports Kafka after this many seconds without an acknowledgement."""
+"""A warning is logged after this many seconds without an acknowledgement."""
 FAILURE_REPORTED_AFTER = 5.0
 """A failure is reported to readers only after this many seconds: most outages are shorter."""
 _LOCK_HOLDERS = """
@@ -118,7 +122,7 @@ class LoopMetrics:
     ) -> None:
         """
         Args:
-            registry: gets the metrics.
+            registry: the metrics are registered there.
             prefix: the beginning of each metric's name, such as `tidemark_relay`.
             process: the command after `tidemark`, for the descriptions.
             transaction_labels: the fields of `OpenTransaction` that label the oldest transaction.
@@ -162,26 +166,24 @@ class LoopMetrics:
             transaction_labels,
             registry=registry,
         )
-        self.open = OldestOpenGauge(self.oldest)
+        self.oldest_open = OldestOpenGauge(self.oldest)
 
-    def show_open(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
-        """Show the oldest of the open transactions that block a stream."""
-        self.open.show(
+    def show_open_transactions(self, transactions: Sequence[OpenTransaction], now: datetime) -> None:
+        """Set the gauge of the oldest open transaction that blocks a stream."""
+        self.oldest_open.show(
             (tuple(getattr(transaction, label) for label in self._transaction_labels), transaction.age(now))
             for transaction in transactions
         )
 
     def clear(self) -> None:
-        """Clear the metrics of the state: this process has stopped working, and another one may have changed the
-        state.
-        """
+        """Reset the metrics of the state, after this process has stopped working."""
         self.active.set(0)
         self.standby.set(0)
-        self.open.show([])
+        self.oldest_open.show([])
 
 
 class KafkaWait:
-    """Logs when Kafka has not acknowledged any record of a producer for a while, and when it does again."""
+    """Logs when Kafka has acknowledged no record of a producer for a while, and when it acknowledges records again."""
 
     def __init__(self) -> None:
         self._delivered = -1
@@ -189,19 +191,19 @@ class KafkaWait:
         self._is_logged = False
 
     def check(self, producer: RecordProducer, unacknowledged: int) -> None:
-        """Update the number of records that are not acknowledged."""
+        """Log if due. `unacknowledged`: the number of records that Kafka has not acknowledged now."""
         now = time.monotonic()
-        if not unacknowledged or producer.delivered != self._delivered:
+        if not unacknowledged or producer.delivered_count != self._delivered:
             if self._is_logged:
                 log.info("Kafka acknowledges records again", seconds=round(now - self._since, 1))
-            self._delivered, self._since, self._is_logged = producer.delivered, now, False
+            self._delivered, self._since, self._is_logged = producer.delivered_count, now, False
         elif now - self._since >= SILENCE_LOGGED_AFTER and not self._is_logged:
             self._is_logged = True
             log.warning("Waiting for Kafka", kafka=producer.where, records=unacknowledged, problem=producer.problem)
 
 
-class Standby:
-    """The advisory locks of one kind of process. Logs when a wait for the locks begins and ends."""
+class StandbyLocks:
+    """The advisory locks that the active process of one kind holds. Logs when a wait for the locks begins and ends."""
 
     def __init__(self, space: int) -> None:
         """`space` is the first half of each lock's key."""
@@ -209,7 +211,15 @@ class Standby:
         self._since: float | None = None
 
     def take(self, connection: Connection, keys: Sequence[int]) -> bool:
-        """Take all locks or none, without waiting; they last as long as the session. Returns whether it has them."""
+        """Take all locks, or none if one is not free. Does not wait. The locks last as long as the session.
+
+        Args:
+            connection: the session that gets the locks.
+            keys: the second half of each lock's key.
+
+        Returns:
+            Whether the session has the locks.
+        """
         row = connection.execute(
             "select bool_and(pg_try_advisory_lock(%s, key)) from unnest(%s::integer[]) as key", [self._space, [*keys]]
         ).fetchone()
@@ -231,7 +241,7 @@ class Standby:
 class RunLoop(ABC):
     """Runs in the thread that calls `run`, until `halt` is set. A subclass does the work.
 
-    `session` holds the locks of `lock_space`; `schema` is that of its database.
+    `session` holds the locks of `lock_space`. `schema` is the schema of the session's database.
     """
 
     def __init__(
@@ -250,18 +260,18 @@ class RunLoop(ABC):
         self._make_producer = make_producer
         self._loop_metrics = metrics
         self._halt = halt
-        self._standby = Standby(lock_space)
+        self._standby = StandbyLocks(lock_space)
         self._oversized = OversizedRecords(metrics.oversized)
         self._heartbeat = heartbeat
         self._reports = SourceReports({}, heartbeat)
         self._producer: RecordProducer
         self._has_producer = False
-        """Whether there is a producer, and nothing has failed since it was made."""
+        """Whether a producer exists, and nothing has failed since it was made."""
         self._kafka_wait = KafkaWait()
         self._has_worked = False
-        """Later refusals of a server may be temporary: the loop tries again."""
+        """Whether this process has ever worked. If so, a refusal of a server may be temporary, and the loop retries."""
         self._problem = ""
-        """Why facts wait; empty while they are sent."""
+        """Why no facts are sent; empty while facts are sent."""
         self._problem_since = 0.0
 
     def run(self) -> None:
@@ -270,7 +280,7 @@ class RunLoop(ABC):
         Raises:
             Stop: a person must decide.
             Refused: a server refused before this process ever worked.
-            Exception: anything unexpected. The process ends then.
+            Exception: an unexpected error, which ends the process.
         """
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while not self._halt.is_set():
@@ -278,7 +288,7 @@ class RunLoop(ABC):
             try:
                 with self._session.use() as connection:
                     self._schema.check(connection)
-                    if self._has_its_turn(connection):
+                    if self._wait_for_turn(connection):
                         began = time.monotonic()
                         self._work(connection)
             except (Retry, Refused, SchemaMismatch) as error:
@@ -294,7 +304,7 @@ class RunLoop(ABC):
                 self._report_failure()
                 self._close()
                 self._has_producer = False
-                if time.monotonic() - began > _STEADY:
+                if time.monotonic() - began > _RESET_BACKOFF_AFTER:
                     backoff.reset()
                 self._halt.wait(backoff.next())
             finally:
@@ -302,7 +312,7 @@ class RunLoop(ABC):
 
     @abstractmethod
     def _lock_keys(self, connection: Connection) -> Sequence[int]:
-        """The keys of the locks of which one process holds all."""
+        """The keys of the locks. One process holds all of them."""
 
     @abstractmethod
     def _work(self, connection: Connection) -> None:
@@ -312,8 +322,10 @@ class RunLoop(ABC):
         """Close all sessions after a failure."""
         self._session.close()
 
-    def _has_its_turn(self, connection: Connection) -> bool:
-        """Wait until no other process works. Polls, because a wait in the server would hold a snapshot."""
+    def _wait_for_turn(self, connection: Connection) -> bool:
+        """Wait until this process has the locks. Returns False if `halt` is set. Polls, because a statement that waits
+        for a lock would hold a snapshot.
+        """
         keys = self._lock_keys(connection)
         while not self._halt.is_set():
             if self._standby.take(connection, keys):
@@ -324,7 +336,7 @@ class RunLoop(ABC):
         return False
 
     def _connect_producer(self) -> None:
-        """Make a producer, unless a working one exists."""
+        """Make a producer, unless one exists that works."""
         if not self._has_producer:
             self._use_producer(self._make_producer())
 
@@ -332,8 +344,8 @@ class RunLoop(ABC):
         self._producer, self._kafka_wait, self._has_producer = producer, KafkaWait(), True
 
     def _deliver(self) -> None:
-        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `PATIENCE` seconds."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until Kafka has acknowledged every record. Raises `Unavailable` after `DELIVERY_TIMEOUT` seconds."""
+        deadline = time.monotonic() + DELIVERY_TIMEOUT
         while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
             self._kafka_wait.check(self._producer, left)
         self._producer.deliver(0)
@@ -343,8 +355,8 @@ class RunLoop(ABC):
         self._kafka_wait.check(self._producer, self._producer.backlog())
 
     def _grow_producer(self) -> bool:
-        """Use a new producer if the topic takes an oversized record now; returns whether it does."""
-        if (producer := self._oversized.larger(self._make_producer, time.monotonic())) is None:
+        """Make a new producer if the topic accepts an oversized record now. Returns whether it was made."""
+        if (producer := self._oversized.make_larger_producer(self._make_producer, time.monotonic())) is None:
             return False
         self._deliver()
         self._use_producer(producer)
@@ -358,22 +370,24 @@ class RunLoop(ABC):
             self._problem = ""
 
     def _report(self, transactions: Sequence[OpenTransaction], blocked: Mapping[str, str]) -> None:
-        """Update the metrics of open transactions that block a stream, and send the due OPEN records.
+        """Update the metrics of open transactions, and send the OPEN records that are due.
 
-        `blocked`: by stream, why nothing new is sent. Records that are too large are added.
+        Args:
+            transactions: the open transactions that block a stream.
+            blocked: by stream, why nothing new is sent. Oversized records are added here.
         """
         now = datetime.now(UTC)
-        self._loop_metrics.show_open(transactions, now)
-        for report in self._reports.due(transactions, now, {**self._oversized.causes, **blocked}):
+        self._loop_metrics.show_open_transactions(transactions, now)
+        for report in self._reports.due_records(transactions, now, {**self._oversized.causes, **blocked}):
             self._producer.send(report.stream, records.encode(report))
 
     def _report_failure(self) -> None:
-        """Report to the readers of each stream why nothing is sent, if the failure lasts and Kafka is reachable."""
+        """Send OPEN records that say why nothing is sent, if the failure lasts and Kafka is reachable."""
         if not self._reports.reporters or time.monotonic() - self._problem_since < FAILURE_REPORTED_AFTER:
             return  # without reporters no record was sent yet, and there is no producer
         causes = dict.fromkeys(self._reports.reporters, self._problem)
         with suppress(Retry, Refused):
-            for report in self._reports.due([], datetime.now(UTC), causes):
+            for report in self._reports.due_records([], datetime.now(UTC), causes):
                 self._producer.send(report.stream, records.encode(report))
             self._producer.flush(0.5)
 

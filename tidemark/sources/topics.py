@@ -1,4 +1,4 @@
-"""Creates and describes topics, and compares them with the state that was stored about them.
+"""Creates and describes topics, and compares them with their stored state.
 
 A stream is in one partition, in a fixed order, and no record is read twice or skipped (docs/design.md 3). So a
 recreated, repartitioned or truncated topic stops the pipeline until an operator accepts the loss.
@@ -28,20 +28,20 @@ from tidemark.sources.kafka import KafkaConnection, Offsets
 log = get_logger(__name__)
 
 Acceptance = Literal["partitions", "loss", "shards"]
-"""A change that an operator accepts for one start. `partitions`: another partition count; streams may have moved.
-`loss`: records were deleted before they were read. `shards`: another number of shards, which loses nothing and is
-checked elsewhere.
+"""A change that an operator accepts for one start. `partitions`: another partition count; streams may have moved to
+other partitions. `loss`: records were deleted before they were read. `shards`: another number of shards, which loses
+nothing; this module does not check it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The offsets that a partition has now: `[earliest, end)`."""
+    """The available offsets of a partition, `[earliest, end)`."""
 
     earliest: int
     end: int
 
-    def holds(self, next_offset: int) -> bool:
+    def contains(self, next_offset: int) -> bool:
         return self.earliest <= next_offset <= self.end
 
 
@@ -63,7 +63,7 @@ class RememberedTopic:
     partitions: int
 
 
-def require_same(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
+def require_unchanged(topics: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
     """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that differs from `remembered`."""
     for name, before in remembered.items():
         if topics[name].id != before.id:
@@ -85,11 +85,16 @@ def starting_offsets(
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
-    """The next offset to read of every partition of `topics`. A partition that was never read starts at its oldest
-    record.
+    """The next offset to read of every partition. A partition that was never read starts at its oldest record.
 
-    `stored` has the next offsets of the last commit. Raises `TopicReplaced`, `PartitionsChanged`, `RecordsGone` or
-    `RecordsBeyondEnd`, unless `accept` contains the change; the loss is then logged.
+    Args:
+        topics: by name, the topics as they are now.
+        remembered: by name, the topics of the last start.
+        stored: by topic and partition, the next offsets of the last commit.
+        accept: changes that are logged and not raised.
+
+    Raises:
+        TopicReplaced, PartitionsChanged, RecordsGone, RecordsBeyondEnd: a change that `accept` does not contain.
     """
     return {
         name: _topic_offsets(topic, remembered.get(name), stored.get(name, {}), accept)
@@ -129,14 +134,14 @@ def _partition_offset(
 ) -> int:
     if wanted is None:
         return partition.earliest
-    if partition.holds(wanted):
+    if partition.contains(wanted):
         return wanted
     if "loss" not in accept:
         if wanted > partition.end:
             raise RecordsBeyondEnd(topic, number, wanted, partition.end)
         raise RecordsGone(topic, number, wanted, partition.earliest)
     log.warning(
-        "records went before they were read: the partition is read from its oldest record",
+        "records were lost before they were read: the partition is read from its oldest record",
         topic=topic,
         partition=number,
         wanted=wanted,
@@ -152,9 +157,9 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """The settings to create a missing topic with. An existing topic is not checked.
+    """The settings with which a missing topic is created. An existing topic is not checked.
 
-    Without `retention_ms` the topic is compacted.
+    If `retention_ms` is None, the topic is compacted.
     """
 
     name: str
@@ -172,7 +177,7 @@ def positions_plan(name: str) -> TopicPlan:
     return TopicPlan(name, 1)
 
 
-def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
+def topic_plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
     """Tidemark's three topics. `partitions` is for the topic of facts, and can never change."""
     return (
         # 7 days: the longest outage of the pipeline without a loss of records.
@@ -186,9 +191,7 @@ def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class TopicDetails:
-    """The description of a topic for people. `operations`: the operations that this user may do, such as READ and
-    WRITE.
-    """
+    """The description of a topic for people. `operations`: the operations that this user may perform, such as READ."""
 
     partitions: int
     replicas: int
@@ -199,8 +202,8 @@ class TopicDetails:
 class Topics:
     """Queries and creates topics over one connection. Thread-safe: calls run one at a time.
 
-    Every method raises `Unavailable` (try again) if the brokers do not answer within `timeout` seconds, and `Refused`
-    if they refuse.
+    Every method raises `Unavailable` if the brokers do not answer within `timeout` seconds, and `Refused` if they
+    refuse.
     """
 
     def __init__(self, connection: KafkaConnection, timeout: float = 10.0) -> None:
@@ -208,18 +211,20 @@ class Topics:
         self._where = connection.bootstrap
         self._timeout = timeout
         self._errors = ErrorListener(connection.bootstrap)
-        self._admin = self._connected()
+        self._admin = self._connect()
 
-    def _connected(self) -> AdminClient:
+    def _connect(self) -> AdminClient:
         try:
-            return AdminClient({**self._connection.client(), "error_cb": self._errors})
+            return AdminClient({**self._connection.client_settings(), "error_cb": self._errors})
         except KafkaException as error:
             raise kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
         """Create the missing topics, with the brokers' default replication factor.
 
-        The names of the topics that this call created, without those that another process created at the same moment.
+        Returns:
+            The names of the topics that this call created, without topics that another process created at the same
+            moment.
         """
         # Check first: a user without the right to create topics may still use existing ones.
         missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
@@ -229,12 +234,12 @@ class Topics:
             NewTopic(plan.name, num_partitions=plan.partitions, replication_factor=-1, config=plan.settings())
             for plan in missing.values()
         ]
-        answers = self._ask(
+        answers = self._send_request(
             lambda timeout: self._admin.create_topics(topics, request_timeout=timeout),
-            # Another process created it first, or the broker that answered did not know it yet.
+            # Another process created the topic first, or the broker that checked did not know the topic yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
-        self._wait_until_led(missing)
+        self._wait_for_leaders(missing)
         return [name for name in missing if not isinstance(answers[name], KafkaError)]
 
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
@@ -268,7 +273,7 @@ class Topics:
         return {name: RememberedTopic(str(topic.topic_id), len(topic.partitions)) for name, topic in topics.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The end offset (of the next record to be written), by topic and partition, from which a lag is computed."""
+        """The end offset (that the next written record will get), by topic and partition, for computing a lag."""
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
         ]
@@ -292,10 +297,9 @@ class Topics:
         return int(self._configs([name])[name]["max.message.bytes"].value)
 
     def stable_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
-        """The last stable offset, by topic and partition: a reader with `read_committed` gets no record at or beyond
-        it.
+        """The last stable offset, by topic and partition. Readers with `read_committed` get no record at or beyond it.
 
-        The first offset of the oldest open transaction, or the end offset if no transaction is open.
+        It is the first offset of the oldest open transaction, or the end offset if no transaction is open.
         """
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
@@ -309,7 +313,7 @@ class Topics:
             return False
         return True
 
-    def _wait_until_led(self, names: Iterable[str]) -> None:
+    def _wait_for_leaders(self, names: Iterable[str]) -> None:
         """Wait until the brokers know the new topics and their leaders, which may take a moment after the creation."""
         deadline = time.monotonic() + self._timeout
         for name in names:
@@ -323,7 +327,7 @@ class Topics:
                     time.sleep(0.05)
 
     def _descriptions(self, names: list[str], *, operations: bool = False) -> dict[str, TopicDescription]:
-        answers = self._ask(
+        answers = self._send_request(
             lambda timeout: self._admin.describe_topics(
                 TopicCollection(names), include_authorized_operations=operations, request_timeout=timeout
             ),
@@ -339,7 +343,7 @@ class Topics:
 
     def _configs(self, names: list[str]) -> dict[str, dict[str, ConfigEntry]]:
         resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
-        answers = self._ask(lambda timeout: self._admin.describe_configs(resources, request_timeout=timeout))
+        answers = self._send_request(lambda timeout: self._admin.describe_configs(resources, request_timeout=timeout))
         return {resource.name: entries for resource, entries in answers.items()}
 
     def _offsets(
@@ -349,25 +353,27 @@ class Topics:
         isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
     ) -> dict[tuple[str, int], int]:
         request = dict.fromkeys(partitions, spec)
-        answers = self._ask(
+        answers = self._send_request(
             lambda timeout: self._admin.list_offsets(request, isolation_level=isolation, request_timeout=timeout)
         )
         offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
         if min(offsets.values(), default=0) < 0:  # librdkafka's answer if a broker is unavailable
-            self._admin = self._connected()
-            raise Unavailable("Kafka", self._where, "it gives no offsets")
+            self._admin = self._connect()
+            raise Unavailable("Kafka", self._where, "it returned no offsets")
         return offsets
 
-    def _ask(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None) -> dict[Any, Any]:
-        """Send a request and wait for all its answers; an error of the code `expected` is an answer too."""
+    def _send_request(
+        self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None
+    ) -> dict[Any, Any]:
+        """Send a request and wait for all its answers. An error with the code `expected` is an answer."""
         try:
-            return self._answers(request, expected)
+            return self._wait_for_answers(request, expected)
         except Unavailable:
-            # Connect again: after an outage of the brokers a client uses outdated metadata for minutes.
-            self._admin = self._connected()
+            # Make a new client: after an outage of the brokers, the old one uses outdated metadata for minutes.
+            self._admin = self._connect()
             raise
 
-    def _answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
+    def _wait_for_answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
         self._errors.forget()
         try:
             futures = request(self._timeout)

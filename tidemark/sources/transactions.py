@@ -1,6 +1,6 @@
-"""The running transactions of a database, their sessions, and the identity of the server's history, for evidence.
+"""Queries the running transactions of a database, their sessions, and the identity of the server's history.
 
-The relay and the bridge use them to decide which IDs will never be committed.
+The relay and the bridge use the results as evidence that an ID will never be committed.
 """
 
 import math
@@ -18,8 +18,10 @@ from tidemark.streaming.wire.records import LONGEST_HEARTBEAT, LONGEST_TRANSACTI
 
 @dataclass(frozen=True, slots=True)
 class ServerHistory:
-    """`database` identifies the system, timeline, database and one table, which a restore creates again. A restored
-    disk image has the same `database`, but a `server` that started later.
+    """Identifies one uninterrupted run of a database server.
+
+    `database` has the system identifier, the timeline, and the OIDs of the database and of one table. A restore from a
+    dump changes the OIDs. A restored disk image has the same `database`, but another `server`: the start time.
     """
 
     database: str
@@ -35,7 +37,7 @@ def server_history(connection: Connection, where: str, table: str) -> ServerHist
     Args:
         connection: a session of the database.
         where: its address, for messages.
-        table: a table that a restore creates again.
+        table: a table that a restore from a dump creates again.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
@@ -54,15 +56,15 @@ def server_history(connection: Connection, where: str, table: str) -> ServerHist
 
 
 def end_own_transaction(connection: Connection) -> None:
-    """Use up a transaction number. A snapshot lists only running transactions below the last one that has ended.
+    """Use up a transaction number, so that later snapshots list every transaction that has a number now.
 
-    So every transaction that had a number before this call is listed from now on.
+    A snapshot lists only running transactions below the last one that has ended.
     """
     connection.execute("select pg_current_xact_id()")
 
 
 def running_transactions(connection: Connection) -> frozenset[int]:
-    """The transactions that have an ID and have not ended, including prepared ones. See `end_own_transaction`."""
+    """The numbers of the transactions that have not ended, including prepared ones. See `end_own_transaction`."""
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
     listed = str(row[0]).rpartition(":")[2]
@@ -70,27 +72,29 @@ def running_transactions(connection: Connection) -> frozenset[int]:
 
 
 def flush_wal(connection: Connection) -> str:
-    """Make everything that the server has done durable: write to its log and wait for the disk. Returns the log
-    position.
+    """Write to the write-ahead log and wait for the disk, so that all earlier changes are durable.
 
     Without this call, `nextval` and asynchronous commits are durable only with a later commit.
+
+    Returns:
+        The position in the write-ahead log.
     """
     row = connection.execute("select pg_logical_emit_message(true, 'tidemark', '')::text").fetchone()
     assert row is not None
     return str(row[0])
 
 
-_VALUE = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d+(?:\.\d+)?\b""", re.DOTALL)
+_LITERAL = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d+(?:\.\d+)?\b""", re.DOTALL)
 """A literal in a query. An unterminated literal extends to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """`pid` is None for a prepared transaction, which has a `gid`. Fields that this user may not see are empty.
+    """A transaction that blocks a stream. Fields that this user may not see are empty.
 
-    `application` is the name of the session. Behind a pooler it may be an earlier client's. `writer`: the writer that
-    it appended as, or several that share a lock; empty if no fact of that name was published. `database`: the database
-    of the session.
+    A prepared transaction has a `gid` and no `pid`. `writer` is the writer of the transaction's facts, or several names
+    with ` or ` if they share a lock; empty if no fact of the writer was published. `application` is the name of the
+    session; behind a pooler, it may be the name of an earlier client. `database` is the session's database.
     """
 
     stream: str
@@ -113,16 +117,16 @@ class OpenTransaction:
         return f"{self.stream}: {writer}, {self.process}" + (f": {self.query or '-'}" if self.pid is not None else "")
 
     @property
-    def who(self) -> str:
-        """The session and its query, for an OPEN record. Literals are removed, because they are private data of the
-        service.
+    def description(self) -> str:
+        """The writer, the session and its query, for an OPEN record. Literals in the query are replaced by `?`, because
+        they are private data of the service.
         """
-        query = f": {_VALUE.sub('?', self.query)}" if self.pid is not None and self.query else ""
+        query = f": {_LITERAL.sub('?', self.query)}" if self.pid is not None and self.query else ""
         return f"writer {self.writer or 'not published yet'}, {self.process}{query}"
 
     @property
     def process(self) -> str:
-        """The process ID or prepared transaction, in the database's terms."""
+        """The session or the prepared transaction, without the query."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
         place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
@@ -131,7 +135,7 @@ class OpenTransaction:
         return f"pid {self.pid}{place}{since}, {self.state or 'state not shown'}, {session}"
 
     @property
-    def ending(self) -> str:
+    def ending_statement(self) -> str:
         """The SQL statement that ends the transaction."""
         if self.pid is None:
             gid = (self.gid or "?").replace("'", "''")
@@ -140,52 +144,55 @@ class OpenTransaction:
 
 
 REPORTED_AFTER = timedelta(seconds=2)
-"""A transaction is reported when it has been open for this long, so that short transactions are not reported."""
+"""Shorter transactions are not reported."""
 
 
 HEARTBEATS_PER_SECOND = 20
-"""A relay of very many streams sends heartbeats less often: each costs the pipeline about 0.5 ms."""
+"""A relay of many streams sends heartbeats less often, because each costs the pipeline about 0.5 ms."""
 
 
 class SourceReports:
-    """The OPEN records of one epoch. `reporters`: by stream, the writer and the epoch in whose name they are sent.
+    """The OPEN records of all streams. `reporters`: by stream, the writer and the epoch of its OPEN records.
 
-    Records are sent at the start, because another process may have sent other ones; when the transactions or the cause
-    of a blocked stream change; and every `heartbeat` seconds (0: never), for all streams together, so that Spark wakes
-    up once.
+    A record is due at the start, because another process may have sent a different one, and when the transactions or
+    the cause of a blocked stream change. Every `heartbeat` seconds (0: never) the records of all streams are due
+    together, so that Spark wakes up once.
     """
 
     def __init__(self, reporters: Mapping[str, tuple[str, int]], heartbeat: int = 0) -> None:
         self.reporters = reporters
         self._heartbeat = heartbeat
-        self._beat_at: datetime | None = None
+        self._last_heartbeat: datetime | None = None
         self._reported: dict[str, tuple[list[str], str]] = {}
 
     @property
     def heartbeat(self) -> int:
-        """Seconds between two records of a stream; 0 without heartbeats."""
-        slow = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
-        return min(max(self._heartbeat, slow), LONGEST_HEARTBEAT) if self._heartbeat else 0
+        """Seconds between two heartbeats of a stream; 0 without heartbeats."""
+        shortest = math.ceil(len(self.reporters) / HEARTBEATS_PER_SECOND)
+        return min(max(self._heartbeat, shortest), LONGEST_HEARTBEAT) if self._heartbeat else 0
 
-    def due(
+    def due_records(
         self, transactions: Sequence[OpenTransaction], now: datetime, blocked: Mapping[str, str] = {}
     ) -> Iterator[Open]:
         """The OPEN records to send now.
 
         Args:
-            transactions: the ones that block streams, the oldest first.
-            now: seconds of any clock that does not stop. If the clock goes back, the heartbeat is due.
-            blocked: by stream, why nothing new of it is sent.
+            transactions: the open transactions that block streams, the oldest first.
+            now: the current time. If the clock goes back, the heartbeat is due.
+            blocked: by stream, why nothing new is sent.
         """
         heartbeat = self.heartbeat
         is_due = bool(heartbeat) and not (
-            self._beat_at is not None and timedelta(0) <= now - self._beat_at < timedelta(seconds=heartbeat)
+            self._last_heartbeat is not None
+            and timedelta(0) <= now - self._last_heartbeat < timedelta(seconds=heartbeat)
         )
         if is_due:
-            self._beat_at = now
+            self._last_heartbeat = now
         for name, (writer, epoch) in self.reporters.items():
             old = [
-                transaction for transaction in transactions if transaction.stream == name and is_old(transaction, now)
+                transaction
+                for transaction in transactions
+                if transaction.stream == name and is_reported(transaction, now)
             ]
             cause = blocked.get(name, "")[:LONGEST_TRANSACTION]
             known = (
@@ -195,14 +202,14 @@ class SourceReports:
             if is_due or self._reported.get(name) != known:
                 self._reported[name] = known
                 yield Open(
-                    stream=name, writer=writer, epoch=epoch, transactions=_named(old), blocked=cause,
+                    stream=name, writer=writer, epoch=epoch, transactions=_descriptions(old), blocked=cause,
                     heartbeat=heartbeat,
                 )  # fmt: skip
 
 
 class OldestOpenGauge:
-    """Shows the age of the oldest open transaction for each label set of a gauge. Label sets without one are
-    removed.
+    """Shows the age of the oldest open transaction for each label set of a gauge. Removes label sets without an open
+    transaction.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -210,7 +217,7 @@ class OldestOpenGauge:
         self._shown: set[tuple[str, ...]] = set()
 
     def show(self, ages: Iterable[tuple[tuple[str, ...], float]]) -> None:
-        """Show the ages of all open transactions, by their labels."""
+        """Set the gauge. `ages`: the labels and the age in seconds of each open transaction."""
         oldest = dict(sorted(ages))
         for gone in self._shown - oldest.keys():
             self._gauge.remove(*gone)
@@ -219,13 +226,13 @@ class OldestOpenGauge:
         self._shown = {*oldest}
 
 
-def is_old(transaction: OpenTransaction, now: datetime) -> bool:
-    """Whether a transaction is reported: it is old enough, or this user may not see its start."""
+def is_reported(transaction: OpenTransaction, now: datetime) -> bool:
+    """Whether a transaction is older than `REPORTED_AFTER`, or this user may not see its start."""
     return transaction.since is None or now - transaction.since >= REPORTED_AFTER
 
 
-def _named(old: Sequence[OpenTransaction]) -> list[str]:
-    lines = [transaction.who[:LONGEST_TRANSACTION] for transaction in old]
+def _descriptions(old: Sequence[OpenTransaction]) -> list[str]:
+    lines = [transaction.description[:LONGEST_TRANSACTION] for transaction in old]
     if len(lines) <= MOST_TRANSACTIONS:
         return lines
     shown = lines[: MOST_TRANSACTIONS - 1]

@@ -1,12 +1,12 @@
-"""Write facts from Python, in the caller's transaction: the SQL functions of docs/how-to/write-facts.md.
+"""Write facts from Python in the caller's transaction, with the SQL functions of docs/how-to/write-facts.md.
 
     writer = Writer("checkout")
     with psycopg.connect(...) as connection:
         id = writer.append(connection, "orders", {"order": 17})
         connection.execute("insert into orders (id) values (%s)", [id])
 
-A writer has no state except its name, so threads, tasks, forks and processes may share it. It never begins or ends a
-transaction. Each call is one round trip without a prepared statement, so poolers work.
+A writer has no state except its name, so threads, tasks, forks and processes may share it. A writer never begins or
+ends a transaction. Each call is one round trip without a prepared statement, so poolers work.
 """
 
 import math
@@ -25,12 +25,12 @@ from tidemark.common.postgres_session import address, first_line, row_security_p
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 from tidemark.streaming.wire.records import row as encoded
 
-MOST_BYTES = 900_000
+MAX_ROW_BYTES = 900_000
 """The largest JSON of a row in bytes: Kafka's default limit (1 MB) minus room for the rest of the record."""
-MOST_FACT_BYTES = 16_777_216
+MAX_FACT_BYTES = 16_777_216
 """The largest fact in bytes: the JSON of its rows plus 200 for each row. Bounds the relay's memory."""
 _ROW_BYTES = 200
-DEEPEST = 256
+MAX_DEPTH = 256
 """The deepest nesting of a row. Some JSON parsers accept no deeper one."""
 
 _APPEND = "select tidemark.append_as(%s, %s, variadic %s::jsonb[])"
@@ -43,9 +43,9 @@ _REFUSALS = {
     "3F000": _MIGRATE,
     "42883": _MIGRATE,
     "42501": "grant the user the role tidemark_append",
-    "42704": "make the stream, once, as the owner of the schema: select tidemark.create_stream(...)",
+    "42704": "create the stream as the owner of the schema: select tidemark.create_stream(...)",
 }
-_OF_ROWS = {"22P02", "22P05", "54000", "54001"}
+_ROW_ERRORS = {"22P02", "22P05", "54000", "54001"}
 _NOT_RESERVED = "55000"
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')
@@ -54,32 +54,31 @@ _Driver = TypeVar("_Driver", psycopg.Connection[Any], psycopg.AsyncConnection[An
 
 
 class Writer:
-    """Appends facts as the writer `name`, which has its own position; without a name as the database itself.
+    """Appends facts as the writer `name`, which has its own position; without a name, as the writer of the database.
 
-    `connection` is psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. Its own errors pass
-    through. Methods raise `BadRow`, `NotReserved`, and `Refused` if the stream, the functions or a right are missing.
-    After an error the transaction must be rolled back, except after a `BadRow` that was raised before the row was sent.
+    `connection` is psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. Methods raise `BadRow`,
+    `NotReserved`, and `Refused` if the stream, the functions or a right are missing. Other errors of the connection
+    are raised unchanged. After an error the transaction must be rolled back, except after a `BadRow` that was raised
+    before the row was sent.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._statements = _WriterStatements(_writer(name))
+        self._statements = _WriterStatements(_check_writer(name))
 
     def append(self, connection: object, stream: str, *rows: object) -> int:
         """Append a fact with these rows (any JSON values); returns its stream ID. Published only if the transaction
         commits.
 
-        A row is a value, such as a dict, and not its JSON text. Text that is JSON already is given as `msgspec.Raw`.
+        A row is a value such as a dict, not a JSON text. Wrap a JSON text in `msgspec.Raw`.
         """
         return int(_run(connection, self._statements.append(stream, rows)))
 
     def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
-        """Append one fact for each row; returns their IDs in that order."""
+        """Append one fact for each row; returns the IDs of the facts in the order of the rows."""
         return list(_run(connection, self._statements.append_many(stream, rows)))
 
     def reserve(self, connection: object, stream: str) -> int:
-        """Reserve the next ID, for `complete` in the same transaction. Without `complete` the ID stays without a
-        fact.
-        """
+        """Reserve the next ID, for `complete` in the same transaction. Without `complete` the ID gets no fact."""
         return int(_run(connection, self._statements.reserve(stream)))
 
     def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
@@ -95,7 +94,7 @@ class AsyncWriter:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self._statements = _WriterStatements(_writer(name))
+        self._statements = _WriterStatements(_check_writer(name))
 
     async def append(self, connection: object, stream: str, *rows: object) -> int:
         return int(await _run_async(connection, self._statements.append(stream, rows)))
@@ -110,7 +109,7 @@ class AsyncWriter:
         await _run_async(connection, self._statements.complete(stream, id, rows))
 
 
-def _writer(name: str | None) -> str:
+def _check_writer(name: str | None) -> str:
     if name is not None and not is_writer(name):
         raise BadSetting("writer", why_no_name(name))
     return name or ""
@@ -118,7 +117,7 @@ def _writer(name: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _WriterStatement:
-    """A statement that returns one value. `id`: the ID that it completes, if it does."""
+    """A statement that returns one value. `id`: the ID that the statement completes; None for other statements."""
 
     statement: str
     params: Sequence[object]
@@ -131,47 +130,49 @@ class _WriterStatements:
     writer: str
 
     def append(self, stream: str, rows: Sequence[object]) -> _WriterStatement:
-        return _WriterStatement(_APPEND, [self.writer, stream, _array(stream, rows, MOST_FACT_BYTES)], _known(stream))
+        return _WriterStatement(
+            _APPEND, [self.writer, stream, _encode_array(stream, rows, MAX_FACT_BYTES)], _check_stream(stream)
+        )
 
     def append_many(self, stream: str, rows: Iterable[object]) -> _WriterStatement:
         if isinstance(rows, str | bytes | Mapping):
             raise TypeError(f"append_many takes rows, not one {type(rows).__name__}")
-        return _WriterStatement(_APPEND_MANY, [stream, _array(stream, rows), self.writer], _known(stream))
+        return _WriterStatement(_APPEND_MANY, [stream, _encode_array(stream, rows), self.writer], _check_stream(stream))
 
     def reserve(self, stream: str) -> _WriterStatement:
-        return _WriterStatement(_RESERVE, [stream, self.writer], _known(stream))
+        return _WriterStatement(_RESERVE, [stream, self.writer], _check_stream(stream))
 
     def complete(self, stream: str, id: int, rows: Sequence[object]) -> _WriterStatement:
-        return _WriterStatement(_COMPLETE, [stream, id, _array(stream, rows, MOST_FACT_BYTES)], _known(stream), id)
+        return _WriterStatement(
+            _COMPLETE, [stream, id, _encode_array(stream, rows, MAX_FACT_BYTES)], _check_stream(stream), id
+        )
 
 
-def _known(stream: str) -> str:
+def _check_stream(stream: str) -> str:
     if not is_name(stream):
         raise BadSetting("stream", why_no_name(stream))
     return stream
 
 
-def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -> str:
-    """Encode the rows as the text of a Postgres array, much faster than psycopg. `most_bytes`: the largest total size
-    of the rows.
-    """
+def _encode_array(stream: str, rows: Iterable[object], max_bytes: int | None = None) -> str:
+    """Encode the rows as the text of a Postgres array, much faster than psycopg. `max_bytes` limits the total size."""
     bodies, size = [], 0
     for row in rows:
         try:
             body = bytes(encoded(row))
             text = body.decode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRow(stream, f"it is no JSON: {error}") from error
-        if problem := _problem(row, body):
+            raise BadRow(stream, f"it is not JSON: {error}") from error
+        if problem := _row_problem(row, body):
             raise BadRow(stream, problem)
         size += len(body) + _ROW_BYTES
-        if most_bytes is not None and size > most_bytes:
-            raise BadRow(stream, f"with this row the fact has {size} bytes, and a fact may have {most_bytes}")
+        if max_bytes is not None and size > max_bytes:
+            raise BadRow(stream, f"with this row the fact has {size} bytes, and a fact may have {max_bytes}")
         bodies.append(text.replace("\\", "\\\\").replace('"', '\\"'))
     return '{"' + '","'.join(bodies) + '"}' if bodies else "{}"
 
 
-def _problem(row: object, body: bytes) -> str:
+def _row_problem(row: object, body: bytes) -> str:
     """The reason why the row could not be published, or an empty text. Parses the row only if a cheap check fails."""
     if isinstance(row, bytes | bytearray | memoryview):
         return "it is bytes, which JSON does not have: give the object itself, or JSON text as msgspec.Raw"
@@ -180,12 +181,12 @@ def _problem(row: object, body: bytes) -> str:
             "it is a str with the text of a JSON object or array, and would be stored as a string: give the object"
             " itself, or its text as msgspec.Raw"
         )
-    if len(body) > MOST_BYTES:
-        return f"it has {len(body)} bytes of JSON, and Kafka takes {MOST_BYTES}"
-    if b"null" in body and not _finite(row):
-        return "NaN and Infinity are no JSON"
-    if body.count(b"[") + body.count(b"{") >= DEEPEST and _depth(body) >= DEEPEST:
-        return f"it is nested {DEEPEST} deep or deeper, which not every reader of JSON takes"
+    if len(body) > MAX_ROW_BYTES:
+        return f"it has {len(body)} bytes of JSON, and Kafka takes {MAX_ROW_BYTES}"
+    if b"null" in body and not _is_finite(row):
+        return "NaN and Infinity are not JSON"
+    if body.count(b"[") + body.count(b"{") >= MAX_DEPTH and _nesting_depth(body) >= MAX_DEPTH:
+        return f"it is nested {MAX_DEPTH} deep or deeper, which not every reader of JSON takes"
     return ""
 
 
@@ -199,7 +200,7 @@ def _is_json_text(row: str) -> bool:
     return True
 
 
-def _finite(row: object) -> bool:
+def _is_finite(row: object) -> bool:
     """Whether the row contains no NaN or infinite number, which msgspec would encode as null without an error."""
     values = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # `Raw` is JSON text, which the server checks
     while values:
@@ -214,7 +215,7 @@ def _finite(row: object) -> bool:
     return True
 
 
-def _depth(body: bytes) -> int:
+def _nesting_depth(body: bytes) -> int:
     deepest = depth = 0
     for token in _TOKEN.findall(body):
         depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
@@ -222,20 +223,20 @@ def _depth(body: bytes) -> int:
     return deepest
 
 
-def _run(given: object, call: _WriterStatement) -> Any:
-    driver = _driver(given)
+def _run(original: object, call: _WriterStatement) -> Any:
+    driver = _psycopg_connection(original)
     try:
         cursor = psycopg.Cursor(driver, row_factory=tuple_row)
         row = cursor.execute(call.statement.encode(), call.params, prepare=False).fetchone()
     except psycopg.Error as error:
-        if (explained := _explained(error, driver, call)) is not None:
-            raise explained from error
+        if (converted := _convert_error(error, driver, call)) is not None:
+            raise converted from error
         raise
     return row and row[0]
 
 
-async def _run_async(given: object, call: _WriterStatement) -> Any:
-    driver = await _async_driver(given)
+async def _run_async(original: object, call: _WriterStatement) -> Any:
+    driver = await _async_connection(original)
     if not isinstance(driver, psycopg.AsyncConnection):
         return await _run_asyncpg(driver, call)
     try:
@@ -243,14 +244,14 @@ async def _run_async(given: object, call: _WriterStatement) -> Any:
         await cursor.execute(call.statement.encode(), call.params, prepare=False)
         row = await cursor.fetchone()
     except psycopg.Error as error:
-        if (explained := _explained(error, driver, call)) is not None:
-            raise explained from error
+        if (converted := _convert_error(error, driver, call)) is not None:
+            raise converted from error
         raise
     return row and row[0]
 
 
 async def _run_asyncpg(driver: Any, call: _WriterStatement) -> Any:
-    """Run the call on an asyncpg connection, also below SQLAlchemy, which begins its transaction itself."""
+    """Run the call on a connection of asyncpg, or of SQLAlchemy on asyncpg, which begins its transaction itself."""
     numbers = count(1)
     # asyncpg encodes each value by the parameter's type, so all values are passed as text.
     statement = re.sub("%s", lambda _: f"${next(numbers)}::text", call.statement)
@@ -264,8 +265,8 @@ async def _run_asyncpg(driver: Any, call: _WriterStatement) -> Any:
             cause = cause.__cause__ or getattr(cause, "orig", None)
         code = getattr(cause, "sqlstate", None) or ""
         where = "the database of the writer"
-        if (explained := _explanation(code, str(cause), getattr(cause, "hint", None), where, call)) is not None:
-            raise explained from error
+        if (converted := _convert_code(code, str(cause), getattr(cause, "hint", None), where, call)) is not None:
+            raise converted from error
         raise
 
 
@@ -277,12 +278,12 @@ def _is_asyncpg(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "asyncpg"
 
 
-def _driver(given: Any) -> psycopg.Connection[Any]:
-    if isinstance(given, psycopg.Connection):
-        return given
-    connection = given
-    if callable(getattr(given, "connection", None)):  # a Session of SQLAlchemy
-        connection = given.connection()
+def _psycopg_connection(original: Any) -> psycopg.Connection[Any]:
+    if isinstance(original, psycopg.Connection):
+        return original
+    connection = original
+    if callable(getattr(original, "connection", None)):  # a Session of SQLAlchemy
+        connection = original.connection()
     if hasattr(connection, "in_transaction"):  # a Connection of SQLAlchemy, which begins at its own first statement
         if not connection.in_transaction():
             connection.begin()
@@ -290,15 +291,15 @@ def _driver(given: Any) -> psycopg.Connection[Any]:
     elif hasattr(connection, "ensure_connection"):  # Django's
         with connection.cursor() as cursor:
             connection = cursor.connection
-    return _checked(connection, psycopg.Connection)
+    return _require_type(connection, psycopg.Connection)
 
 
-async def _async_driver(given: Any) -> Any:
-    if isinstance(given, psycopg.AsyncConnection) or _is_asyncpg(given):
-        return given
-    connection = given
-    if hasattr(given, "run_sync") and not hasattr(given, "get_raw_connection"):  # an AsyncSession of SQLAlchemy
-        connection = await given.connection()
+async def _async_connection(original: Any) -> Any:
+    if isinstance(original, psycopg.AsyncConnection) or _is_asyncpg(original):
+        return original
+    connection = original
+    if hasattr(original, "run_sync") and not hasattr(original, "get_raw_connection"):  # an AsyncSession of SQLAlchemy
+        connection = await original.connection()
     if hasattr(connection, "get_raw_connection"):  # an AsyncConnection of SQLAlchemy
         if not connection.in_transaction():
             await connection.begin()
@@ -306,31 +307,31 @@ async def _async_driver(given: Any) -> Any:
         if _is_asyncpg(driver):
             return connection
         connection = driver
-    return _checked(connection, psycopg.AsyncConnection)
+    return _require_type(connection, psycopg.AsyncConnection)
 
 
-def _checked(connection: object, wanted: type[_Driver]) -> _Driver:
+def _require_type(connection: object, wanted: type[_Driver]) -> _Driver:
     if isinstance(connection, wanted):
         return connection
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
     raise TypeError(
-        f"{kind} is no psycopg.{wanted.__name__}, nor one of SQLAlchemy or Django on top of that: use"
+        f"{kind} is not a psycopg.{wanted.__name__} or a connection of SQLAlchemy or Django on psycopg: use"
         f" {'AsyncWriter' if isinstance(connection, psycopg.AsyncConnection) else 'SELECT tidemark.append(...)'}"
     )
 
 
-def _explained(
+def _convert_error(
     error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _WriterStatement
 ) -> Exception | None:
-    """The error to raise instead; None if the error is not about appending facts."""
+    """The error of Tidemark to raise instead; None if the error is not about appending facts."""
     code = error.sqlstate or ""
     if (hidden := row_security_problem(error, "")) is not None:
         return Refused("Postgres", address(driver.info.dsn), *hidden)
-    return _explanation(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
+    return _convert_code(code, first_line(error), error.diag.message_hint, address(driver.info.dsn), call)
 
 
-def _explanation(code: str, problem: str, hint: str | None, where: str, call: _WriterStatement) -> Exception | None:
-    if code in _OF_ROWS:
+def _convert_code(code: str, problem: str, hint: str | None, where: str, call: _WriterStatement) -> Exception | None:
+    if code in _ROW_ERRORS:
         return BadRow(call.stream, problem)
     if code == _NOT_RESERVED and call.id is not None:
         return NotReserved(call.stream, call.id)

@@ -31,7 +31,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.operators import OverrideLog
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import Topics, topic_plans
 from tidemark.streaming.core.effects import OperatorOverride, Progress, ShardEffects
 from tidemark.streaming.wire.records import Record, Skip, Topic, read
 
@@ -98,7 +98,10 @@ class Operator:
 
     def sent(self) -> list[Record]:
         """All records on the control topic."""
-        settings = KafkaConnection(self._kafka).client() | {"group.id": "looks", "enable.partition.eof": "true"}
+        settings = KafkaConnection(self._kafka).client_settings() | {
+            "group.id": "looks",
+            "enable.partition.eof": "true",
+        }
         with closing(Consumer(settings)) as consumer:
             consumer.assign([TopicPartition(self.control, 0, OFFSET_BEGINNING)])
             found = []
@@ -125,7 +128,7 @@ def operator(store: Postgres, lease: Lease, dsn: str, kafka: KafkaServer, prefix
     shard.feed(join("a", 2, epoch=7), join("b", 2), rdata("a", 5, 4, epoch=7), rdata("b", 6, 2, epoch=1))
     store.apply(batch(1, stream(STREAM, state=shard.states[STREAM]), token=lease.token))
     Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing(
-        plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4)
+        topic_plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4)
     )
     return Operator(dsn, kafka.bootstrap_servers, prefix)
 

@@ -23,7 +23,7 @@ from tidemark.app.stack.processes import free_port
 from tidemark.app.verbs.doctor import Check, clock_check
 from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import Topics, plans
+from tidemark.sources.topics import Topics, topic_plans
 
 NOWHERE = "127.0.0.1:1"
 AWAY = {
@@ -39,7 +39,7 @@ def variables(
 ) -> dict[str, str]:
     """Settings of servers that have all that Tidemark needs."""
     names = [f"{prefix}.{name}" for name in ("facts", "control", "dead-letters")]
-    Topics(connection).create_missing(plans(names[0], names[1], names[2], 2))
+    Topics(connection).create_missing(topic_plans(names[0], names[1], names[2], 2))
     ports = {f"TIDEMARK_{name}_PORT": "0" for name in ("METRICS", "SIDECAR")}
     return {
         "TIDEMARK_POSTGRES_DSN": migrated,

@@ -95,7 +95,7 @@ def test_a_record_that_is_missing_shows(recording: Recording, tmp_path: Path) ->
 
 def without_first(recording: Recording, count: int) -> None:
     """As retention removes them."""
-    admin = AdminClient(recording.connection.client())
+    admin = AdminClient(recording.connection.client_settings())
     (done,) = admin.delete_records([TopicPartition(recording.facts, 0, count)]).values()
     done.result()
 

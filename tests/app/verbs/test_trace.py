@@ -99,7 +99,7 @@ def test_what_an_operator_did_to_it_and_what_came_late_is_told(recording: Record
 def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Recording) -> None:
     """The rest is told all the same."""
     place = TopicPartition(recording.facts, 0, 7)
-    admin = AdminClient(recording.connection.client())
+    admin = AdminClient(recording.connection.client_settings())
     for done in admin.delete_records([place]).values():
         done.result(60)
     told = lines(traced(recording, "4"), recording.facts)

@@ -11,7 +11,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core, World
-from tidemark.sources.kafka_lookup import singles
+from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay.decider import Decider
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.wire import records
@@ -39,7 +39,7 @@ class TokenCore(Core):
 
     def take(self, values: list[bytes]) -> list[StreamEffects]:
         done: list[StreamEffects] = []
-        for record in (one for value in values for one in singles(records.decode(value))):
+        for record in (one for value in values for one in split_edges(records.decode(value))):
             effects = super().take([records.encode(record)])
             done += effects
             if isinstance(record, Rdata) and isinstance(record.id, int):

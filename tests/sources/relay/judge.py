@@ -8,7 +8,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.kafka_lookup import singles
+from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.batch import advance
@@ -65,7 +65,7 @@ class Judge:
     def messages(self) -> list[Message]:
         """All that is there now."""
         end = Topics(self._connection).end_offsets({self._topic: 1})[self._topic, 0]
-        consumer = Consumer({**self._connection.client(), "group.id": "judge", "enable.auto.commit": "false"})
+        consumer = Consumer({**self._connection.client_settings(), "group.id": "judge", "enable.auto.commit": "false"})
         consumer.assign([TopicPartition(self._topic, 0, 0)])
         found: list[Message] = []
         try:
@@ -86,7 +86,7 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     done = advance(0, States(states), packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
     announced: dict[str, set[int]] = {}
-    for record in chain.from_iterable(map(singles, records)):
+    for record in chain.from_iterable(map(split_edges, records)):
         if isinstance(record, Rdata) and isinstance(record.id, int):
             announced.setdefault(record.stream, set()).add(record.id)
     rejected: dict[str, int] = {}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tidemark.sources.kafka_lookup import singles
+from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay.decider import Decision
 from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
@@ -37,7 +37,7 @@ def said(records: Iterable[Record]) -> list[bytes]:
     return [
         encode(replace(one, prev=start(one)) if isinstance(one, Rdata) and one.id != "batch" else one)
         for record in records
-        for one in singles(record)
+        for one in split_edges(record)
     ]
 
 

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sinks.reader_database import install
-from tidemark.sources.kafka_lookup import singles
+from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay import epochs
 from tidemark.sources.relay.decider import Decider, Decision
 from tidemark.sources.relay.encode import encode_decision
@@ -437,7 +437,7 @@ class Core:
         if not values:
             return []
         batch = 0
-        for record in (one for value in values for one in singles(records.decode(value))):
+        for record in (one for value in values for one in split_edges(records.decode(value))):
             if isinstance(record, Rdata):
                 batch += 1
                 if isinstance(record.id, int):

@@ -44,7 +44,7 @@ class Follower:
         self._took = took
         self.values: list[bytes] = []
         settings = {"group.id": "follower", "enable.auto.commit": "false", "fetch.wait.max.ms": "50"}
-        self._consumer = Consumer({**connection.client(), **settings})
+        self._consumer = Consumer({**connection.client_settings(), **settings})
         self._consumer.assign([TopicPartition(topic, 0, 0)])
 
     @property

@@ -28,7 +28,7 @@ def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
     """Another one may have told it since: an alert on it would never end."""
     metrics = BridgeMetrics(CollectorRegistry())
     metrics.show_lag("events", {"a": 5}, 9, now=1)
-    metrics.open.show([(("events",), 70.0), (("events",), 0.0)])
+    metrics.oldest_open.show([(("events",), 70.0), (("events",), 0.0)])
     assert sent_upto(metrics, "tidemark_synapse_oldest_transaction_seconds", "stream") == {"events": 70}
     metrics.silent.labels("events").set(2)
     metrics.blocked.labels("events").set(1)

@@ -115,7 +115,7 @@ def packets(
     limit = min(settings.max_records_per_batch, LIGHT_RECORDS) if one_task else settings.max_records_per_batch
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
-        client=kafka.carried(),
+        client=kafka.portable_settings(),
         facts=facts,
         control=control,
         start=start.offsets,

@@ -16,7 +16,7 @@ from tidemark.app.pipeline import metrics
 from tidemark.app.pipeline.stream_metrics import StreamCollector, ThresholdLog
 from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.common.log import get_logger
-from tidemark.sources.topics import RememberedTopic, Topics, require_policy, require_same
+from tidemark.sources.topics import RememberedTopic, Topics, require_policy, require_unchanged
 
 Partition = tuple[str, int]
 
@@ -145,7 +145,7 @@ class LagMonitor:
         while not self._closing.is_set():
             thresholds.check()
             try:
-                require_same(self._topics.identities(self._remembered), self._remembered)
+                require_unchanged(self._topics.identities(self._remembered), self._remembered)
                 # Read and stable offsets before end offsets, so that they are never beyond the end offsets.
                 read = dict(self._collector.read)
                 stable = self._topics.stable_offsets(self._partitions)

@@ -14,10 +14,10 @@ from tidemark.sources.topics import (
     RememberedTopic,
     Topics,
     TopicState,
-    plans,
     positions_plan,
     require_policy,
     starting_offsets,
+    topic_plans,
 )
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.store import ShardedStates
@@ -35,7 +35,7 @@ def check_topics(settings: Settings, topics: Topics) -> dict[str, TopicState]:
         WrongCleanupPolicy: a topic has the wrong cleanup policy.
         Unavailable: the brokers do not answer.
     """
-    planned = plans(
+    planned = topic_plans(
         settings.kafka_facts_topic,
         settings.kafka_control_topic,
         settings.kafka_dead_letters_topic,

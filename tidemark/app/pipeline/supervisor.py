@@ -217,12 +217,12 @@ class PipelineRun:
         self._ends_when_light = False
         self._executors_with_states: frozenset[str] = frozenset()
         self._kafka = settings.kafka
-        self._secrets = self._settings.kafka.carried()
+        self._secrets = self._settings.kafka.portable_settings()
 
     @property
     def has_outdated_secrets(self) -> bool:
         """Whether a secret for Kafka has changed since the start. Running clients do not reload secrets."""
-        return self._settings.kafka.carried() != self._secrets
+        return self._settings.kafka.portable_settings() != self._secrets
 
     @property
     def has_published(self) -> bool:
@@ -273,7 +273,7 @@ class PipelineRun:
             )
             facts, rejected = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
-                DeadLetters(DeadLettersConfig(rejected, kafka.client(), producer_settings(kafka, rejected)))
+                DeadLetters(DeadLettersConfig(rejected, kafka.client_settings(), producer_settings(kafka, rejected)))
             )
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda error: metrics.RETRIES.labels(error.what).inc()
@@ -282,7 +282,7 @@ class PipelineRun:
             lag_monitor = stack.enter_context(
                 LagMonitor(topics, start.topics, self._collector, postgres.note_lagging).running()
             )
-            requeue = RequeueConfig(facts, kafka.client(), producer_settings(kafka, facts))
+            requeue = RequeueConfig(facts, kafka.client_settings(), producer_settings(kafka, facts))
             requeuer = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.REQUEUED.inc))
             wait_monitor = stack.enter_context(BatchWaitMonitor(postgres.waits, lease))
             policy_watch = stack.enter_context(
@@ -291,7 +291,7 @@ class PipelineRun:
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
             bounds, lineage = start.policies.bounds(), start.seed.lineage
-            isolation = Isolation(postgres, lease, lineage, kafka.carried(), names, start.offsets, bounds)
+            isolation = Isolation(postgres, lease, lineage, kafka.portable_settings(), names, start.offsets, bounds)
             one_task = self._is_local and is_light(len(start.states), start.lag)
             self._ends_when_light = self._is_local and not one_task and is_light(len(start.states), 0)
             self._batches = BatchHandler(
@@ -317,7 +317,7 @@ class PipelineRun:
         show_progress = partial(progress, "filling Redis", unit="stream")
         sinks: list[Sink] = [Mirror(postgres, stack.enter_context(Redis(redis)), lease, show_progress)]
         if (topic := self._settings.kafka_positions_topic) is not None:
-            config = PositionsTopicConfig(topic, self._kafka.client(), producer_settings(self._kafka, topic))
+            config = PositionsTopicConfig(topic, self._kafka.client_settings(), producer_settings(self._kafka, topic))
             sinks.append(stack.enter_context(PositionsTopic(postgres, config, Topics(self._kafka), lease)))
         return sinks
 

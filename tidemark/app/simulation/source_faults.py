@@ -319,13 +319,13 @@ class SourceFaults:
     def _set_topic_limit(self, limit: int) -> None:
         entry = ConfigEntry("max.message.bytes", str(limit), incremental_operation=AlterConfigOpType.SET)
         topic = ConfigResource(ResourceType.TOPIC, self._settings.kafka_facts_topic, incremental_configs=[entry])
-        admin = AdminClient(self._settings.kafka.client())
+        admin = AdminClient(self._settings.kafka.client_settings())
         for answer in admin.incremental_alter_configs([topic], request_timeout=KAFKA_SECONDS).values():
             answer.result(2 * KAFKA_SECONDS)
 
     def _send_override(self, stream: str, rest: float) -> str:
         errors: list[object] = []
-        producer = Producer(self._settings.kafka.producer())
+        producer = Producer(self._settings.kafka.producer_settings())
         kind, value = [*_OVERRIDES.items()][int(rest * len(_OVERRIDES))]
         producer.produce(
             self._settings.kafka_control_topic,

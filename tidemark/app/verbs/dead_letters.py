@@ -338,7 +338,7 @@ def dead_letters_replay(
 @contextmanager
 def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideLog]]:
     kafka = settings.kafka
-    config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer())
+    config = DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client_settings(), kafka.producer_settings())
     with session_of(settings.postgres, "tidemark act") as session, DeadLetterReader(config) as letters:
         yield letters, OverrideLog(session)
 

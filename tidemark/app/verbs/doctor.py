@@ -361,11 +361,11 @@ def _schema(connection: "Connection", user: str) -> Iterator[Check]:
 
 
 def _kafka(settings: "Settings") -> Iterator[Check]:
-    from tidemark.sources.topics import Topics, plans, positions_plan
+    from tidemark.sources.topics import Topics, positions_plan, topic_plans
 
     topics = Topics(settings.kafka, TIMEOUT_SECONDS)
     names = (settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic)
-    operations = dict(zip(plans(*names, settings.kafka_partitions), ("READ", "READ", "WRITE"), strict=True))
+    operations = dict(zip(topic_plans(*names, settings.kafka_partitions), ("READ", "READ", "WRITE"), strict=True))
     if settings.kafka_positions_topic is not None:
         operations[positions_plan(settings.kafka_positions_topic)] = "WRITE"
     for plan, operation in operations.items():

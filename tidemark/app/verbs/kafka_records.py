@@ -79,7 +79,7 @@ def produce_lines(
             continue
         producer.send(stream, value)
     producer.deliver(DELIVERY_SECONDS)
-    return Produced(producer.delivered, refused, producer.last)
+    return Produced(producer.delivered_count, refused, producer.last_acknowledged)
 
 
 MAX_SHOWN_CHARS: Final = 200  # of a record's value

@@ -569,5 +569,5 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 def _newest_dead_letters(settings: Settings, max_per_partition: int) -> list[DeadLetter]:
     kafka, topic = settings.kafka, settings.kafka_dead_letters_topic
     partitions = Topics(kafka).describe([topic])[topic].partitions
-    with DeadLetterReader(DeadLettersConfig(topic, kafka.client(), kafka.producer())) as letters:
+    with DeadLetterReader(DeadLettersConfig(topic, kafka.client_settings(), kafka.producer_settings())) as letters:
         return letters.newest(range(len(partitions)), max_per_partition)

@@ -20,7 +20,7 @@ from tidemark.sources.relay.decider import is_due, observe
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed
 from tidemark.sources.relay.sequences import SequenceState, StreamSnapshot
-from tidemark.sources.run_loop import Standby, set_lock_timeout
+from tidemark.sources.run_loop import StandbyLocks, set_lock_timeout
 from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
@@ -248,7 +248,7 @@ class LocalPositions:
         self._session = session
         self._halt = halt
         self._is_ours = is_ours
-        self._standby = Standby(queries.LOCK)
+        self._standby = StandbyLocks(queries.LOCK)
         self._problem = ""
 
     def run(self) -> None:

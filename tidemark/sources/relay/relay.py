@@ -133,7 +133,7 @@ class AppendRelay(RunLoop):
             self._reports = SourceReports(reporters, self._heartbeat)
             self._due.clear()
             self._in_flight = []
-            self._oversized.forget()
+            self._oversized.clear()
             try:
                 self._send_decided(connection, decider)
             finally:

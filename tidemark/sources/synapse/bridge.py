@@ -18,7 +18,7 @@ from tidemark.common.errors import Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.run_loop import PATIENCE, LoopMetrics, RunLoop, set_lock_timeout
+from tidemark.sources.run_loop import DELIVERY_TIMEOUT, LoopMetrics, RunLoop, set_lock_timeout
 from tidemark.sources.synapse import state, tables, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
@@ -206,7 +206,7 @@ class SynapseBridge(RunLoop):
         """Send the records that the previous bridge left in the outbox, and load the state of the streams."""
         self._connect_producer()
         self._sent, self._acknowledged, self._in_flight = dict.fromkeys(self._names, 0), [], 0
-        self._oversized.forget()
+        self._oversized.clear()
         history = server_history(synapse, self._synapse.where, "events")
         tables.check_server(synapse, self._channel.name)
         server = SynapseServer(history.database, flush_wal(synapse), self._channel.name)
@@ -250,7 +250,7 @@ class SynapseBridge(RunLoop):
             if received:
                 backoff.reset()
             self._halt.wait(backoff.next())
-        self._producer.flush(PATIENCE)
+        self._producer.flush(DELIVERY_TIMEOUT)
         self._delete_acknowledged(own)
 
     def _receive(self) -> bool:
@@ -333,7 +333,7 @@ class SynapseBridge(RunLoop):
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
         if self._grow_producer():
-            self._oversized.forget()
+            self._oversized.clear()
             self._send(own)
         self._audit(synapse, own)
         heads = self._read_heads(synapse, self._publishers.values())
