@@ -88,18 +88,18 @@ def test_rows_are_hidden_until_a_message_names_the_table(world: World) -> None:
 def test_a_cache_is_taken_away_as_the_message_says(world: World) -> None:
     assert world.inject(Fault.SEQUENCE_CACHE) == "events"
     world.sql.execute("select tidemark.append('events', '1')")
-    snapshot = sequences.heads(world.sql)[EVENTS]
+    snapshot = sequences.read_snapshots(world.sql)[EVENTS]
     world.remedied(snapshot.sequence.problem(EVENTS))
-    assert sequences.heads(world.sql)[EVENTS].sequence.problem(EVENTS) is None
+    assert sequences.read_snapshots(world.sql)[EVENTS].sequence.problem(EVENTS) is None
 
 
 def test_a_sequence_behind_its_table_is_set_as_the_message_says(world: World) -> None:
     """Not any more if the stream went on without the operator."""
     state = SequenceState("tidemark.append_ids_1", "", 3)
-    world.remedied(state.lags_table(EVENTS, 40))
+    world.remedied(state.lag_problem(EVENTS, 40))
     assert world.value("select last_value from tidemark.append_ids_1") == 40
     with world.log.open("a") as file:
-        file.write(f"[warning] A stream is blocked problem={str(state.lags_table(EVENTS, 80))!r} stream=events\n")
+        file.write(f"[warning] A stream is blocked problem={str(state.lag_problem(EVENTS, 80))!r} stream=events\n")
         file.write("[info     ] A stream continues             stream=events\n")
     world.faults._run_remedies(float("inf"))
     assert world.value("select last_value from tidemark.append_ids_1") == 40

@@ -22,7 +22,7 @@ from tidemark.sources.relay import decider as deciding
 from tidemark.sources.relay import epochs, relay, sequences
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.queries import ROWS_AT_ONCE, SCHEMA, session_of
-from tidemark.sources.relay.relay import MOST_BYTES
+from tidemark.sources.relay.relay import MAX_UNACKNOWLEDGED_BYTES
 from tidemark.sources.transactions import server_history
 from tidemark.streaming.wire.records import Join
 
@@ -46,7 +46,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
     many: psycopg.Connection, ready: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the first ones have something new each time: nobody is passed over for ever."""
-    monkeypatch.setattr(deciding, "PAGES_AT_ONCE", 3)
+    monkeypatch.setattr(deciding, "STREAMS_PER_ROUND", 3)
     with session_of(ready, "test") as session, session.use() as connection:
         told = epochs.begin(connection, server_history(connection, session.where, "tidemark.append_outbox"), "shop")
         epochs.note_acknowledged(connection, told)
@@ -62,7 +62,7 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
         assert reached.keys() == {*STREAMS}
         for most in (3, 3, 1, 0):
             before = _floors(many)
-            _taken(decider.settle(3))
+            _taken(decider.raise_floors(3))
             assert len([it for it in _floors(many).items() if it not in before.items()]) == most
 
 
@@ -78,13 +78,13 @@ def test_a_large_transaction_leaves_other_streams_their_turn(many: psycopg.Conne
         while pieces < 3:
             append_to_all(many)
             facts = Counter[str]()
-            for decision in _taken(decider.round(MOST_BYTES)):
+            for decision in _taken(decider.round(MAX_UNACKNOWLEDGED_BYTES)):
                 facts[decision.stream_epoch.stream.name] += len(decision.facts)
                 decider.note_acknowledged(decision)
             assert facts.pop("orders") <= ROWS_AT_ONCE
             assert facts == dict.fromkeys(STREAMS, 1)
             pieces += 1
-            _taken(decider.settle())
+            _taken(decider.raise_floors())
         assert not decider.has_backlog
 
 
@@ -145,11 +145,11 @@ def test_a_relay_of_many_streams_takes_few_locks_at_once(tmp_path: Path, monkeyp
             made = b"for at in 1..5000 loop perform tidemark.create_stream('s' || at); commit; end loop"
             connection.execute(b"do $$ begin " + made + b"; end $$")
             monkeypatch.setattr(sequences, "_prepared", WeakSet())
-            whole = sequences._HEADS.replace(b"limit 1000", b"limit 10000")
+            whole = sequences._SNAPSHOTS.replace(b"limit 1000", b"limit 10000")
             with monkeypatch.context() as patched:
-                patched.setattr(sequences, "_HEADS", whole)
+                patched.setattr(sequences, "_SNAPSHOTS", whole)
                 with pytest.raises(psycopg.errors.OutOfMemory):
-                    sequences.heads(connection)
+                    sequences.read_snapshots(connection)
             connection.execute("deallocate all")
             monkeypatch.setattr(sequences, "_prepared", WeakSet())
-            assert len(sequences.heads(connection)) == 5000
+            assert len(sequences.read_snapshots(connection)) == 5000

@@ -116,7 +116,7 @@ def test_every_order_of_a_few_events(ready: str, monkeypatch: pytest.MonkeyPatch
     """Two events in every order (outside `make worlds`: each by itself), after three facts of which two are published
     and saved: each fact is published, or late, or its stream is held.
     """
-    monkeypatch.setattr(sequences, "QUICK", float("inf"))
+    monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))
     for events in product(EVENTS, repeat=2 if settings.get_current_profile_name() == WORLDS else 1):
         world = DisorderedWorld(ready)
         try:
@@ -204,20 +204,20 @@ def promoted(world: DisorderedWorld) -> None:
     assert world.core.timelines
 
 
-def blind(_: object) -> dict[int, sequences.StrayRows]:
+def blind(_: object) -> dict[int, sequences.MisplacedRows]:
     """No look for stray rows."""
     return {}
 
 
 def trusting(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """Whoever wrote the floor."""
-    return {stream: replace(look, foreign=0) for stream, look in real_heads(connection).items()}
+    return {stream: replace(look, foreign_write=0) for stream, look in real_heads(connection).items()}
 
 
 def careless(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
     """Whatever options a sequence has."""
     found = real_heads(connection)
-    return {stream: replace(it, sequence=replace(it.sequence, unfit="")) for stream, it in found.items()}
+    return {stream: replace(it, sequence=replace(it.sequence, defect="")) for stream, it in found.items()}
 
 
 def thorough(connection: Connection, stream: AppendStream, version: int, old: int, new: int, _: Intervals) -> bool:
@@ -225,15 +225,15 @@ def thorough(connection: Connection, stream: AppendStream, version: int, old: in
     return real_raise_floor(connection, stream, version, old, new, Intervals.of([(old, new)]))
 
 
-real_heads, real_raise_floor = sequences.heads, queries.raise_floor
+real_heads, real_raise_floor = sequences.read_snapshots, queries.raise_floor
 
 Scene = Callable[[DisorderedWorld], None]
 MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
-    (set_back, [(sequences, "stray_rows", blind)]),
-    (restored, [(sequences, "heads", trusting)]),
-    (promoted, [(epochs, "_turn", lambda *_: None)]),
+    (set_back, [(sequences, "misplaced_rows", blind)]),
+    (restored, [(sequences, "read_snapshots", trusting)]),
+    (promoted, [(epochs, "_begin_new_epochs", lambda *_: None)]),
     (restored_under, [(sequences, "find_regressions", lambda _: [])]),
-    (cached, [(sequences, "heads", careless), (sequences, "unfit", lambda *_: {})]),
+    (cached, [(sequences, "read_snapshots", careless), (sequences, "sequence_defects", lambda *_: {})]),
     (filled_in, [(queries, "raise_floor", thorough)]),
     (filtered, [(queries, "_USE", replace(queries._USE, options=(("row_security", "on"),)))]),
 ]
@@ -242,7 +242,7 @@ MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
 @pytest.fixture
 def world(ready: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[DisorderedWorld]:
     """Five facts are published."""
-    monkeypatch.setattr(sequences, "QUICK", float("inf"))
+    monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))
     world = DisorderedWorld(ready)
     for _ in range(5):
         world.services[0].append(world.stream, 1)

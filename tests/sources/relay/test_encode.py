@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tidemark.sources.kafka_lookup import split_edges
 from tidemark.sources.relay.decider import Decision
-from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, encode_decision
+from tidemark.sources.relay.encode import MAX_RUN_BYTES, MAX_RUN_FACTS, encode_decision
 from tidemark.sources.relay.epochs import StreamEpoch, WriterEpoch
 from tidemark.sources.relay.evidence import EmptyRange
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
@@ -68,19 +68,19 @@ def test_records_of_many_facts_say_what_records_of_one_do(decided: Decision, mos
 
 def runs(facts: Sequence[AppendedFact]) -> list[int]:
     """How many facts each record has."""
-    return [len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decision(of(), facts, EMPTY), MOST_FACTS)]
+    return [len(it.ids) if isinstance(it, FactRun) else 1 for it in sent(Decision(of(), facts, EMPTY), MAX_RUN_FACTS)]
 
 
 def test_a_backlog_shares_records_up_to_their_bounds() -> None:
     """By number, and by bytes: what Kafka would refuse for its size is never made out of what it takes."""
     assert runs([fact(id, "{}") for id in range(1, 450)]) == [200, 200, 49]
-    large = f'"{"x" * (MOST_BYTES // 2 - 300)}"'
+    large = f'"{"x" * (MAX_RUN_BYTES // 2 - 300)}"'
     assert runs([fact(1, large), fact(2, large), fact(3, large)]) == [2, 1]
-    assert runs([fact(1, "{}"), fact(2, f'"{"x" * MOST_BYTES}"'), fact(3, "{}")]) == [1, 1, 1]
+    assert runs([fact(1, "{}"), fact(2, f'"{"x" * MAX_RUN_BYTES}"'), fact(3, "{}")]) == [1, 1, 1]
 
 
 def test_a_fact_alone_is_told_as_ever() -> None:
     """So that a log without backlog stays as readable as it was; neighbours of other writers share nothing."""
     facts = [fact(4, "{}"), fact(5, "{}", writer="till"), fact(7, "{}")]
-    records = sent(Decision(of(), facts, EMPTY, [EmptyRange("till", 5, 8)]), MOST_FACTS)
+    records = sent(Decision(of(), facts, EMPTY, [EmptyRange("till", 5, 8)]), MAX_RUN_FACTS)
     assert [type(record) for record in records] == [Rdata, Rdata, Rdata, Position]

@@ -32,16 +32,16 @@ def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connectio
     """Two at once begin the same; once Kafka has the JOIN nobody says it again."""
     first, second = begun(sql), begun(sql)
     assert first == second
-    assert [len(each.joins()) for each in first] == [1, 1]
+    assert [len(each.join_records()) for each in first] == [1, 1]
     epochs.note_acknowledged(sql, first)
     again = begun(sql)
-    assert [each.joins() for each in again] == [[], []]
+    assert [each.join_records() for each in again] == [[], []]
     assert [each.writers["shop"].epoch for each in again] == [each.writers["shop"].epoch for each in first]
 
 
 def test_a_first_join_stands_before_the_first_id(sql: psycopg.Connection) -> None:
     """Of what was there before the stream was made it says that nobody has told it."""
-    [orders], [history] = (each.joins() for each in begun(sql))
+    [orders], [history] = (each.join_records() for each in begun(sql))
     assert (orders.stream, orders.id, orders.unseen) == ("orders", 0, False)
     assert (history.stream, history.id, history.unseen) == ("history", -7, True)
     assert orders.timeline is not None
@@ -55,7 +55,7 @@ def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     sql.execute("select setval('tidemark.append_ids_2', -9)")
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
-    joins = [(old.joins()[0], new.joins()[0]) for old, new in zip(before, after, strict=True)]
+    joins = [(old.join_records()[0], new.join_records()[0]) for old, new in zip(before, after, strict=True)]
     assert all(new.epoch > old.epoch for old, new in joins)
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
     record = joins[1][1]
@@ -69,13 +69,13 @@ def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connectio
     assert [each.timeline.after for each in after] == [None, None]
     assert [each.timeline.start for each in after] == [each.timeline.start for each in before]
     assert all(new.writers["shop"].epoch > old.writers["shop"].epoch for old, new in zip(before, after, strict=True))
-    assert after[1].joins()[0].unseen
+    assert after[1].join_records()[0].unseen
 
 
 def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Connection) -> None:
     """Its disk may be older. At first nothing was told."""
     before = begun(sql)
-    assert [each.joins()[0].published for each in before] == [0, 0]
+    assert [each.join_records()[0].published for each in before] == [0, 0]
     epochs.note_acknowledged(sql, before)
     orders, history = (each.stream for each in before)
     sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
@@ -85,7 +85,7 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
         replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
     ]
     after = begun(sql, server="2")
-    assert [(each.joins()[0].id, each.joins()[0].published) for each in after] == [(0, 5), (-7, -9)]
+    assert [(each.join_records()[0].id, each.join_records()[0].published) for each in after] == [(0, 5), (-7, -9)]
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
 
 
@@ -108,20 +108,20 @@ def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) 
     found = epochs.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0}})
     sql.execute(f"update tidemark.append_progress set floor = 9, written_by = {XID} where number = 1".encode())
     again = epochs.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0, "till": 0}})
-    assert [(each.writer, each.id, each.unseen) for each in found[0].joins()] == [("web", 5, False)]
-    assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
+    assert [(each.writer, each.id, each.unseen) for each in found[0].join_records()] == [("web", 5, False)]
+    assert [(each.writer, each.id) for each in again[0].join_records()] == [("till", 9), ("web", 5)]
     assert again[0].version > found[0].version
     assert found[1] == again[1]
     epochs.note_acknowledged(sql, again)
     turned = begun(sql, "two")
-    assert [(each.writer, each.id) for each in turned[0].joins()] == [("shop", 9), ("till", 9), ("web", 9)]
+    assert [(each.writer, each.id) for each in turned[0].join_records()] == [("shop", 9), ("till", 9), ("web", 9)]
 
 
 def test_the_database_may_be_named_as_a_writer(sql: psycopg.Connection) -> None:
     """It is the same one: its IDs are held by the locks of both names."""
     told = begun(sql)[0]
-    assert told.name_of("shop") == told.name_of("") == told.name_of("*") == "shop"
-    assert len(told.writers["shop"].numbers) == 2
+    assert told.kafka_name("shop") == told.kafka_name("") == told.kafka_name("*") == "shop"
+    assert len(told.writers["shop"].lock_keys) == 2
 
 
 def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:

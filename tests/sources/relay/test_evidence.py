@@ -48,7 +48,7 @@ class Looking:
     def __init__(self, truth: Owned, *, several: bool, locks: bool) -> None:
         self._truth = truth
         self._locks = locks
-        self.evidence = StreamEvidence(0, several=several)
+        self.evidence = StreamEvidence(0, has_several_writers=several)
         self.chains = WriterChains(dict.fromkeys(NAMES, 0)) if several else None
         self.told: set[int] = set()
         self.voids: set[int] = set()
@@ -58,12 +58,12 @@ class Looking:
         truth, evidence = self._truth, self.evidence
         lock_holders = truth.lock_holders() if self._locks and evidence.needs_locks else None
         evidence.observe(len(truth.owner), frozenset(truth.running), lock_holders)
-        if asked := evidence.unread():
+        if asked := evidence.unread_ranges():
             facts = truth.facts()
             inside = sorted(id for id in facts if asked.within(id - 1, id))
             upto = inside[size - 1] if len(inside) > size else int(asked.highs[-1])
             found = [id for id in inside if id <= upto]
-            new = {*ids_of(evidence.read(asked.upto(upto), found))}
+            new = {*ids_of(evidence.note_rows(asked.upto(upto), found))}
             assert not (self.voids | self.told) & new
             assert not (self.voids | self.told) & {*found}
             self.voids.update(new)
@@ -72,7 +72,7 @@ class Looking:
                 writer = facts.get(id, OWN)
                 self._tell(OWN if writer == BEAT else writer, id)
                 if self.chains is not None and writer == BEAT:
-                    self.chains.beat(id)
+                    self.chains.note_beat(id)
         if self.chains is not None:
             for name, prev, id in self.chains.announce(self._open_to):
                 self.edges[name].add((prev, id))
@@ -80,10 +80,10 @@ class Looking:
     def _tell(self, writer: str, id: int) -> None:
         self.edges[writer].add((id - 1, id))
         if self.chains is not None:
-            self.chains.own(writer, Intervals.from_ids(np.array([id])))
+            self.chains.note_sent(writer, Intervals.from_ids(np.array([id])))
 
     def _open_to(self, name: str) -> Intervals:
-        return self.evidence.open_to(None if name == OWN else {self._truth.number(name)})
+        return self.evidence.undecided_ids(None if name == OWN else {self._truth.number(name)})
 
 
 Act = st.one_of(
@@ -139,7 +139,7 @@ def test_each_id_is_decided_once_and_rightly(
     for each in both:
         for _ in range(100):
             each.look(3)
-        assert not each.evidence.open
+        assert not each.evidence.has_undecided
         assert each.told == truth.facts().keys()
         assert each.voids == truth.owner.keys() - each.told
     check()
@@ -157,34 +157,34 @@ def test_each_id_is_decided_once_and_rightly(
 def test_no_range_beyond_an_id_at_which_its_writer_may_end() -> None:
     """Whose lock is held exclusively, or nobody knows yet how. Others announce what is beyond, and so does the writer
     where the lock is held as for an append, and when that transaction has ended."""
-    evidence, retiring = StreamEvidence(0, several=True), LockHolder(7, 1, exclusive=True)
+    evidence, retiring = StreamEvidence(0, has_several_writers=True), LockHolder(7, 1, exclusive=True)
     evidence.observe(3, frozenset({7}))
-    evidence.read(evidence.unread(), [2, 3])
+    evidence.note_rows(evidence.unread_ranges(), [2, 3])
     beyond = Intervals.of([(2, 3)])
-    assert evidence.open_to([1]).common(beyond) == beyond
+    assert evidence.undecided_ids([1]).common(beyond) == beyond
     evidence.observe(3, frozenset({7}), frozenset({retiring}))
-    assert evidence.open_to([1]) == Intervals.of([(0, 3)])
-    assert evidence.open_to([2]) == Intervals.of([])
-    assert evidence.open_to(None) == Intervals.of([(0, 1)])
+    assert evidence.undecided_ids([1]) == Intervals.of([(0, 3)])
+    assert evidence.undecided_ids([2]) == Intervals.of([])
+    assert evidence.undecided_ids(None) == Intervals.of([(0, 1)])
     evidence.observe(3, frozenset())
-    assert evidence.open_to([1]) == Intervals.of([(0, 3)])
-    evidence.read(evidence.unread(), [1])
-    assert evidence.open_to([1]) == Intervals.of([])
+    assert evidence.undecided_ids([1]) == Intervals.of([(0, 3)])
+    evidence.note_rows(evidence.unread_ranges(), [1])
+    assert evidence.undecided_ids([1]) == Intervals.of([])
 
-    appending = StreamEvidence(0, several=True)
+    appending = StreamEvidence(0, has_several_writers=True)
     appending.observe(3, frozenset({7}), frozenset({LockHolder(7, 1)}))
-    appending.read(appending.unread(), [2, 3])
-    assert appending.open_to([1]) == Intervals.of([(0, 1)])
+    appending.note_rows(appending.unread_ranges(), [2, 3])
+    assert appending.undecided_ids([1]) == Intervals.of([(0, 1)])
 
 
-def test_many_transactions_are_few_marks() -> None:
+def test_many_transactions_are_few_groups() -> None:
     """What is remembered is bounded, however many looks found somebody running; then it only waits for more of them."""
     evidence = StreamEvidence(0)
     for number in range(1, 200):
         evidence.observe(number, frozenset(range(number, 400)))
-        evidence.read(evidence.unread(), [])
-    assert len(evidence._marks) <= 33
+        evidence.note_rows(evidence.unread_ranges(), [])
+    assert len(evidence._groups) <= 33
     evidence.observe(199, frozenset())
-    asked = evidence.unread()
+    asked = evidence.unread_ranges()
     assert asked == Intervals.of([(0, 199)])
-    assert [*ids_of(evidence.read(asked, [7]))] == [id for id in range(1, 200) if id != 7]
+    assert [*ids_of(evidence.note_rows(asked, [7]))] == [id for id in range(1, 200) if id != 7]

@@ -364,25 +364,25 @@ def test_heads_say_what_went_wrong_as_psycopg_does(sql: psycopg.Connection) -> N
     with session_of(sql.info.dsn + f" password={sql.info.password} client_encoding=latin1", "test") as session:
         sql.execute("update tidemark.append_streams set stream = 'or-dérs' where stream = 'orders'")
         with session.use() as connection:
-            assert "or-dérs" in {stream.name for stream in sequences.heads(connection)}
+            assert "or-dérs" in {stream.name for stream in sequences.read_snapshots(connection)}
             sql.execute("select pg_terminate_backend(%s)", [connection.info.backend_pid])
         with pytest.raises(Unavailable), session.use() as connection:
-            sequences.heads(connection)
+            sequences.read_snapshots(connection)
         with session.use() as connection:
-            assert sequences.heads(connection)
+            assert sequences.read_snapshots(connection)
             connection.execute("set role pg_monitor")
         with pytest.raises(Refused, match="permission denied"), session.use() as connection:
-            sequences.heads(connection)
+            sequences.read_snapshots(connection)
 
 
 def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connection) -> None:
     """`select last_value` is, while nextval writes its log: an ID that nobody has yet would look as if it were void."""
-    stream = next(each for each in sequences.heads(sql) if each.name == "orders")
+    stream = next(each for each in sequences.read_snapshots(sql) if each.name == "orders")
     with psycopg.connect(sql.info.dsn, password=sql.info.password, autocommit=True) as other:
         pipe = other.cursor()
         with other.pipeline():
             for _ in range(200):
                 pipe.execute("select count(nextval('tidemark.append_ids_1')) from generate_series(1, 32)")
-                head = sequences.heads(sql)[stream].sequence.last or 0
+                head = sequences.read_snapshots(sql)[stream].sequence.last or 0
                 # NULL before the first of them has been given out
                 assert head <= (one(sql, "select pg_sequence_last_value('tidemark.append_ids_1')") or 0)  # type: ignore[operator]

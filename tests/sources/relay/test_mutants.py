@@ -13,7 +13,7 @@ from tests.sources.relay.world import WRITER, MakeDecider, World
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import epochs, queries, sequences
-from tidemark.sources.relay.decider import Decider, Decision, Steps, _Stream
+from tidemark.sources.relay.decider import Decider, Decision, Steps, _StreamState
 from tidemark.sources.relay.evidence import LockHolder, StreamEvidence, WriterChains
 from tidemark.sources.relay.queries import AppendStream, Page
 from tidemark.streaming.values.intervals import EMPTY, Intervals
@@ -24,47 +24,47 @@ pytestmark = pytest.mark.slow
 class HeadLast(Decider):
     """Reads the head after it has looked who runs."""
 
-    def round(self, most_bytes: int) -> Steps:
-        real = sequences.heads
+    def round(self, max_bytes: int) -> Steps:
+        real = sequences.read_snapshots
         transactions.end_own_transaction(self._connection)
         running = transactions.running_transactions(self._connection)
         yield "heads"
         with (
             patch.object(transactions, "running_transactions", lambda _: running),
-            patch.object(sequences, "heads", real),
+            patch.object(sequences, "read_snapshots", real),
         ):
-            return (yield from super().round(most_bytes))
+            return (yield from super().round(max_bytes))
 
 
 class OutboxFirst(Decider):
     """Reads the outbox before it looks who runs."""
 
-    def round(self, most_bytes: int) -> Steps:
+    def round(self, max_bytes: int) -> Steps:
         pages: dict[int, Page] = {}
         for each in self._streams.values():
             asked = Intervals.of([(each.evidence.floor, 2**62)])
-            pages[each.stream_epoch.stream.number] = queries.page(
-                self._connection, each.stream_epoch.stream, asked, most_bytes
+            pages[each.stream_epoch.stream.number] = queries.read_page(
+                self._connection, each.stream_epoch.stream, asked, max_bytes
             )
         yield "heads"
 
-        def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
+        def page(connection: Connection, stream: AppendStream, asked: Intervals, max_bytes: int) -> Page:
             old = pages[stream.number]
             facts = [fact for fact in old.facts if asked.within(fact.id - 1, fact.id)]
             return Page(facts, int(asked.highs[-1]), old.floor, old.version, 0)
 
-        with patch.object(queries, "page", page):
-            return (yield from super().round(most_bytes))
+        with patch.object(queries, "read_page", page):
+            return (yield from super().round(max_bytes))
 
 
 class Impatient(Decider):
     """Waits for nobody who runs for long."""
 
-    def round(self, most_bytes: int) -> Steps:
+    def round(self, max_bytes: int) -> Steps:
         for each in self._streams.values():
             if each.evidence.needs_locks:
                 each.evidence.observe(each.evidence.head, frozenset())
-        return (yield from super().round(most_bytes))
+        return (yield from super().round(max_bytes))
 
 
 class Deaf(Decider):
@@ -86,23 +86,23 @@ class Eager(Decider):
 class Unguarded(Decider):
     """Lets the database's own line pass what only others may have, as it lets the line of any other."""
 
-    def round(self, most_bytes: int) -> Steps:
-        def open_to(each: _Stream, writer: str) -> Intervals:
-            return each.evidence.open_to(each.stream_epoch.writers[writer].numbers)
+    def round(self, max_bytes: int) -> Steps:
+        def undecided_ids(each: _StreamState, writer: str) -> Intervals:
+            return each.evidence.undecided_ids(each.stream_epoch.writers[writer].lock_keys)
 
-        with patch.object(_Stream, "open_to", open_to):
-            return (yield from super().round(most_bytes))
+        with patch.object(_StreamState, "undecided_ids", undecided_ids):
+            return (yield from super().round(max_bytes))
 
 
 class Hasty(Decider):
     """Cuts the lines of writers where it happens to look, and not where a fact or a beat is."""
 
-    def round(self, most_bytes: int) -> Steps:
-        decided = yield from super().round(most_bytes)
+    def round(self, max_bytes: int) -> Steps:
+        decided = yield from super().round(max_bytes)
         for each in self._streams.values():
-            if each.chains is not None and not each.evidence.open:
-                each.chains.beat(each.evidence.head)
-                if announced := each.chains.announce(each.open_to):
+            if each.chains is not None and not each.evidence.has_undecided:
+                each.chains.note_beat(each.evidence.head)
+                if announced := each.chains.announce(each.undecided_ids):
                     decided.append(Decision(each.stream_epoch, [], EMPTY, announced))
         return decided
 
@@ -110,9 +110,9 @@ class Hasty(Decider):
 class Deleting(Decider):
     """Raises the floor over what was told of lines and is not in Kafka."""
 
-    def settle(self, most=None):  # type: ignore[no-untyped-def]
-        with patch.object(WriterChains, "floor", lambda _, reached: reached):
-            yield from super().settle(most)
+    def raise_floors(self, max_streams=None):  # type: ignore[no-untyped-def]
+        with patch.object(WriterChains, "max_floor", lambda _, limit: limit):
+            yield from super().raise_floors(max_streams)
 
 
 class Remembering(Decider):
@@ -165,7 +165,7 @@ def at_the_floor(connection: Connection, number: int, found: Mapping[str, int]) 
     real_introduce(connection, number, dict.fromkeys(found, 0))
 
 
-real_introduce = epochs._introduce
+real_introduce = epochs._store_new_writers
 
 
 def head_first(world: World) -> None:
@@ -557,9 +557,9 @@ FUNCTIONS = [
     ),
 ]
 JOINS: list[tuple[Scene, str, Any]] = [
-    (met_late, "_introduce", unnoticed),
-    (overtaken, "_introduce", unheard),
-    (retired_and_back, "_introduce", at_the_floor),
+    (met_late, "_store_new_writers", unnoticed),
+    (overtaken, "_store_new_writers", unheard),
+    (retired_and_back, "_store_new_writers", at_the_floor),
 ]
 SCENES: dict[str, Scene] = {
     scene.__name__: scene

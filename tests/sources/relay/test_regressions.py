@@ -11,7 +11,7 @@ from tidemark.sources.relay import sequences
 
 @pytest.fixture(params=["forward", "backward"])
 def world(ready: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DisorderedWorld]:
-    monkeypatch.setattr(sequences, "QUICK", float("inf"))  # however busy the machine is
+    monkeypatch.setattr(sequences, "QUICK_QUERY_SECONDS", float("inf"))  # however busy the machine is
     found = DisorderedWorld(ready, direction=request.param)
     yield found
     found.close()

@@ -29,8 +29,8 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.encode import MOST_FACTS
-from tidemark.sources.relay.queries import SILENT_SECONDS, silence
+from tidemark.sources.relay.encode import MAX_RUN_FACTS
+from tidemark.sources.relay.queries import DEAD_CLIENT_WARNING_SECONDS, dead_client_timeout
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec
 from tidemark.streaming.core.stream import StreamState
@@ -77,7 +77,7 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
         eventually(
             lambda: (first.metric("tidemark_relay_oldest_transaction_seconds", stream="orders", writer="shop") or 0) > 0
         )
-        second = run(most_facts=MOST_FACTS)
+        second = run(most_facts=MAX_RUN_FACTS)
 
         def takes_over() -> bool:
             """The first may be quicker when both connect again, so it is killed until it is not."""
@@ -97,7 +97,7 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
     eventually(lambda: settled(sql))
     assert 1 in {first.metric("tidemark_relay_active"), second.metric("tidemark_relay_active")}
     agrees(judge, sql, facts)
-    assert max(len(it.ids) for it in judge.verdict().records if isinstance(it, FactRun)) == MOST_FACTS
+    assert max(len(it.ids) for it in judge.verdict().records if isinstance(it, FactRun)) == MAX_RUN_FACTS
 
 
 def test_a_stream_that_is_made_later_is_relayed_too(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
@@ -211,7 +211,7 @@ def test_while_kafka_is_away_memory_is_bounded(
 ) -> None:
     """Some is in flight, not more than a row of 800 kB beyond the bound; the rest waits in the database. Stopping does
     not wait for Kafka, and nothing is lost."""
-    monkeypatch.setattr(relaying, "MOST_BYTES", 2_000_000)
+    monkeypatch.setattr(relaying, "MAX_UNACKNOWLEDGED_BYTES", 2_000_000)
     first = run()
     facts = append(sql)
     eventually(lambda: settled(sql))
@@ -221,7 +221,7 @@ def test_while_kafka_is_away_memory_is_bounded(
             row = sql.execute("select tidemark.append('orders', to_jsonb(repeat('x', 800000)))").fetchone()
             assert row is not None
             facts |= {row[0]}
-        eventually(lambda: first.relay._room() <= 0)
+        eventually(lambda: first.relay._free_bytes() <= 0)
         assert sum(each.size for each in first.relay._in_flight) < 2_000_000 + 900_000
         first.stop()
     run()
@@ -401,14 +401,14 @@ def test_what_nobody_expected_ends_the_relay(
 
 def test_a_server_that_notices_no_dead_host_is_warned_of(ready: str, sql: psycopg.Connection) -> None:
     """By how long it would take; either setting is enough."""
-    assert silence(sql) == 25
+    assert dead_client_timeout(sql) == 25
 
     def elsewhere(option: str, value: str) -> float:
         sql.execute(f"alter database {sql.info.dbname} set {option} = {value}".encode())
         with psycopg.connect(ready) as connection:
-            return silence(connection)
+            return dead_client_timeout(connection)
 
-    assert elsewhere("tcp_keepalives_idle", "7200") == 7215 > SILENT_SECONDS
+    assert elsewhere("tcp_keepalives_idle", "7200") == 7215 > DEAD_CLIENT_WARNING_SECONDS
     assert elsewhere("idle_in_transaction_session_timeout", "'1min'") == 60
 
 

@@ -203,7 +203,7 @@ class SteppedRelay:
     def settle(self) -> None:
         try:
             if self._decider is not None:
-                for _ in self._decider.settle():
+                for _ in self._decider.raise_floors():
                     pass
                 self._give_way()
         except _DIED:
@@ -224,7 +224,7 @@ class SteppedRelay:
             while self.unacknowledged:
                 self.acknowledge()
             self.settle()
-            if self._decider is not None and not self._decider.open:
+            if self._decider is not None and not self._decider.undecided_streams:
                 if not self._beats():
                     return
                 self.beat()
@@ -248,7 +248,7 @@ class SteppedRelay:
     @property
     def rests(self) -> bool:
         """Whether nothing is open that it may decide."""
-        return self._decider is not None and not self._decider.open
+        return self._decider is not None and not self._decider.undecided_streams
 
     def break_off(self) -> None:
         """It dies before the database knows that writers have joined or are retired."""
@@ -262,12 +262,14 @@ class SteppedRelay:
         history = replace(history, database=f"{history.database}/{self.promotions}")
         found = epochs.begin(connection, history, WRITER, self._unknown_writers)
         self._unknown_writers = {}
-        self._sent([records.encode(record) for each in found for record in each.acts()])
+        self._sent([records.encode(record) for each in found for record in each.join_and_retire_records()])
         return found
 
     def _beats(self) -> bool:
         assert self._decider is not None
-        return any(each.chains and each.chains.behind(each.evidence.head) for each in self._decider._streams.values())
+        return any(
+            each.chains and each.chains.needs_beat(each.evidence.head) for each in self._decider._streams.values()
+        )
 
     def _give_way(self) -> None:
         """Others were here, or somebody new: begin anew."""

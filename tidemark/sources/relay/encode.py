@@ -1,6 +1,7 @@
-"""The Kafka records of a decision (docs/design.md 3). Every relay makes the same edges of the same IDs.
+"""Encodes decisions as Kafka records, and sends them (docs/design.md 3).
 
-Only the number of edges in a record may differ, which does not change the meaning.
+Every relay makes the same edges of the same IDs. Only the number of edges in a record may differ, which does not change
+the meaning.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +20,11 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
-MOST_FACTS = 200
-MOST_BYTES = 256 * 1024
-"""Bytes of a RUN record. A larger fact has a record of its own."""
+MAX_RUN_FACTS = 200
+MAX_RUN_BYTES = 256 * 1024
+"""A larger fact gets a record of its own."""
 _VOID_BYTES = 30
+"""The approximate size of a void in a RUN record."""
 _decoder = msgspec.json.Decoder(Raw)
 
 
@@ -36,24 +38,24 @@ class _RecordEdge:
     bytes: int
 
 
-def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-    """One record for each row of each fact, the last one with the ID, one for each void, and one for each announced
-    range.
+def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX_RUN_BYTES) -> Iterator[bytes]:
+    """Encode the edges of facts and voids in ascending order of their IDs, then the ranges without a fact.
 
-    IDs of facts and voids ascend. Neighbouring IDs of one writer share a record.
+    Up to `max_edges` edges of one writer with neighbouring IDs share a RUN record. Otherwise a fact has one record for
+    each of its rows, of which the last one has the ID, and a void has one record.
 
     Args:
-        decided: the decision.
-        most: the largest number of edges of a record.
-        most_bytes: the largest size of a record of several edges.
+        decision: the decision to encode.
+        max_edges: the largest number of edges of a record.
+        max_bytes: the largest size of a record of several edges.
 
     Raises:
         MalformedFact: a row is not JSON. The fact cannot be sent, and its ID is not void.
     """
-    stream_epoch, stream = decided.stream_epoch, decided.stream_epoch.stream.name
+    stream_epoch, stream = decision.stream_epoch, decision.stream_epoch.stream.name
     signed = stream_epoch.stream.towards.signed
 
-    for chain in _chains(decided, most, most_bytes):
+    for chain in _chains(decision, max_edges, max_bytes):
         writer, epoch = chain[0].writer, stream_epoch.writers[chain[0].writer].epoch
         prev, ids = signed(chain[0].id - 1), [signed(edge.id) for edge in chain]
         if len(chain) > 1:
@@ -66,30 +68,29 @@ def encode_decision(decided: Decision, most: int = 1, most_bytes: int = MOST_BYT
             for row in first:
                 yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row))
             yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=last))
-    for gap in [*_emptied(decided), *decided.announced]:
-        epoch = stream_epoch.writers[gap.writer].epoch
-        prev, id = signed(gap.prev), signed(gap.id)
-        yield records.encode(Position(stream=stream, writer=gap.writer, epoch=epoch, prev=prev, id=id))
+    for empty_range in [*_previously_published_ranges(decision), *decision.announced]:
+        epoch = stream_epoch.writers[empty_range.writer].epoch
+        prev, id = signed(empty_range.prev), signed(empty_range.id)
+        yield records.encode(Position(stream=stream, writer=empty_range.writer, epoch=epoch, prev=prev, id=id))
 
 
-def _emptied(decided: Decision) -> Iterator[EmptyRange]:
-    """Ranges without a row among the IDs that were published before the database went back. They may have had facts, so
-    no ID is void.
+def _previously_published_ranges(decision: Decision) -> Iterator[EmptyRange]:
+    """The ranges of `decision.previously_published`. They may have had facts, so no ID is declared void.
 
-    A single writer had one edge for each of these IDs, so it does not matter how they are cut now.
+    The only writer of a stream had one edge for each of these IDs, so ranges of any size match its edges.
     """
-    for low, high in decided.emptied:
-        cuts = [low, high] if len(decided.stream_epoch.writers) == 1 else range(low, high + 1)
-        yield from (EmptyRange(decided.stream_epoch.own, prev, id) for prev, id in pairwise(cuts))
+    for low, high in decision.previously_published:
+        cuts = [low, high] if len(decision.stream_epoch.writers) == 1 else range(low, high + 1)
+        yield from (EmptyRange(decision.stream_epoch.database_writer, prev, id) for prev, id in pairwise(cuts))
 
 
-def _chains(decided: Decision, most: int, most_bytes: int) -> Iterator[list[_RecordEdge]]:
+def _chains(decision: Decision, max_edges: int, max_bytes: int) -> Iterator[list[_RecordEdge]]:
     chain: list[_RecordEdge] = []
     size = 0
-    for edge in _edges(decided):
+    for edge in _edges(decision):
         if chain:
-            joins = edge.writer == chain[0].writer and edge.id == chain[-1].id + 1
-            if not (joins and len(chain) < most and size + edge.bytes <= most_bytes):
+            is_next = edge.writer == chain[0].writer and edge.id == chain[-1].id + 1
+            if not (is_next and len(chain) < max_edges and size + edge.bytes <= max_bytes):
                 yield chain
                 chain, size = [], 0
         chain.append(edge)
@@ -98,81 +99,89 @@ def _chains(decided: Decision, most: int, most_bytes: int) -> Iterator[list[_Rec
         yield chain
 
 
-def _edges(decided: Decision) -> Iterator[_RecordEdge]:
+def _edges(decision: Decision) -> Iterator[_RecordEdge]:
     """The edges of facts and voids, by their IDs."""
-    voids = ids_of(decided.voids)
+    voids = ids_of(decision.voids)
     next_void = next(voids, None)
-    for fact in decided.facts:
+    for fact in decision.facts:
         while next_void is not None and next_void < fact.id:
-            yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)
+            yield _RecordEdge(decision.stream_epoch.database_writer, next_void, (), _VOID_BYTES)
             next_void = next(voids, None)
         try:
             rows = () if fact.is_void else [*map(_decoder.decode, fact.rows)]
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
-            stream = decided.stream_epoch.stream
+            stream = decision.stream_epoch.stream
             raise MalformedFact(stream.name, stream.towards.signed(fact.id), str(error)) from None
-        yield _RecordEdge(decided.stream_epoch.name_of(fact.writer), fact.id, rows, fact.bytes)
+        yield _RecordEdge(decision.stream_epoch.kafka_name(fact.writer), fact.id, rows, fact.bytes)
     while next_void is not None:
-        yield _RecordEdge(decided.stream_epoch.own, next_void, (), _VOID_BYTES)
+        yield _RecordEdge(decision.stream_epoch.database_writer, next_void, (), _VOID_BYTES)
         next_void = next(voids, None)
 
 
 _VOIDS_AT_ONCE = 10_000
 _VOID_RECORD_BYTES = 200
-_AROUND_BYTES = 3000
-"""Bytes of a record of several facts, without the facts: the names of stream and writer, and the JSON around the
-facts."""
+_ENVELOPE_BYTES = 3000
+"""The largest size of a RUN record without its facts: the names of stream and writer, and JSON syntax."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A decision that was sent, without its rows. `left`: its records that are not acknowledged. `size`: bytes."""
+    """A decision that was sent, without its rows.
 
-    decided: Decision
+    Attributes:
+        decision: the decision.
+        size: approximate bytes of its records.
+        unacknowledged: the number of its records that Kafka has not acknowledged.
+    """
+
+    decision: Decision
     size: int
-    left: int = 0
+    unacknowledged: int = 0
 
     def note_acknowledged(self) -> None:
-        self.left -= 1
+        """Note that Kafka has acknowledged one record."""
+        self.unacknowledged -= 1
 
-    def counted(self, values: Iterable[bytes]) -> Iterator[bytes]:
-        """Count each value as a record that waits for an acknowledgement, and return the values."""
+    def count_records(self, values: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the values, and count each as a record that Kafka has not acknowledged."""
         for value in values:
-            self.left += 1
+            self.unacknowledged += 1
             yield value
 
 
-def send(producer: RecordProducer, decided: Decision, most_facts: int) -> InFlight:
-    """Encode and send the records of `decided` one by one. In a backlog, a record has up to `most_facts` facts."""
-    name = decided.stream_epoch.stream.name
-    size = sum(fact.bytes for fact in decided.facts)
-    size += _VOID_RECORD_BYTES * (decided.voids.width() + len(decided.announced))
-    most_bytes = min(MOST_BYTES, producer.max_value_bytes(name) - _AROUND_BYTES)
-    # `left` begins with 1, so that the decision is not acknowledged before all records are sent.
-    parcel = InFlight(decided.without_rows(), size, 1)
-    producer.send_all(name, parcel.counted(encode_decision(decided, most_facts, most_bytes)), parcel.note_acknowledged)
-    parcel.note_acknowledged()
-    return parcel
+def send(producer: RecordProducer, decision: Decision, max_run_facts: int) -> InFlight:
+    """Encode and send the records of a decision one by one. A RUN record has up to `max_run_facts` facts."""
+    name = decision.stream_epoch.stream.name
+    size = sum(fact.bytes for fact in decision.facts)
+    size += _VOID_RECORD_BYTES * (decision.voids.width() + len(decision.announced))
+    max_bytes = min(MAX_RUN_BYTES, producer.max_value_bytes(name) - _ENVELOPE_BYTES)
+    # `unacknowledged` begins with 1, so that the decision is not acknowledged before all records are sent.
+    in_flight = InFlight(decision.without_rows(), size, 1)
+    producer.send_all(
+        name, in_flight.count_records(encode_decision(decision, max_run_facts, max_bytes)), in_flight.note_acknowledged
+    )
+    in_flight.note_acknowledged()
+    return in_flight
 
 
-def parts(decided: Decision) -> Iterator[Decision]:
-    """The same decision in parts that need little memory: a range of voids becomes one record for each ID."""
-    if decided.facts or decided.announced or decided.emptied:
-        yield Decision(decided.stream_epoch, decided.facts, EMPTY, decided.announced, decided.emptied)
-    for low, high in decided.voids:
+def split_decision(decision: Decision) -> Iterator[Decision]:
+    """Split a decision into parts that need little memory, because a range of voids becomes one record for each ID."""
+    if decision.facts or decision.announced or decision.previously_published:
+        yield Decision(decision.stream_epoch, decision.facts, EMPTY, decision.announced, decision.previously_published)
+    for low, high in decision.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
-            yield Decision(decided.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
+            yield Decision(decision.stream_epoch, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
 
 
-def largest_record(decided: Decision, fact: AppendedFact) -> int:
-    """Bytes of the largest record of the fact."""
-    signed, writer = decided.stream_epoch.stream.towards.signed, decided.stream_epoch.name_of(fact.writer)
-    around = Rdata(
-        stream=decided.stream_epoch.stream.name,
+def largest_record_bytes(decision: Decision, fact: AppendedFact) -> int:
+    """The size of the largest record of the fact in bytes, if each row has a record."""
+    signed, writer = decision.stream_epoch.stream.towards.signed, decision.stream_epoch.kafka_name(fact.writer)
+    envelope = Rdata(
+        stream=decision.stream_epoch.stream.name,
         writer=writer,
-        epoch=decided.stream_epoch.writers[writer].epoch,
+        epoch=decision.stream_epoch.writers[writer].epoch,
         prev=signed(fact.id - 1),
         id=signed(fact.id),
         row=Raw(b""),
     )
-    return len(records.encode(around)) + max(map(len, fact.rows), default=0)
+    return len(records.encode(envelope)) + max(map(len, fact.rows), default=0)

@@ -1,10 +1,10 @@
-"""The epochs in which the streams of a database are published: the first one, and a new one for each timeline.
+"""The epochs of the writers of a database: the first one, and a new one for each timeline.
 
-Everything follows from the database alone, so a relay that starts needs no epoch of its own: it continues the stored
-one. A new epoch begins only after the server was restarted, the database was restored, or a standby was promoted. Then
-each writer joins at the current floor. Its JOIN says how far the database knows that IDs were published. Tidemark
-compares that with its own positions, and so detects a restored older disk image. A new writer joins at the current
-floor when its first fact is found: no fact of it lies below.
+Epochs are stored in the database, so a relay that starts continues the stored epoch. A new epoch begins only after the
+server was restarted, the database was restored, or a standby was promoted. Then each writer joins at the current floor.
+Its JOIN contains the highest ID that was published, as far as the database knows. Tidemark compares this ID with its
+own positions, and so detects a restored older disk image. A new writer joins at the current floor when the relay reads
+its first fact: the writer has no fact up to the floor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,28 +23,40 @@ from tidemark.streaming.wire.records import Join, Retire, Timeline
 
 @dataclass(frozen=True, slots=True)
 class WriterEpoch:
-    """A writer of a stream in its current epoch. Its chain was last cut at `last` (a magnitude), which lies beyond the
-    floor only if the writer's epoch before ended there.
+    """A writer of a stream in its current epoch.
 
-    `state` as stored: whether Kafka has the JOIN, and whether the epoch has ended. `numbers` are the second halves of
-    the keys of its locks, which other writers may share.
+    Attributes:
+        name: the writer's name on Kafka.
+        epoch: the number of the epoch.
+        last: the last cut of the writer's chain (a magnitude). It is beyond the floor only if the writer's previous
+            epoch ended there.
+        state: `joining` and `retiring` until Kafka has acknowledged the JOIN or the RETIRE.
+        lock_keys: the second halves of the keys of the writer's locks. Other writers may have the same keys.
     """
 
     name: str
     epoch: int
     last: int
     state: Literal["joining", "joined", "retiring"]
-    numbers: frozenset[int]
+    lock_keys: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEpoch:
-    """A stream in its current epoch. Everything up to `floor` is decided, and nothing beyond `upto` was published
-    before (magnitudes). `own` is the name of the database itself among `writers`.
+    """A stream in its current epoch. IDs are magnitudes.
 
-    The epochs of `retiring` writers have ended. Up to `published` everything was published before the database went
-    back: an ID without a row there may have had a fact, so it is not declared void. `regression` says why a new
-    timeline begins now.
+    Attributes:
+        stream: the stream.
+        version: changes when a relay must read the epochs again.
+        floor: every ID up to it is decided, and Kafka has the records.
+        upto: no ID beyond it was published before, as far as the database knows.
+        timeline: the timeline of the JOINs.
+        database_writer: the name of the database's own writer in `writers`.
+        writers: by name, the writers whose epochs have not ended.
+        retiring: the writers whose epochs have ended, and whose RETIREs Kafka does not have.
+        published: every ID up to it was published before the database went back. An ID up to it that has no row may
+            have had a fact, so it is not declared void.
+        regression: why a new timeline begins now; empty if none begins.
     """
 
     stream: AppendStream
@@ -52,24 +64,24 @@ class StreamEpoch:
     floor: int
     upto: int
     timeline: Timeline
-    own: str
+    database_writer: str
     writers: Mapping[str, WriterEpoch]
     retiring: Sequence[WriterEpoch] = ()
     published: int = 0
     regression: str = ""
 
-    def name_of(self, writer: str) -> str:
+    def kafka_name(self, writer: str) -> str:
         """The name on Kafka of a writer in the outbox."""
-        return self.own if writer in {"", BEAT} else writer
+        return self.database_writer if writer in {"", BEAT} else writer
 
-    def acts(self) -> list[Join | Retire]:
-        """The JOIN and RETIRE records that Kafka does not have, the database's own JOIN first."""
-        return [*self.joins(), *self._retires()]
+    def join_and_retire_records(self) -> list[Join | Retire]:
+        """The JOIN and RETIRE records that Kafka does not have. The JOIN of the database's writer is the first."""
+        return [*self.join_records(), *self._retire_records()]
 
-    def joins(self) -> list[Join]:
-        """The JOINs that Kafka does not have, that of the database itself first.
+    def join_records(self) -> list[Join]:
+        """The JOINs that Kafka does not have. The JOIN of the database's writer is the first.
 
-        Nothing is known about IDs that were given out before the stream was created.
+        The first JOIN of a stream is `unseen` if IDs were given out before the stream was created: they may have facts.
         """
         first = self.timeline.after is None
         return [
@@ -78,17 +90,18 @@ class StreamEpoch:
                 writer=writer.name,
                 epoch=writer.epoch,
                 id=self.stream.towards.signed(writer.last),
-                unseen=first and writer.last > 0 and writer.name == self.own,
+                unseen=first and writer.last > 0 and writer.name == self.database_writer,
                 published=self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
             for writer in sorted(
-                self.writers.values(), key=lambda writer_epoch: (writer_epoch.name != self.own, writer_epoch.name)
+                self.writers.values(),
+                key=lambda writer_epoch: (writer_epoch.name != self.database_writer, writer_epoch.name),
             )
             if writer.state == "joining"
         ]
 
-    def _retires(self) -> list[Retire]:
+    def _retire_records(self) -> list[Retire]:
         signed, stream = self.stream.towards.signed, self.stream.name
         return [
             Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.last))
@@ -97,9 +110,7 @@ class StreamEpoch:
 
 
 UnknownWriters = Mapping[int, Mapping[str, int]]
-"""By number of the stream, then by writer: writers that the relay does not know but whose rows it has read, or whose
-epoch has ended at that ID.
-"""
+"""By number of the stream and by writer: writers that have not joined (0), or whose epoch has ended at that ID."""
 
 
 def begin(
@@ -108,17 +119,29 @@ def begin(
     writer: str,
     unknown_writers: UnknownWriters | None = None,
 ) -> list[StreamEpoch]:
-    """All streams, with the epochs of their writers in this history. A dropped stream has only the writers to retire.
+    """Begin new epochs if necessary, and return all streams with the epochs of their writers.
 
-    Any number of relays may call it, in any order. If a stream went back, a new timeline begins at that ID. Raises
-    `BadSetting` if Tidemark knows the streams by another name."""
+    Any number of relays may call this function, in any order. If a stream went back, a new timeline begins.
+
+    Args:
+        connection: a session of the database.
+        history: identifies the server's history now.
+        writer: the name of the database's own writer.
+        unknown_writers: writers that get an epoch too.
+
+    Returns:
+        The streams. A dropped stream has only the writers to retire.
+
+    Raises:
+        BadSetting: the streams were published with another name of the database's writer.
+    """
     with connection.transaction():
-        sequences.warn_readers_of_filled_ids(connection)
-        back = sequences.find_regressions(connection)
-        _warn_readers(connection, back)
-        _turn(connection, history, writer, back)
+        sequences.begin_timelines_for_filled_ids(connection)
+        regressions = sequences.find_regressions(connection)
+        _begin_reader_timelines(connection, regressions)
+        _begin_new_epochs(connection, history, writer, regressions)
         for number, names in (unknown_writers or {}).items():
-            _introduce(connection, number, names)
+            _store_new_writers(connection, number, names)
         rows = connection.execute(
             """
             select number, stream, direction, version, abs(floor),
@@ -134,7 +157,7 @@ def begin(
             group by number, stream, direction order by number
             """
         ).fetchall()
-    stream_epochs, why = [], {regression.stream.number: regression.why for regression in back}
+    stream_epochs, reasons = [], {regression.stream.number: regression.why for regression in regressions}
     for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was published as {own!r}, not as {writer!r}")
@@ -146,16 +169,20 @@ def begin(
         active = {writer.name: writer for writer in known if writer.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(history.database, start, after)
-        regression = why.get(number, "")
+        regression = reasons.get(number, "")
         stream_epochs.append(
             StreamEpoch(stream, version, floor, upto, timeline, own, active, retiring, published, regression)
         )
     return stream_epochs
 
 
-def _turn(connection: Connection, history: ServerHistory, writer: str, back: Sequence[Regression]) -> None:
-    """Begin new epochs if the history has changed or the stream went back, and the first epoch of a stream. If Kafka
-    may lack a JOIN of a start, the start is repeated with the same tokens."""
+def _begin_new_epochs(
+    connection: Connection, history: ServerHistory, writer: str, regressions: Sequence[Regression]
+) -> None:
+    """Begin the first epochs of new streams, and new epochs if the history has changed or a stream went back.
+
+    If Kafka may lack a JOIN of the last timeline, that timeline is used again.
+    """
     connection.execute(
         """
         with broken as (
@@ -201,37 +228,39 @@ def _turn(connection: Connection, history: ServerHistory, writer: str, back: Seq
             "database": history.database,
             "server": history.server,
             "writer": writer,
-            "now": _now(connection),
-            "numbers": [regression.stream.number for regression in back],
-            "versions": [regression.version for regression in back],
-            "floors": [regression.stream.towards.signed(regression.floor) for regression in back],
-            "uptos": [regression.upto for regression in back],
+            "now": _database_time(connection),
+            "numbers": [regression.stream.number for regression in regressions],
+            "versions": [regression.version for regression in regressions],
+            "floors": [regression.stream.towards.signed(regression.floor) for regression in regressions],
+            "uptos": [regression.upto for regression in regressions],
         },
     )
 
 
-def _warn_readers(connection: Connection, back: Sequence[Regression]) -> None:
+def _begin_reader_timelines(connection: Connection, regressions: Sequence[Regression]) -> None:
     """Begin a new timeline for the readers of this database, unless another relay has handled the regression."""
-    if not back:
+    if not regressions:
         return
     rows = connection.execute(
         """
         select kept.number from tidemark.append_progress as kept
         join unnest(%s::integer[], %s::bigint[]) as found (number, version) using (number, version) for update of kept
         """,
-        [[regression.stream.number for regression in back], [regression.version for regression in back]],
+        [[regression.stream.number for regression in regressions], [regression.version for regression in regressions]],
     ).fetchall()
-    for regression in back:
+    for regression in regressions:
         if (regression.stream.number,) in rows:
-            back_to = regression.stream.towards.signed(regression.back_to)
+            reader_floor = regression.stream.towards.signed(regression.reader_floor)
             connection.execute(
                 "select tidemark_reader.went_back(%s, %s, %s)",
-                [regression.stream.name, back_to, regression.is_restore],
+                [regression.stream.name, reader_floor, regression.is_restore],
             )
 
 
-def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
-    """Store new writers. All relays start again, because they do not know the new chains."""
+def _store_new_writers(connection: Connection, number: int, writers: Mapping[str, int]) -> None:
+    """Store new writers, and a new epoch of writers that ended. Changes the stream's version, so that all relays start
+    again, because they do not know the new chains.
+    """
     connection.execute(
         """
         with raised as (
@@ -251,19 +280,19 @@ def _introduce(connection: Connection, number: int, writers: Mapping[str, int]) 
         select number, name, %(now)s, last from given
         on conflict do nothing
         """,
-        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _now(connection)},
+        {"number": number, "names": [*writers], "ended": [*writers.values()], "now": _database_time(connection)},
     )
 
 
-def _now(connection: Connection) -> int:
-    """The clock of the database in ms. Epochs begin above it, so they also rise after a restore."""
+def _database_time(connection: Connection) -> int:
+    """The clock of the database in ms since 1970. New epochs are at least this number, so they rise after a restore."""
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
 
 
 def note_acknowledged(connection: Connection, streams: Sequence[StreamEpoch]) -> None:
-    """Note that Kafka has the JOINs and RETIREs of the streams."""
+    """Store that Kafka has acknowledged the JOINs and RETIREs of the streams."""
     connection.cursor().executemany(
         "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
         " where (number, writer, epoch, state) = (%s, %s, %s, %s)",

@@ -1,18 +1,18 @@
 """The outcome of the IDs of one stream, by evidence from its database (docs/design.md 4b). Pure; magnitudes only.
 
-Three queries, in this order: the highest ID that was given out (the *head*); the running transactions, and if necessary
-the writer locks that they hold; the rows of the outbox, in a later snapshot than both. Each transaction that reserved
-an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all those
-transactions have ended, an ID that has no row in the outbox will never have a fact. An ID that only other writers can
-have is not this writer's.
+Three queries run in this order: the highest ID that was given out (the *head*); the running transactions, and if
+necessary the writer locks that they hold; the rows of the outbox, in a later snapshot than both. A transaction that
+reserved an ID up to the head either ran and held the lock of its writer at the second query, or had ended. So when all
+running transactions have ended, an ID that has no row in the outbox will never have a fact. An ID without a row can
+belong to a writer only if one of the running transactions held the writer's lock.
 
-The state that is kept between two observations only saves queries. It is not evidence: a relay that starts without
-state decides the same.
+The state between two observations only saves queries. It is not evidence: a relay that starts without state makes the
+same decisions.
 
 A writer's chain (`WriterChains`) is cut at its own facts and at the *beats*: IDs that belong to no writer, with rows in
-the outbox. Each own fact is an edge of one ID, which is sent as soon as it is committed. The range between two
-neighbouring cuts is sent as one announcement, once no ID in it can be the writer's. Then no cut can come between the
-two, so every relay sends the same range, whenever it reads the database.
+the outbox. Each fact of the writer is an edge of one ID, which is sent as soon as the fact is committed. The range
+between two neighbouring cuts is sent as one announcement, once no ID in the range can belong to the writer. Then no
+other cut can come into the range, so every relay sends the same range, whenever it reads the database.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,8 +26,11 @@ from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
 class LockHolder(NamedTuple):
-    """A transaction, and the number of the writer whose lock it holds; None if the locks were not queried. Only a
-    transaction that retires the writer holds its lock exclusively."""
+    """A transaction, and the lock of a writer that it holds.
+
+    `writer` is the second half of the lock's key; None if the locks were not queried. Only a transaction that retires
+    the writer holds the lock exclusively.
+    """
 
     transaction: int
     writer: int | None = None
@@ -35,157 +38,182 @@ class LockHolder(NamedTuple):
 
 
 RANGES_AT_ONCE = 2000
-_ASKED_EVERY = 20
-_MARKS = 32
-"""The largest number of marks. Beyond it, the two oldest marks are merged into one that waits for the transactions of
+_LOCK_QUERY_EVERY = 20
+"""Observations between two queries of the locks."""
+_MAX_GROUPS = 32
+"""The largest number of groups. Beyond it, the two oldest groups are merged into one that waits for the transactions of
 both."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """IDs that were given out before one observation of the running transactions, and are not decided.
+class _UndecidedGroup:
+    """Undecided IDs with the same possible owners.
 
-    `waiting`: transactions that may own them and have not ended. `absent` IDs were not in the outbox when it was read
-    after `waiting` last shrank; `unread` IDs were not read since.
+    Attributes:
+        owners: the transactions that may own the IDs and have not ended.
+        unread: the IDs for which the outbox was not read since `owners` last shrank.
+        absent: the IDs that had no row when the outbox was read since then.
     """
 
-    waiting: frozenset[LockHolder]
+    owners: frozenset[LockHolder]
     unread: Intervals
     absent: Intervals = EMPTY
 
-    def only(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_Mark":
-        """A copy that waits only for the transactions that still run and hold a lock."""
+    def without_ended(self, running: frozenset[int], lock_holders: frozenset[LockHolder] | None) -> "_UndecidedGroup":
+        """A copy whose owners are only the transactions that still run and hold a lock."""
         if lock_holders is None:
-            waiting = frozenset(lock for lock in self.waiting if lock.transaction in running)
+            owners = frozenset(lock for lock in self.owners if lock.transaction in running)
         else:
-            unasked = {lock.transaction for lock in self.waiting if lock.writer is None}
-            waiting = frozenset(lock for lock in lock_holders if lock.transaction in unasked or lock in self.waiting)
-        if _transactions(waiting) == _transactions(self.waiting):
-            return replace(self, waiting=waiting)
-        return _Mark(waiting, self.unread.union(self.absent))
+            unknown_writer = {lock.transaction for lock in self.owners if lock.writer is None}
+            owners = frozenset(
+                lock for lock in lock_holders if lock.transaction in unknown_writer or lock in self.owners
+            )
+        if _transactions(owners) == _transactions(self.owners):
+            return replace(self, owners=owners)
+        return _UndecidedGroup(owners, self.unread.union(self.absent))
 
-    def with_(self, other: "_Mark") -> "_Mark":
-        return _Mark(self.waiting | other.waiting, self.unread.union(other.unread), self.absent.union(other.absent))
+    def merge(self, other: "_UndecidedGroup") -> "_UndecidedGroup":
+        return _UndecidedGroup(
+            self.owners | other.owners, self.unread.union(other.unread), self.absent.union(other.absent)
+        )
 
 
 class StreamEvidence:
-    """The evidence of one connection. A new connection needs new evidence: after a crash the server reuses transaction
-    numbers and IDs.
+    """The evidence for the IDs of one stream, observed on one connection. A new connection needs new evidence: after a
+    crash the server reuses transaction numbers and IDs.
 
-    `several`: the stream has several writers, so locks are evidence too.
+    `floor`: every ID up to it is decided, and Kafka has the records. `head`: the highest ID that was given out.
+    `has_several_writers`: locks are evidence too, of the writer to which an ID may belong.
     """
 
-    def __init__(self, floor: int, *, several: bool = False) -> None:
+    def __init__(self, floor: int, *, has_several_writers: bool = False) -> None:
         self.floor = floor
         self.head = floor
-        self._several = several
-        self._marks: list[_Mark] = []
-        self._waited_for: frozenset[LockHolder] = frozenset()
-        self._holders: frozenset[int] = frozenset()
-        self._observations = 0
+        self._has_several_writers = has_several_writers
+        self._groups: list[_UndecidedGroup] = []
+        self._owners: frozenset[LockHolder] = frozenset()
+        self._last_holders: frozenset[int] = frozenset()
+        self._observations_since_lock_query = 0
 
     @property
-    def open(self) -> bool:
+    def has_undecided(self) -> bool:
         """Whether an ID up to the head is not decided."""
-        return bool(self._marks)
+        return bool(self._groups)
 
     @property
-    def undecided(self) -> int:
+    def undecided_count(self) -> int:
         """The number of IDs up to the head that are not decided."""
-        return sum(mark.unread.width() + mark.absent.width() for mark in self._marks)
+        return sum(group.unread.width() + group.absent.width() for group in self._groups)
 
     @property
-    def complete(self) -> int:
+    def decided_upto(self) -> int:
         """The highest ID up to which every ID is decided."""
-        parts = [part for mark in self._marks for part in (mark.unread, mark.absent) if part]
+        parts = [part for group in self._groups for part in (group.unread, group.absent) if part]
         return min([self.head, *(int(part.lows[0]) for part in parts)])
 
     @property
-    def unseen(self) -> bool:
-        """Whether the outbox must be read again, without waiting for a transaction."""
-        return any(mark.unread for mark in self._marks)
+    def has_unread(self) -> bool:
+        """Whether the outbox must be read again before a transaction ends."""
+        return any(group.unread for group in self._groups)
 
     @property
     def needs_locks(self) -> bool:
-        """Whether the locks must be queried: an ID waits for a transaction that ran already at the last observation.
+        """Whether the locks must be queried: a transaction still runs, and its locks are not known.
 
-        A transaction that held the lock usually holds it until it ends, so the query is repeated rarely.
+        A transaction usually holds a lock until it ends, so known locks are queried again only every
+        `_LOCK_QUERY_EVERY` observations.
         """
-        if self._several:
-            unknown = any(lock.writer is None for lock in self._waited_for)
+        if self._has_several_writers:
+            unknown = any(lock.writer is None for lock in self._owners)
         else:
-            unknown = not _transactions(self._waited_for) <= self._holders
-        return unknown or (bool(self._waited_for) and self._observations >= _ASKED_EVERY)
+            unknown = not _transactions(self._owners) <= self._last_holders
+        return unknown or (bool(self._owners) and self._observations_since_lock_query >= _LOCK_QUERY_EVERY)
 
     def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
-        """Add an observation. `head` was read first, then the `running` transactions and their locks."""
-        self._observations += 1
+        """Add an observation.
+
+        Args:
+            head: the highest ID that was given out, read first.
+            running: the numbers of the transactions that ran after that.
+            lock_holders: the running transactions that held locks after that; None if not queried.
+        """
+        self._observations_since_lock_query += 1
         if lock_holders is not None:
-            self._holders, self._observations = frozenset(_transactions(lock_holders)), 0
-        marks = [mark.only(running, lock_holders) for mark in self._marks]
-        self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
+            self._last_holders, self._observations_since_lock_query = frozenset(_transactions(lock_holders)), 0
+        groups = [group.without_ended(running, lock_holders) for group in self._groups]
+        self._owners = frozenset().union(*(group.owners for group in groups))
         if head > self.head:
             owners = frozenset(map(LockHolder, running)) if lock_holders is None else lock_holders
-            marks.append(_Mark(owners, Intervals.of([(self.head, head)])))
+            groups.append(_UndecidedGroup(owners, Intervals.of([(self.head, head)])))
             self.head = head
-        by_owners: dict[frozenset[LockHolder], _Mark] = {}
-        for mark in marks:
-            known = by_owners.get(mark.waiting)
-            by_owners[mark.waiting] = mark if known is None else known.with_(mark)
-        self._marks = [*by_owners.values()]
-        while len(self._marks) > _MARKS:
-            first, second, *rest = self._marks
-            self._marks = [first.with_(second), *rest]
+        by_owners: dict[frozenset[LockHolder], _UndecidedGroup] = {}
+        for group in groups:
+            known = by_owners.get(group.owners)
+            by_owners[group.owners] = group if known is None else known.merge(group)
+        self._groups = [*by_owners.values()]
+        while len(self._groups) > _MAX_GROUPS:
+            first, second, *rest = self._groups
+            self._groups = [first.merge(second), *rest]
 
-    def unread(self) -> Intervals:
+    def unread_ranges(self) -> Intervals:
         """The ID ranges of the outbox to read next, in ascending order."""
         ids = EMPTY
-        for mark in self._marks:
-            ids = ids.union(mark.unread)
+        for group in self._groups:
+            ids = ids.union(group.unread)
         return ids.lowest(RANGES_AT_ONCE)
 
-    def open_to(self, writers: Collection[int] | None) -> Intervals:
-        """The undecided IDs that may belong to a writer with one of these numbers; with None, to any writer.
+    def undecided_ids(self, writers: Collection[int] | None) -> Intervals:
+        """The undecided IDs that may belong to a writer.
 
-        If such a writer may end at an undecided ID, all IDs beyond are open to it too: its RETIRE there would
-        contradict a range beyond. The database itself (None) never retires.
+        If the writer may end at an undecided ID, all IDs beyond it count as undecided too: the writer's RETIRE would
+        contradict an announced range beyond it. The writer of the database never ends.
+
+        Args:
+            writers: the second halves of the keys of the writer's locks; None for the writer of the database, to which
+                any ID may belong.
         """
         undecided, end = EMPTY, self.head
-        for mark in self._marks:
-            owners = [lock for lock in mark.waiting if writers is None or lock.writer is None or lock.writer in writers]
-            ids = mark.unread.union(mark.absent) if owners else mark.unread
+        for group in self._groups:
+            owners = [lock for lock in group.owners if writers is None or lock.writer is None or lock.writer in writers]
+            ids = group.unread.union(group.absent) if owners else group.unread
             undecided = undecided.union(ids)
             if any(owner.exclusive or owner.writer is None for owner in owners):
                 end = min([end, *ids.lows[:1].tolist()])
             else:
-                end = min([end, *mark.unread.lows[:1].tolist()])
+                end = min([end, *group.unread.lows[:1].tolist()])
         return (
             undecided
             if writers is None
             else undecided.union(Intervals.of([(end, self.head)] if end < self.head else []))
         )
 
-    def read(self, asked: Intervals, ids: Collection[int], settled: int = 0) -> Intervals:
-        """Note that `ids` are all rows of the outbox in the ranges `asked`. Returns the IDs without a fact.
+    def note_rows(self, ranges: Intervals, ids: Collection[int], deleted_upto: int = 0) -> Intervals:
+        """Note the rows of the outbox.
 
-        IDs up to `settled` count as decided, because their rows were deleted.
+        Args:
+            ranges: the IDs that were queried.
+            ids: the IDs of all rows in the ranges.
+            deleted_upto: IDs up to this one count as decided, because their rows may be deleted.
+
+        Returns:
+            The IDs that are now known to have no fact.
         """
         present = Intervals.from_ids(np.fromiter(ids, np.int64, len(ids)))
-        if settled:
-            present = present.union(Intervals.of([(0, settled)]))
-        voids, marks = EMPTY, list[_Mark]()
-        for mark in self._marks:
-            covered = mark.unread.common(asked)
+        if deleted_upto:
+            present = present.union(Intervals.of([(0, deleted_upto)]))
+        voids, groups = EMPTY, list[_UndecidedGroup]()
+        for group in self._groups:
+            covered = group.unread.common(ranges)
             missing = covered.difference(present)
-            absent = mark.absent.above(settled)
-            if mark.waiting:
+            absent = group.absent.above(deleted_upto)
+            if group.owners:
                 absent = absent.union(missing)
             else:
                 voids = voids.union(missing)
-            unread = mark.unread.difference(covered)
+            unread = group.unread.difference(covered)
             if unread or absent:
-                marks.append(_Mark(mark.waiting, unread, absent))
-        self._marks = marks
+                groups.append(_UndecidedGroup(group.owners, unread, absent))
+        self._groups = groups
         return voids
 
 
@@ -207,6 +235,9 @@ class EmptyRange(NamedTuple):
 
 
 class _WriterChain:
+    """The chain of one writer. Kafka has everything up to the cut `last`. `sent` and `acknowledged` are the IDs of the
+    edges beyond."""
+
     def __init__(self, last: int) -> None:
         self.last = last
         self.sent = EMPTY
@@ -214,51 +245,57 @@ class _WriterChain:
 
 
 class WriterChains:
-    """`lasts`: by writer, the ID of the last cut of its chain. Everything of the writer up to that ID is in Kafka."""
+    """The chains of all writers of a stream.
+
+    `lasts`: by writer, the ID of the last cut of its chain. Kafka has everything of the writer up to that ID.
+    """
 
     def __init__(self, lasts: Mapping[str, int]) -> None:
         self._chains = {writer: _WriterChain(last) for writer, last in lasts.items()}
         self._beats: list[int] = []
-        self._gappy: set[str] = set()
+        self._writers_with_gaps: set[str] = set()
         self.last_beat = 0
-        """The highest beat."""
+        """The ID of the highest beat."""
 
     def __len__(self) -> int:
         return len(self._chains)
 
-    def own(self, writer: str, ids: Intervals) -> None:
-        """Note that these IDs were sent as edges of the writer."""
+    def note_sent(self, writer: str, ids: Intervals) -> None:
+        """Note that these IDs are sent as edges of the writer."""
         if ids:
             self._chains[writer].sent = self._chains[writer].sent.union(ids)
-            self._gappy.add(writer)
+            self._writers_with_gaps.add(writer)
 
-    def beat(self, id: int) -> None:
+    def note_beat(self, id: int) -> None:
         self._beats.append(id)
         self._beats.sort()
         self.last_beat = self._beats[-1]
-        self._gappy.update(self._chains)
+        self._writers_with_gaps.update(self._chains)
 
-    def end(self, writer: str) -> None:
-        """End the writer's epoch. A RETIRE or JOIN settles its remaining IDs."""
+    def end_epoch(self, writer: str) -> None:
+        """Remove the chain of a writer whose epoch ends. A RETIRE or JOIN settles its remaining IDs."""
         self._chains.pop(writer, None)
-        self._gappy.discard(writer)
+        self._writers_with_gaps.discard(writer)
 
-    def behind(self, head: int) -> bool:
-        """Whether a chain ends below `head` and no beat was written yet."""
+    def needs_beat(self, head: int) -> bool:
+        """Whether IDs lie beyond the last beat, up to `head`, and a chain ends below `head`."""
         return head > self.last_beat and any(chain.sent.reach(chain.last) < head for chain in self._chains.values())
 
-    def announce(self, open_to: Callable[[str], Intervals]) -> list[EmptyRange]:
-        """The unsent ranges between neighbouring cuts in which the writer has no undecided ID."""
+    def announce(self, undecided_ids: Callable[[str], Intervals]) -> list[EmptyRange]:
+        """The unsent ranges between neighbouring cuts in which the writer has no undecided ID. They count as sent now.
+
+        `undecided_ids` returns the undecided IDs that may belong to a writer.
+        """
         ranges = list[EmptyRange]()
-        for writer in sorted(self._gappy):
+        for writer in sorted(self._writers_with_gaps):
             chain = self._chains[writer]
             gaps = self._gaps(chain)
-            open_ = open_to(writer) if gaps else EMPTY
-            ready = [gap for gap in gaps if not open_.within(*gap)]
+            undecided = undecided_ids(writer) if gaps else EMPTY
+            ready = [gap for gap in gaps if not undecided.within(*gap)]
             ranges += (EmptyRange(writer, *gap) for gap in ready)
             chain.sent = chain.sent.union(Intervals.of(ready))
             if len(ready) == len(gaps):
-                self._gappy.discard(writer)
+                self._writers_with_gaps.discard(writer)
         return ranges
 
     def _gaps(self, chain: _WriterChain) -> list[tuple[int, int]]:
@@ -274,15 +311,15 @@ class WriterChains:
         if (chain := self._chains.get(writer)) is not None:
             chain.acknowledged = chain.acknowledged.union(ids)
 
-    def floor(self, reached: int) -> int:
-        """The highest ID, at most `reached`, up to which Kafka has every chain."""
-        return min([reached, *map(self._limit, self._chains.values())])
+    def max_floor(self, limit: int) -> int:
+        """The highest floor, at most `limit`: Kafka has everything of every chain up to it."""
+        return min([limit, *map(self._floor_limit, self._chains.values())])
 
-    def settled(self, floor: int) -> None:
-        """Note that the floor was raised: Kafka has everything up to it."""
+    def note_floor(self, floor: int) -> None:
+        """Note the new floor: Kafka has everything up to it."""
         self._beats = [beat for beat in self._beats if beat > floor]
 
-    def _limit(self, chain: _WriterChain) -> int:
+    def _floor_limit(self, chain: _WriterChain) -> int:
         position = chain.acknowledged.reach(chain.last)
         if chain.sent.reach(chain.last) > position:
             return position
@@ -291,8 +328,8 @@ class WriterChains:
         return min(cuts, default=2**63 - 1)
 
 
-def edges(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
-    """The ranges as edges, by writer."""
+def ranges_by_writer(announced: Iterable[EmptyRange]) -> dict[str, Intervals]:
+    """The announced ranges, by writer."""
     by_writer: dict[str, list[tuple[int, int]]] = {}
     for gap in announced:
         by_writer.setdefault(gap.writer, []).append((gap.prev, gap.id))

@@ -1,8 +1,8 @@
-"""Decides the positions of a database's streams for readers in that database, by its transactions (docs/design.md 6b).
+"""Decides the positions of a database's streams for readers in that database, without Kafka (docs/design.md 6b).
 
-The evidence is the relay's (`evidence`); Kafka is not needed. The relay decides the outcome of each ID. This module
-decides only whether an ID is complete: its transaction has ended, and every later statement sees its rows. Any number
-of processes may decide at once, and be killed between any two steps: stored positions only rise.
+Uses the same evidence as the relay (`evidence`). The relay decides for each ID whether it has a fact. This module
+decides only whether an ID is complete: its transaction has ended, so every later statement sees its rows. Any number of
+processes may decide at once, and be killed between any two steps: stored positions only rise.
 """
 
 import threading
@@ -18,42 +18,52 @@ from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.decider import is_due, observe
 from tidemark.sources.relay.evidence import StreamEvidence
-from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed
+from tidemark.sources.relay.queries import SCHEMA, AppendStream, signed_bounds
 from tidemark.sources.relay.sequences import SequenceState, StreamSnapshot
 from tidemark.sources.run_loop import StandbyLocks, set_lock_timeout
 from tidemark.streaming.values.intervals import Intervals
 
 log = get_logger(__name__)
 
-SHORTEST, LONGEST = 0.005, 0.045
-"""Seconds between two rounds, while IDs are given out and while there are none."""
-_LONGEST_WAIT = 0.5
+SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.045
+"""Seconds between two rounds: the first after a position has moved, the second after a while without moves."""
+_LONGEST_IDLE_PAUSE = 0.5
 """Seconds until the next round while the database is idle, unless it gives out an ID."""
 IDS_AT_ONCE = 50_000
 _LOCK_KEY = 1
 """Second half of the lock key, after `queries.LOCK`. The relay uses 0."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Seconds between two attempts after a failure."""
 
 
 @dataclass(slots=True)
-class _KnownStream:
-    """`position` is stored for readers in `timeline`; None: nothing is stored yet. `locks`: the second half of the lock
-    key of each writer with a name; `writers`: their stored positions."""
+class _StreamState:
+    """What one decider knows of a stream.
+
+    Attributes:
+        stream: the stream.
+        version: the version of the stream when it was loaded.
+        evidence: the evidence for its IDs.
+        position: the stored linear position (a magnitude).
+        timeline: the timeline of the stored position; None if no position is stored.
+        lock_keys: by name, the second half of the lock key of each named writer.
+        writers: the stored positions of named writers (magnitudes).
+    """
 
     stream: AppendStream
     version: int
     evidence: StreamEvidence
     position: int
     timeline: int | None
-    locks: Mapping[str, int]
+    lock_keys: Mapping[str, int]
     writers: Mapping[str, int] = field(default_factory=dict)
 
     def vector(self) -> dict[str, int]:
         """The positions of writers that are beyond the linear position (magnitudes)."""
-        complete, positions = self.evidence.complete, dict[str, int]()
+        complete, positions = self.evidence.decided_upto, dict[str, int]()
         if complete < self.evidence.head:
-            for writer, lock in self.locks.items():
-                open_ids = self.evidence.open_to([lock])
+            for writer, lock in self.lock_keys.items():
+                open_ids = self.evidence.undecided_ids([lock])
                 position = int(open_ids.lows[0]) if open_ids else self.evidence.head
                 if position > max(complete, self.writers.get(writer, 0)):
                     positions[writer] = position
@@ -61,40 +71,42 @@ class _KnownStream:
 
 
 class PositionDecider:
-    """Decides and stores the positions on one connection, which is not in a transaction. A new connection needs a new
-    decider, because a server reuses transaction numbers after a crash.
+    """Decides and stores the positions of all streams on one connection. A new connection needs a new decider, because
+    a server reuses transaction numbers after a crash.
 
-    `is_ours` returns whether all writers of a stream are in this database. It is called until it first returns True.
+    Args:
+        connection: must not be in a transaction.
+        is_ours: returns whether all writers of a stream are in this database. Called until it first returns True.
     """
 
     def __init__(self, connection: Connection, is_ours: Callable[[str], bool] = lambda _: True) -> None:
         self._connection = connection
         self._is_ours = is_ours
-        self._streams: dict[int, _KnownStream] = {}
-        self._seen: dict[int, SequenceState] = {}  # by number of the stream, in the last round
+        self._streams: dict[int, _StreamState] = {}
+        self._sequences: dict[int, SequenceState] = {}  # by number of the stream, in the last round
         self._is_new = True
 
     @property
     def has_backlog(self) -> bool:
-        """Whether the outbox holds more than the last round has read."""
-        return any(known.evidence.unseen for known in self._streams.values())
+        """Whether the outbox has more rows than the last round has read."""
+        return any(state.evidence.has_unread for state in self._streams.values())
 
     def round(self) -> Generator[str, None, bool]:
-        """Query all streams once, and store their positions. Returns whether a position has moved. Yields the name of
-        each step before it is taken, so that tests can let other processes act between two steps."""
+        """Query all streams once, and store their positions. Yields the name of each step before the step runs, so that
+        tests can run other processes between steps. Returns whether a position has moved."""
         yield "heads"
         snapshots = {
-            stream.number: (stream, snapshot) for stream, snapshot in sequences.heads(self._connection).items()
+            stream.number: (stream, snapshot) for stream, snapshot in sequences.read_snapshots(self._connection).items()
         }
-        self._seen = {number: snapshot.sequence for number, (_, snapshot) in snapshots.items()}
+        self._sequences = {number: snapshot.sequence for number, (_, snapshot) in snapshots.items()}
         heads = self._heads(snapshots)
         due = {number for number, head in heads.items() if is_due(self._streams[number].evidence, head)}
-        if observed := [known for number, known in self._streams.items() if number in due]:
-            yield from observe(self._connection, {known.stream.number: known.evidence for known in observed}, heads)
-            for known in observed:
-                if asked := known.evidence.unread():
+        if observed := [state for number, state in self._streams.items() if number in due]:
+            yield from observe(self._connection, {state.stream.number: state.evidence for state in observed}, heads)
+            for state in observed:
+                if ranges := state.evidence.unread_ranges():
                     yield "read"
-                    self._read(known, asked)
+                    self._read(state, ranges)
         yield "load"
         self._load([number for number in snapshots if number not in self._streams], snapshots)
         yield "store"
@@ -112,31 +124,31 @@ class PositionDecider:
             False at once if more than the sequences has to be queried: an ID is open, or a sequence is unfit.
         """
         if (
-            any(known.evidence.complete < known.evidence.head for known in self._streams.values())
-            or any(sequence.unfit for sequence in self._seen.values())
-            or len(self._seen) > sequences.HEADS_AT_ONCE
+            any(state.evidence.complete < state.evidence.head for state in self._streams.values())
+            or any(sequence.unfit for sequence in self._sequences.values())
+            or len(self._sequences) > sequences.HEADS_AT_ONCE
         ):
             return False
         self._connection.execute(
             "call tidemark.await_ids(%s::integer[], %s::bigint[], %s::float8, %s::float8)",
-            [[*self._seen], [sequence.last for sequence in self._seen.values()], pause, most],
+            [[*self._sequences], [sequence.last for sequence in self._sequences.values()], pause, most],
         )
         return True
 
     def _heads(self, snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> dict[int, int]:
-        """The highest ID of each stream that may be decided. Streams that other processes have changed are forgotten
-        and loaded again."""
+        """The highest ID of each stream that may be decided. Removes the streams that other processes have changed, so
+        that they are loaded again."""
         heads = dict[int, int]()
-        for number, known in [*self._streams.items()]:
-            if number not in snapshots or snapshots[number][1].version != known.version:
+        for number, state in [*self._streams.items()]:
+            if number not in snapshots or snapshots[number][1].version != state.version:
                 del self._streams[number]
                 continue
             stream, snapshot = snapshots[number]
-            before = known.evidence.head
-            head = sequences.head(self._connection, stream, snapshot, max(before, snapshot.reached))
-            if snapshot.foreign:
+            before = state.evidence.head
+            head = sequences.read_head(self._connection, stream, snapshot, max(before, snapshot.known_head))
+            if snapshot.foreign_write:
                 del self._streams[number]
-            if snapshot.sequence.problem(stream) or snapshot.foreign or head < snapshot.reached:
+            if snapshot.sequence.problem(stream) or snapshot.foreign_write or head < snapshot.known_head:
                 continue  # the relay reports this and begins a new timeline
             if head < before:
                 del self._streams[number]
@@ -152,8 +164,8 @@ class PositionDecider:
             "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.towards.signed(floor)]
         )
 
-    def _read(self, known: _KnownStream, asked: Intervals) -> None:
-        lows, highs = signed(known.stream, asked)
+    def _read(self, state: _StreamState, ranges: Intervals) -> None:
+        lows, highs = signed_bounds(state.stream, ranges)
         row = self._connection.execute(
             """
             select kept.version, abs(kept.floor), array(
@@ -166,22 +178,22 @@ class PositionDecider:
             )
             from tidemark.append_progress as kept where kept.number = %s
             """,
-            [lows, highs, IDS_AT_ONCE, IDS_AT_ONCE, known.stream.number],
+            [lows, highs, IDS_AT_ONCE, IDS_AT_ONCE, state.stream.number],
         ).fetchone()
-        if row is None or row[0] != known.version:
-            del self._streams[known.stream.number]
+        if row is None or row[0] != state.version:
+            del self._streams[state.stream.number]
             return
         _, floor, ids = row
         if len(ids) == IDS_AT_ONCE:
-            asked = asked.upto(ids[-1])
-        known.evidence.read(asked, ids, settled=floor)
+            ranges = ranges.upto(ids[-1])
+        state.evidence.note_rows(ranges, ids, deleted_upto=floor)
 
     def _load(self, numbers: Collection[int], snapshots: Mapping[int, tuple[AppendStream, StreamSnapshot]]) -> None:
-        """Load streams: each begins at its stored position, or at the floor."""
+        """Load streams, each from its stored position or from its floor, whichever is higher."""
         if not numbers:
             return
-        if self._is_new:  # from now on the heads show a sequence that is set back
-            sequences.warn_readers_of_filled_ids(self._connection)
+        if self._is_new:  # later, `_heads` detects a sequence that was set back
+            sequences.begin_timelines_for_filled_ids(self._connection)
             self._is_new = False
         rows = self._connection.execute(
             """
@@ -198,49 +210,52 @@ class PositionDecider:
             """,
             [[*numbers]],
         ).fetchall()
-        for number, version, floor, linear, timeline, is_foreign, locks in rows:
+        for number, version, floor, linear, timeline, is_foreign, lock_keys in rows:
             stream, _ = snapshots[number]
-            if is_foreign:  # only these positions were restored; the relay handles a restore of all tables
+            if is_foreign:  # only the positions were restored; the relay handles a restore of all tables
                 self._begin_timeline(stream, floor, "A restore or a replication has written the positions for readers")
             elif timeline is not None or self._is_ours(stream.name):
-                evidence = StreamEvidence(max(floor, linear or 0), several=bool(locks))
-                self._streams[number] = _KnownStream(stream, version, evidence, linear or 0, timeline, locks)
+                evidence = StreamEvidence(max(floor, linear or 0), has_several_writers=bool(lock_keys))
+                self._streams[number] = _StreamState(stream, version, evidence, linear or 0, timeline, lock_keys)
 
     def _store(self) -> bool:
-        positions = {number: (known.evidence.complete, known.vector()) for number, known in self._streams.items()}
+        positions = {number: (state.evidence.decided_upto, state.vector()) for number, state in self._streams.items()}
         moves = [
-            known
-            for number, known in self._streams.items()
-            if known.timeline is None or positions[number][0] > known.position or positions[number][1]
+            state
+            for number, state in self._streams.items()
+            if state.timeline is None or positions[number][0] > state.position or positions[number][1]
         ]
         if not moves:
             return False
         linears, vectors = list[int](), list[Jsonb]()
-        for known in moves:
-            signed, (complete, vector) = known.stream.towards.signed, positions[known.stream.number]
+        for state in moves:
+            signed, (complete, vector) = state.stream.towards.signed, positions[state.stream.number]
             linears.append(signed(complete))
             vectors.append(Jsonb({writer: signed(id) for writer, id in vector.items()}))
         row = self._connection.execute(
             "select tidemark_reader.publish('database', %s, %s::bigint[], %s::jsonb[], %s::bigint[])",
             [
-                [known.stream.name for known in moves],
+                [state.stream.name for state in moves],
                 linears,
                 vectors,
-                [known.timeline for known in moves],
+                [state.timeline for state in moves],
             ],
         ).fetchone()
         moved = set[str](row[0] if row else ())
-        for known in moves:
-            if known.stream.name in moved and known.timeline is not None:
-                known.position, vector = positions[known.stream.number]
-                known.writers = {**known.writers, **vector}
-            else:  # a new row, or another process changed the row
-                del self._streams[known.stream.number]
+        for state in moves:
+            if state.stream.name in moved and state.timeline is not None:
+                state.position, vector = positions[state.stream.number]
+                state.writers = {**state.writers, **vector}
+            else:  # load the new row, or the row that another process has changed
+                del self._streams[state.stream.number]
         return True
 
 
 class LocalPositions:
-    """Updates the positions until `halt` is set. One of several processes works; the others are on standby."""
+    """Updates the positions until `halt` is set. One of several processes works; the others are on standby.
+
+    `is_ours`: see `PositionDecider`.
+    """
 
     def __init__(
         self, session: PostgresSession, halt: threading.Event, is_ours: Callable[[str], bool] = lambda _: True
@@ -252,7 +267,7 @@ class LocalPositions:
         self._problem = ""
 
     def run(self) -> None:
-        """Run until `halt` is set; wait while the database is unavailable. Closes the session at the end."""
+        """Run until `halt` is set. Retries while the database is unavailable. Closes the session at the end."""
         try:
             self._run()
         finally:
@@ -276,20 +291,20 @@ class LocalPositions:
                 self._halt.wait(backoff.next())
 
     def _decide(self, decider: PositionDecider, failures: Backoff) -> None:
-        pause = Backoff(SHORTEST, LONGEST, 1.2)
+        pause = Backoff(SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE, 1.2)
         while not self._halt.is_set():
-            if _result(decider.round()):
+            if _run_steps(decider.round()):
                 pause.reset()
             failures.reset()
             self._problem = ""
             if decider.has_backlog:
                 continue
             seconds = pause.next()
-            if seconds < LONGEST or not decider.wait_for_ids(LONGEST, _LONGEST_WAIT):
+            if seconds < LONGEST_ROUND_PAUSE or not decider.wait_for_ids(LONGEST_ROUND_PAUSE, _LONGEST_IDLE_PAUSE):
                 self._halt.wait(seconds)
 
 
-def _result(steps: Generator[str, None, bool]) -> bool:
+def _run_steps(steps: Generator[str, None, bool]) -> bool:
     """Run all steps and return their result."""
     while True:
         try:

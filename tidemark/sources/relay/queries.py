@@ -1,7 +1,7 @@
 """The queries and statements of the relay in a service's database. Each statement has its own snapshot.
 
-Their order is essential for the proof: see `sources.relay.evidence` and `sources.relay.decider`. The schema is made by
-the files in `migrations/` and has a version of its own; see `common.migrations`.
+Their order is essential: see `sources.relay.evidence` and `sources.relay.decider`. The files in `migrations/` create
+the schema, which has its own version (see `common.migrations`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,15 +22,16 @@ from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 
 LOCK = 1414087749
-"""The first half of a stream's advisory locks is this number plus the stream's number; the second half is the writer's
-hash. The SQL functions contain it too. No stream has the number 0, which is the relay's own."""
+"""The first half of the keys of a stream's advisory locks is this number plus the stream's number; the second half is
+the hash of the writer's name. The SQL functions contain this number too. The relay's own locks use the stream number 0,
+which no stream has."""
 BEAT = "*"
-"""The writer of beats, in the outbox."""
+"""The writer's name in the rows of beats in the outbox."""
 ROWS_AT_ONCE = 5000
 
 
 class _Utf8Loader(Loader):
-    """Loads text as bytes: as `str`, a row of 16 MiB with one emoji takes 64 MiB."""
+    """Loads text as bytes. As `str`, a row of 16 MiB with one emoji would take 64 MiB."""
 
     format = Format.BINARY
 
@@ -49,9 +50,14 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON (UTF-8); an ID without a fact has none. `bytes` is the size of its records.
+    """A row of `tidemark.append_outbox`.
 
-    `writer` is empty for the database itself. The rows of a beat are the names of writers whose epochs end at its ID.
+    Attributes:
+        id: a magnitude.
+        rows: the rows of the fact as JSON in UTF-8; empty for an ID without a fact. The rows of a beat are the names of
+            the writers whose epochs end at its ID.
+        bytes: the approximate size of its records.
+        writer: the name of the writer; `BEAT` for a beat, and empty for the writer of the database.
     """
 
     id: int
@@ -64,22 +70,22 @@ class AppendedFact:
         return not self.rows or self.writer == BEAT
 
     @property
-    def ends(self) -> Sequence[str]:
+    def ended_writers(self) -> Sequence[str]:
         """The writers whose epochs end at this ID."""
         return [row.decode() for row in self.rows] if self.writer == BEAT else ()
 
     def without_rows(self) -> "AppendedFact":
-        """A copy without its rows, to free memory; `is_void` is unchanged."""
-        return self if self.is_void else replace(self, rows=_SENT)
+        """A copy without its rows, to free memory. `is_void` is unchanged."""
+        return self if self.is_void else replace(self, rows=_REMOVED_ROWS)
 
 
-_SENT = (b"",)
+_REMOVED_ROWS = (b"",)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The facts of the queried ranges up to the ID `upto`, in order, with the stream's floor and version in the same
-    snapshot.
+    """The facts of the queried ranges up to the ID `upto`, in order. `floor` and `version` are of the same snapshot;
+    `bytes` is the size of the facts.
     """
 
     facts: Sequence[AppendedFact]
@@ -99,11 +105,11 @@ _HAS_SEQUENCE: LiteralString = """
 
 
 def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[LockHolder]]:
-    """By number of the stream: the `running` transactions, each with the writer whose lock it holds now.
+    """By number of the stream, the `running` transactions that hold the lock of a writer now.
 
-    A transaction that holds a lock and is not in `running` had reserved nothing when `running` was read, or has ended.
-    The same holds for a transaction without a lock on the stream's sequence, which `nextval` takes until the
-    transaction ends. Any user can take the advisory lock, but only the functions can use the sequence.
+    A transaction that holds a lock and is not in `running` had reserved no ID when `running` was read, or has ended.
+    The same is true of a transaction without a lock on the stream's sequence, which `nextval` takes until the end of
+    the transaction. Any user can take the advisory lock, but only the functions can use the sequence.
     """
     rows = connection.execute(
         """
@@ -126,10 +132,10 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
     return {number: frozenset(locks) for number, locks in owners.items()}
 
 
-def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
-    """The facts of the outbox in these ranges, in order, up to `most_bytes`, but at least one if any exists."""
+def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
+    """Read the facts of the outbox in these ranges, in order, up to `max_bytes`, but at least one if any exists."""
     order = "asc" if stream.towards is Direction.FORWARD else "desc"
-    lows, highs = signed(stream, asked)
+    lows, highs = signed_bounds(stream, ranges)
     cursor = connection.cursor(binary=True)
     cursor.adapters.register_loader("text", _Utf8Loader)
     rows = cursor.execute(
@@ -150,20 +156,20 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
         where kept.number = %s
         order by found.id {order}
         """.encode(),
-        [lows, highs, stream.number, most_bytes, stream.number],
+        [lows, highs, stream.number, max_bytes, stream.number],
     ).fetchall()
     floor, version = rows[0][:2] if rows else (0, -1)  # a dropped stream has none
     facts = [AppendedFact(*fact) for _, _, *fact in rows if fact[0] is not None]
     size = sum(fact.bytes for fact in facts)
-    whole = len(facts) < ROWS_AT_ONCE and size < most_bytes
-    return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, version, size)
+    whole = len(facts) < ROWS_AT_ONCE and size < max_bytes
+    return Page(facts, int(ranges.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
 def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bool:
     """Store the heads as upper bounds of the IDs that will be published next, and wait for the disk.
 
-    `nextval`, and a commit with `synchronous_commit = off`, are durable only with a later commit. The message in the
-    write-ahead log makes both durable.
+    `nextval`, and a commit with `synchronous_commit = off`, are durable only after a later commit. The message in the
+    write-ahead log makes them durable.
 
     Returns:
         False if a restore or a replication has written the rows of a stream. Nothing is stored for such a stream,
@@ -185,14 +191,14 @@ def record_upto(connection: Connection, heads: Mapping[AppendStream, int]) -> bo
     return row is not None and row[1] == len(heads)
 
 
-def beat(connection: Connection, stream: AppendStream) -> bool:
-    """Give out an ID that belongs to no writer. It cuts the chain of every writer.
+def write_beat(connection: Connection, stream: AppendStream) -> bool:
+    """Write a beat: give out an ID that belongs to no writer, and cuts the chain of every writer.
 
-    Nothing happens if the ID has a row already: the sequence was set back since the last round, and the next round
+    Does nothing if the ID has a row already. Then the sequence was set back since the last round, and the next round
     begins a new timeline or blocks the stream.
 
     Returns:
-        False if another session holds the lock of heartbeats.
+        False if another session holds the lock of beats.
     """
     with suppress(errors.UniqueViolation):
         return fetch_value(connection, "select tidemark.append_beat(%s)", [stream.name]) is not None
@@ -200,7 +206,7 @@ def beat(connection: Connection, stream: AppendStream) -> bool:
 
 
 def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
-    """The sessions that hold the lock of heartbeats of the stream exclusively, or wait for it."""
+    """Describe the sessions that hold the stream's lock of beats exclusively, or wait for it."""
     rows = connection.execute(
         """
         select distinct coalesce(pid, 0) from pg_locks
@@ -218,14 +224,22 @@ def raise_floor(
 ) -> bool:
     """Delete the rows up to `new`, which Kafka has, and raise the floor, in one transaction.
 
-    Only the rows of `rows_sent` are deleted. A row with another ID was committed after its ID was declared void: the
-    row stays below the floor, where `sequences.stray_rows` finds it. The database's own chain has a cut at every ID
-    without a named writer. Writers whose epochs end at or below `new` become `retiring`.
+    Only the rows of `rows_sent` are deleted. A row with another ID was committed after its ID was declared void. The
+    row stays below the floor, where `sequences.misplaced_rows` finds it. The chain of the database's writer has a cut
+    at every ID without a named writer. Writers whose epochs end at or below `new` become `retiring`.
+
+    Args:
+        connection: must not be in a transaction.
+        stream: the stream.
+        version: the version of the stream that the relay has read.
+        old: the floor that the relay has read (a magnitude).
+        new: the new floor.
+        rows_sent: the IDs up to `new` whose rows were sent.
 
     Returns:
         False if another relay has changed the stream, or a restore or a replication has written its rows.
     """
-    lows, highs = signed(stream, rows_sent)
+    lows, highs = signed_bounds(stream, rows_sent)
     rows = connection.execute(
         """
         with raised as (
@@ -282,8 +296,8 @@ def raise_floor(
     return len(rows) == 1
 
 
-def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
-    """The lowest and the highest ID of each range, signed as in the table."""
+def signed_bounds(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
+    """The lowest and the highest ID of each range, signed as in the outbox, for `between`."""
     lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
     if stream.towards is Direction.FORWARD:
         return [low + 1 for low in lows], highs
@@ -303,7 +317,7 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Records are sent after these commits, so the commits must be durable, even if the database's default differs.
+        # Records are sent after commits, so the commits must be durable, whatever the database's default is.
         ("synchronous_commit", "on"),
         # The outbox is empty most of the time, so a planner with statistics would choose a sequential scan over all
         # dead rows.
@@ -315,15 +329,15 @@ _USE = DatabaseUse(
     pooler_remedy="give the relay a direct connection to the server",
 )
 
-SILENT_SECONDS = 600.0
-"""Log a warning if a host that died without closing its connections can block a stream for longer than this."""
-_LINUX = 7200 + 9 * 75
+DEAD_CLIENT_WARNING_SECONDS = 600.0
+"""A warning is logged if a client host that died can block a stream for longer than this."""
+_LINUX_KEEPALIVE_SECONDS = 7200 + 9 * 75
 
 
-def silence(connection: Connection) -> float:
+def dead_client_timeout(connection: Connection) -> float:
     """Seconds until the server ends a transaction whose client host has died, by the server's settings.
 
-    If the server uses the operating system's keepalive defaults, Linux is assumed.
+    If the server uses the operating system's keepalive defaults, the defaults of Linux are assumed.
     """
     row = connection.execute(
         """
@@ -334,12 +348,12 @@ def silence(connection: Connection) -> float:
     ).fetchone()
     assert row is not None
     idle, interval, count, timeout = row
-    keepalives = idle + interval * count if idle and interval and count else _LINUX
+    keepalives = idle + interval * count if idle and interval and count else _LINUX_KEEPALIVE_SECONDS
     return min(keepalives, timeout or keepalives)
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """The relay's session; `application` is its `application_name`."""
+    """A session of the relay; `application` is its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 

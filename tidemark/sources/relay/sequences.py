@@ -1,5 +1,6 @@
-"""Queries the heads of the streams' sequences, their fitness, and stray rows: rows at impossible IDs (docs/design.md
-4b). All are queried in every round, because logical replication, a restore or `setval` changes rows and sequences
+"""Queries the streams' sequences, their defects, and misplaced rows, which have impossible IDs (docs/design.md 4b).
+
+Every round queries all of them, because logical replication, a restore or `setval` can change rows and sequences
 separately while the connection stays open.
 """
 
@@ -22,7 +23,8 @@ from tidemark.streaming.values.direction import Direction
 log = get_logger(__name__)
 
 HEADS_AT_ONCE = 1000
-"""Sequences that one statement reads. It locks each of them, and the shared lock table is limited."""
+"""The largest number of sequences that one statement reads. The statement locks each of them, and the size of the lock
+table is limited."""
 # `select last_value` would read without the sequence's lock: while `nextval` writes its log, the value is briefly up to
 # 32 too high.
 _LAST = """
@@ -39,7 +41,7 @@ _UNFIT = """
             case when seqincrement <> direction then format('INCREMENT BY %%s', seqincrement) end)
         else '' end
 """
-_HEADS = f"""
+_SNAPSHOTS = f"""
     select known.number, stream, direction, ids::text, {_UNFIT}, {_LAST}, abs(known.after), abs(floor), version,
         coalesce((select max(upto) from tidemark.append_sent as noted where noted.number = known.number), 0),
         coalesce(written_by <> progress.xmin, false)::integer
@@ -50,24 +52,26 @@ _HEADS = f"""
     order by known.number limit {HEADS_AT_ONCE}
 """.replace("%%", "%").encode()
 _prepared: WeakSet[Connection] = WeakSet()
-"""The sessions in which `_HEADS` is prepared."""
+"""The sessions in which `_SNAPSHOTS` is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """The sequence of a stream; `last` is the ID that it gave out last (a magnitude).
+    """The sequence of a stream.
 
-    `last` is None if the sequence gave out no ID since its creation or restart. `unfit`: the sequence options that make
-    it unsafe, or `gone`, or `unreadable`; empty if it is fit.
+    Attributes:
+        name: the name of the sequence.
+        defect: the options that make the sequence unsafe, or `gone`, or `unreadable`; empty if it is fit.
+        last: the last ID that was given out (a magnitude); None if none was since its creation or restart.
     """
 
     name: str
-    unfit: str
+    defect: str
     last: int | None
 
     def problem(self, stream: AppendStream) -> UnsuitableSequence | None:
         """The reason why no ID of the sequence may be decided, and what to do; None if it is fit."""
-        match self.unfit:
+        match self.defect:
             case "":
                 return None
             case "gone":
@@ -77,12 +81,10 @@ class SequenceState:
                     stream, "this user may not read it", f"run: GRANT SELECT ON SEQUENCE {self.name} TO tidemark_relay"
                 )
         do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
-        return self._problem(stream, f"it has {self.unfit}, so it may give out IDs that were declared void", do)
+        return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", do)
 
-    def lags_table(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
-        """The problem of a sequence that has not given out the ID `highest`, although the outbox has a row with it.
-        `highest` is without its sign.
-        """
+    def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
+        """The problem of a sequence that has not given out the ID `highest` (a magnitude) of a row in the outbox."""
         id = stream.towards.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
@@ -93,62 +95,68 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StreamSnapshot:
-    """The stored state of a stream (magnitudes). `after`: its IDs begin beyond this one. `upto`: the highest ID that
-    was published, as far as this database knows. `foreign`: 1 if a restore or a replication, not a relay, wrote the row
-    with the floor."""
+    """The stored state of a stream. IDs are magnitudes.
+
+    Attributes:
+        sequence: the sequence of the stream.
+        after: the IDs of the stream begin beyond this one.
+        floor: every ID up to it is decided, and Kafka has the records.
+        version: the version of the stream's epochs.
+        upto: the highest ID that was published, as far as this database knows.
+        foreign_write: 1 if a restore or a replication, not a relay, wrote the row with the floor; otherwise 0.
+    """
 
     sequence: SequenceState
     after: int
     floor: int
     version: int
     upto: int
-    foreign: int
+    foreign_write: int
 
     @property
-    def reached(self) -> int:
+    def known_head(self) -> int:
         """The highest ID that was given out, as far as this database knows."""
         return max(self.floor, self.upto)
 
 
 @dataclass(frozen=True, slots=True)
-class StrayRows:
-    """The IDs (magnitudes) of stray rows: `lowest` at or below the floor, `highest` beyond the head."""
+class MisplacedRows:
+    """The IDs (magnitudes) of misplaced rows: `lowest` at or below the floor, `highest` beyond the head."""
 
     lowest: int | None
     highest: int | None
 
 
-def heads(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
-    """The existing streams, with their sequences.
+def read_snapshots(connection: Connection) -> dict[AppendStream, StreamSnapshot]:
+    """Query the stored state of all streams that are not dropped. Raises `psycopg.Error`.
 
-    Called 20 times a second while the database is idle, so it avoids psycopg's cursors, which cost more than the query.
-    Raises `psycopg.Error`.
+    Runs 20 times a second while the database is idle, so it avoids psycopg's cursors, which cost more than the query.
     """
     server = connection.pgconn
     if connection not in _prepared:
-        _sound(connection, server.prepare(b"tidemark_heads", _HEADS))
+        _check_result(connection, server.prepare(b"tidemark_heads", _SNAPSHOTS))
         _prepared.add(connection)
     encoding, observed, above, rows = connection.info.encoding, dict[AppendStream, StreamSnapshot](), 0, HEADS_AT_ONCE
     while rows == HEADS_AT_ONCE:
-        result = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
+        result = _check_result(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
         rows = result.ntuples
         for row in range(rows):
             texts = tuple(result.get_value(row, column) for column in range(result.nfields))
-            append_stream, observed[append_stream] = _decoded(texts, encoding)
+            append_stream, observed[append_stream] = _decode_row(texts, encoding)
             above = append_stream.number
     return observed
 
 
 @lru_cache(2 * HEADS_AT_ONCE)
-def _decoded(texts: tuple[bytes | None, ...], encoding: str) -> tuple[AppendStream, StreamSnapshot]:
-    """One row of `_HEADS`. Most of the time it is the same as before."""
-    number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
-    sequence = SequenceState(name or "", unfit or "", None if last is None else int(last))
+def _decode_row(texts: tuple[bytes | None, ...], encoding: str) -> tuple[AppendStream, StreamSnapshot]:
+    """One row of `_SNAPSHOTS`. Cached, because most rows are the same as before."""
+    number, stream, sign, name, defect, last, *numbers = [text and text.decode(encoding) for text in texts]
+    sequence = SequenceState(name or "", defect or "", None if last is None else int(last))
     append_stream = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
     return append_stream, StreamSnapshot(sequence, *(int(column or 0) for column in numbers))
 
 
-def _sound(connection: Connection, result: PGresult) -> PGresult:
+def _check_result(connection: Connection, result: PGresult) -> PGresult:
     if result.status in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
         return result
     if connection.closed:
@@ -156,16 +164,18 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
     raise psycopg.errors.error_from_result(result)
 
 
-def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, seen: int) -> int:
-    """The highest ID that the sequence gave out. `seen`: the highest one known before. A new or restarted sequence has
-    only its next ID.
+def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot, known_head: int) -> int:
+    """The highest ID that the sequence gave out (a magnitude).
+
+    `known_head` is the highest ID that was given out, as far as the caller knows. A new or restarted sequence has no
+    last ID, so its next ID is queried.
     """
     if snapshot.sequence.last is not None:
         return snapshot.sequence.last
-    if snapshot.sequence.unfit or seen <= snapshot.after:
+    if snapshot.sequence.defect or known_head <= snapshot.after:
         return snapshot.after
-    # The row is read without the sequence's lock. The next call takes the lock, so no session is taking an ID at that
-    # moment.
+    # `last_value` is read without the sequence's lock. pg_sequence_last_value takes the lock, so no session is taking
+    # an ID at that moment.
     row = connection.execute(
         f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {snapshot.sequence.name}".encode(),
         [snapshot.sequence.name],
@@ -175,12 +185,12 @@ def head(connection: Connection, stream: AppendStream, snapshot: StreamSnapshot,
     return int(following) - 1 if last is None else int(last)
 
 
-def stray_rows(connection: Connection) -> dict[int, StrayRows]:
-    """By number of the stream, the rows of the outbox at or below its floor or beyond its head. Streams without such
+def misplaced_rows(connection: Connection) -> dict[int, MisplacedRows]:
+    """By number of the stream, the rows of the outbox at or below its floor, or beyond its head. Streams without such
     rows are left out.
 
     Sequences are read after the snapshot, so a row that is committed during the query is not beyond its head. If a
-    sequence gave out no ID since its restart, `highest` is any row.
+    sequence gave out no ID since its restart, every row counts as beyond the head.
     """
     rows = connection.execute(
         f"""
@@ -204,23 +214,23 @@ def stray_rows(connection: Connection) -> dict[int, StrayRows]:
         where highest is not null and (lowest is not null or last is null or abs(highest) > last)
         """.replace("%%", "%").encode()
     ).fetchall()
-    return {number: StrayRows(lowest, highest) for number, lowest, highest in rows}
+    return {number: MisplacedRows(lowest, highest) for number, lowest, highest in rows}
 
 
-QUICK = 0.02
-"""A query for stray rows runs in every round if it takes at most this many seconds."""
-_SHARE = 0.05
+QUICK_QUERY_SECONDS = 0.02
+"""The query for misplaced rows runs in every round if it takes at most this many seconds."""
+_MAX_TIME_SHARE = 0.05
 
 
-class StrayRowQuery:
-    """Queries the outbox for stray rows, which have impossible IDs (`stray_rows`), in every round.
+class MisplacedRowQuery:
+    """Queries the outbox for misplaced rows (`misplaced_rows`) in every round.
 
-    The query is slow while vacuum cannot remove dead rows. If it takes longer than `QUICK`, it runs less often, for at
-    most 5 % of the time.
+    The query is slow while vacuum cannot remove dead rows. If it takes longer than `QUICK_QUERY_SECONDS`, it runs less
+    often, for at most 5 % of the time.
     """
 
     def __init__(self) -> None:
-        self.found: Mapping[int, StrayRows] = {}
+        self.found: Mapping[int, MisplacedRows] = {}
         self._next = 0.0
 
     @property
@@ -229,14 +239,17 @@ class StrayRowQuery:
 
     def run(self, connection: Connection) -> None:
         began = time.monotonic()
-        self.found = stray_rows(connection)
+        self.found = misplaced_rows(connection)
         took = time.monotonic() - began
-        self._next = began + took / _SHARE if took > QUICK else 0.0
+        self._next = began + took / _MAX_TIME_SHARE if took > QUICK_QUERY_SECONDS else 0.0
 
 
-def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
-    """By number of the stream, why its sequence is unfit. Query after the heads: an option that was set and reset
-    before is harmless, because no session keeps IDs from before a change of its sequence."""
+def sequence_defects(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
+    """By number of the stream, why its sequence is unfit. Streams with a fit sequence are left out.
+
+    Call it after `read_snapshots`. An option that was set and reset before is harmless, because no session keeps cached
+    IDs after a change of its sequence.
+    """
     rows = connection.execute(
         f"""
         select number, {_UNFIT} from tidemark.append_streams left join pg_sequence on seqrelid = ids
@@ -249,59 +262,63 @@ def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """A stream that goes back to `floor`.
+    """A stream that went back. IDs are magnitudes.
 
-    IDs beyond `upto` that were published may come again (magnitudes). `version`: the version of the stream that
-    shows the regression, so that only one of several relays handles it. Readers of this database go back to `back_to`;
-    but if `is_restore`, and the restore included their positions, they continue from those."""
+    Attributes:
+        stream: the stream.
+        version: the version of the stream at the query. Only one of several relays handles the regression.
+        floor: the stream goes back to this floor.
+        upto: IDs beyond it may be given out again, although they were published.
+        reader_floor: readers of this database go back to this ID.
+        is_restore: if a restore included the readers' positions, they continue from those instead.
+        why: the reason, for the log.
+    """
 
     stream: AppendStream
     version: int
     floor: int
     upto: int
-    back_to: int
+    reader_floor: int
     is_restore: bool
     why: str
 
 
 def find_regressions(connection: Connection) -> list[Regression]:
-    """The streams that went back. A stream with an unfit sequence is left out: none of its IDs is decided until the
-    repair.
+    """The streams that went back. A stream whose sequence is unfit, or behind the outbox, is left out: none of its IDs
+    is decided before the repair.
     """
-    observed = heads(connection)
-    strays = stray_rows(connection)
+    observed = read_snapshots(connection)
+    misplaced_by_stream = misplaced_rows(connection)
     regressions = list[Regression]()
     for stream, snapshot in observed.items():
-        stray = strays.get(stream.number, StrayRows(None, None))
-        given_out = head(connection, stream, snapshot, snapshot.reached)
-        if snapshot.sequence.unfit or (stray.highest or 0) > given_out:
+        misplaced = misplaced_by_stream.get(stream.number, MisplacedRows(None, None))
+        given_out = read_head(connection, stream, snapshot, snapshot.known_head)
+        if snapshot.sequence.defect or (misplaced.highest or 0) > given_out:
             continue
         signed, limits = stream.towards.signed, dict[int, str]()
-        if given_out < snapshot.reached:
-            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.reached)}"
-        if stray.lowest is not None:
-            id = signed(stray.lowest)
-            limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
-        back_to, is_restore = min([snapshot.floor, *limits]), not limits
-        if snapshot.foreign:
+        if given_out < snapshot.known_head:
+            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.known_head)}"
+        if misplaced.lowest is not None:
+            id = signed(misplaced.lowest)
+            limits[misplaced.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
+        reader_floor, is_restore = min([snapshot.floor, *limits]), not limits
+        if snapshot.foreign_write:
             limits.setdefault(given_out, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
-            # A relay may have stored a higher ID after the restore, and services may have taken IDs again up to that
-            # one.
-            upto = snapshot.floor if snapshot.foreign else snapshot.upto
+            # After the restore, a relay may have stored a higher `upto`, and services may have taken IDs up to it.
+            upto = snapshot.floor if snapshot.foreign_write else snapshot.upto
             floor, upto = min(snapshot.floor, limit), min(upto, limit)
             why = "; ".join(limits.values())
-            regressions.append(Regression(stream, snapshot.version, floor, upto, back_to, is_restore, why))
+            regressions.append(Regression(stream, snapshot.version, floor, upto, reader_floor, is_restore, why))
     return regressions
 
 
-def warn_readers_of_filled_ids(connection: Connection) -> None:
+def begin_timelines_for_filled_ids(connection: Connection) -> None:
     """Begin a new timeline for the readers of each stream whose sequence was set back unnoticed.
 
-    The evidence is a fact at or below the readers' position that is younger than the position. Without a reset of the
-    sequence there is no such fact: the transactions of all facts below a position end before the transaction that
-    stores the position begins.
+    The evidence is a fact at or below the readers' position whose transaction is younger than the stored position.
+    Otherwise the transactions of all facts up to a position end before the transaction that stores the position begins.
     """
     rows = connection.execute(
         """
@@ -322,4 +339,4 @@ def warn_readers_of_filled_ids(connection: Connection) -> None:
         """
     ).fetchall()
     for stream, back_to, _ in rows:
-        log.warning("A fact came to an ID that readers have passed", stream=stream, back_to=back_to)
+        log.warning("A fact was committed at an ID that readers have passed", stream=stream, back_to=back_to)
