@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.common.environment import CAUSE_MAX, failure_cause
+from tidemark.common.environment import MAX_CAUSE_LENGTH, failure_cause
 
 SPARK = """\
 NOTE: Picked up JDK_JAVA_OPTIONS: -XX:+UseSerialGC
@@ -63,4 +63,4 @@ def test_the_cause_is_a_sentence_of_the_program(output: str, cause: str) -> None
 
 def test_a_cause_is_cut_to_a_line_that_a_person_reads() -> None:
     """Some libraries put a whole query into their error."""
-    assert len(failure_cause(["error " * CAUSE_MAX])) == CAUSE_MAX
+    assert len(failure_cause(["error " * MAX_CAUSE_LENGTH])) == MAX_CAUSE_LENGTH

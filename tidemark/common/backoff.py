@@ -16,6 +16,7 @@ T = TypeVar("T")
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
 LOG_EVERY = 10.0
+"""Seconds between two log lines about the same wait."""
 
 
 class Backoff:

@@ -160,7 +160,7 @@ def _is_writable(path: Path) -> bool:
     return True
 
 
-CAUSE_MAX = 400
+MAX_CAUSE_LENGTH = 400
 """Maximum length of a cause in characters."""
 
 _NOISE = re.compile(
@@ -188,7 +188,7 @@ def is_noise(line: str) -> bool:
 def failure_cause(lines: Iterable[str]) -> str:
     """Find why a program ended, in the lines of its output.
 
-    Returns the cause as one line of at most `CAUSE_MAX` characters; empty if the program wrote nothing.
+    Returns the cause as one line of at most `MAX_CAUSE_LENGTH` characters; empty if the program wrote nothing.
 
     Uses the innermost cause of a Java exception, else the last line that reads like an error, else the last line.
     """
@@ -202,4 +202,4 @@ def failure_cause(lines: Iterable[str]) -> str:
         chosen = " ".join(messages[messages.index(_JVM_INITIALIZATION_ERROR) :][1:2]) or _JVM_INITIALIZATION_ERROR
     text = _TIMESTAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
     text = re.sub(r'^Exception in thread "[^"]*" ', "", text)
-    return text if len(text) <= CAUSE_MAX else f"{text[: CAUSE_MAX - 3]}..."
+    return text if len(text) <= MAX_CAUSE_LENGTH else f"{text[: MAX_CAUSE_LENGTH - 3]}..."

@@ -30,7 +30,7 @@ from psycopg import errors, sql
 from tidemark.common.backoff import Backoff
 from tidemark.common.errors import PrerequisitePending, SchemaMismatch, TidemarkError
 from tidemark.common.log import Progress, get_logger, no_progress
-from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
+from tidemark.common.postgres_session import Connection, PostgresSession, describe_sessions
 
 log = get_logger(__name__)
 
@@ -111,7 +111,7 @@ class _BlockerQuery:
             while not self._stopped.is_set():
                 row = connection.execute("select pg_blocking_pids(%s)", [waiting_pid]).fetchone()
                 if row is not None and row[0]:
-                    self.description = sessions_of(connection, row[0])
+                    self.description = describe_sessions(connection, row[0])
                 self._stopped.wait(_QUERY_INTERVAL)
 
 

@@ -421,7 +421,7 @@ def _backend_pid(connection: Connection) -> int:
     return int(row[0])
 
 
-def sessions_of(connection: Connection, pids: list[int]) -> str:
+def describe_sessions(connection: Connection, pids: list[int]) -> str:
     """Describe server processes for a message: pid, user, application, state, start. `pids` has 0 for a prepared
     transaction.
     """
@@ -462,7 +462,7 @@ def lock_problem(error: psycopg.Error, connection: Connection) -> str:
         error: raised in another session of the same database.
         connection: for the queries.
     """
-    lockers = sessions_of(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
+    lockers = describe_sessions(connection, [pid for (pid,) in connection.execute(_LOCK_HOLDERS).fetchall()])
     return first_line(error) + (f"; locked by {lockers}" if lockers else "")
 
 

@@ -17,7 +17,7 @@ from tidemark.common.backoff import Backoff
 from tidemark.common.errors import Refused, Retry, SchemaMismatch, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.migrations import Migrations
-from tidemark.common.postgres_session import Connection, PostgresSession, sessions_of
+from tidemark.common.postgres_session import Connection, PostgresSession, describe_sessions
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.transactions import OldestOpenGauge, OpenTransaction, SourceReports
 from tidemark.streaming.wire import records
@@ -205,9 +205,9 @@ class KafkaWait:
 class StandbyLocks:
     """The advisory locks that the active process of one kind holds. Logs when a wait for the locks begins and ends."""
 
-    def __init__(self, space: int) -> None:
-        """`space` is the first half of each lock's key."""
-        self._space = space
+    def __init__(self, lock_space: int) -> None:
+        """`lock_space` is the first half of each lock's key."""
+        self._lock_space = lock_space
         self._since: float | None = None
 
     def take(self, connection: Connection, keys: Sequence[int]) -> bool:
@@ -221,7 +221,8 @@ class StandbyLocks:
             Whether the session has the locks.
         """
         row = connection.execute(
-            "select bool_and(pg_try_advisory_lock(%s, key)) from unnest(%s::integer[]) as key", [self._space, [*keys]]
+            "select bool_and(pg_try_advisory_lock(%s, key)) from unnest(%s::integer[]) as key",
+            [self._lock_space, [*keys]],
         ).fetchone()
         if row is not None and row[0]:
             if self._since is not None:
@@ -232,8 +233,10 @@ class StandbyLocks:
         connection.execute("select pg_advisory_unlock_all()")
         if self._since is None:
             self._since = time.monotonic()
-            row = connection.execute(_LOCK_HOLDERS, [self._space, [*keys]]).fetchone()
-            blockers = sessions_of(connection, row[0] if row and row[0] else []) or "a session that has ended since"
+            row = connection.execute(_LOCK_HOLDERS, [self._lock_space, [*keys]]).fetchone()
+            blockers = (
+                describe_sessions(connection, row[0] if row and row[0] else []) or "a session that has ended since"
+            )
             log.info("Another process works on this database; waiting for its end", holder=blockers)
         return False
 

@@ -249,7 +249,9 @@ class Topics:
             return {}
         descriptions = self._descriptions(names)
         policies = self._policies(names)
-        partitions = [TopicPartition(name, p.id) for name in names for p in descriptions[name].partitions]
+        partitions = [
+            TopicPartition(name, partition.id) for name in names for partition in descriptions[name].partitions
+        ]
         earliest = self._offsets(partitions, OffsetSpec.earliest())
         end = self._offsets(partitions, OffsetSpec.latest())
         return {

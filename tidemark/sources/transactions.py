@@ -163,7 +163,7 @@ class SourceReports:
         self.reporters = reporters
         self._heartbeat = heartbeat
         self._last_heartbeat: datetime | None = None
-        self._reported: dict[str, tuple[list[str], str]] = {}
+        self._last_reports: dict[str, tuple[list[str], str]] = {}
 
     @property
     def heartbeat(self) -> int:
@@ -199,8 +199,8 @@ class SourceReports:
                 [transaction.process for transaction in old],
                 cause,
             )  # the query is part of the report, but a new query is not a change
-            if is_due or self._reported.get(name) != known:
-                self._reported[name] = known
+            if is_due or self._last_reports.get(name) != known:
+                self._last_reports[name] = known
                 yield Open(
                     stream=name, writer=writer, epoch=epoch, transactions=_descriptions(old), blocked=cause,
                     heartbeat=heartbeat,
@@ -214,16 +214,16 @@ class OldestOpenGauge:
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
-        self._shown: set[tuple[str, ...]] = set()
+        self._shown_labels: set[tuple[str, ...]] = set()
 
     def show(self, ages: Iterable[tuple[tuple[str, ...], float]]) -> None:
         """Set the gauge. `ages`: the labels and the age in seconds of each open transaction."""
         oldest = dict(sorted(ages))
-        for gone in self._shown - oldest.keys():
+        for gone in self._shown_labels - oldest.keys():
             self._gauge.remove(*gone)
         for labels, age in oldest.items():
             self._gauge.labels(*labels).set(age)
-        self._shown = {*oldest}
+        self._shown_labels = {*oldest}
 
 
 def is_reported(transaction: OpenTransaction, now: datetime) -> bool:

@@ -79,7 +79,7 @@ class Eager(Decider):
 
     def note_acknowledged(self, decided: Decision) -> None:
         super().note_acknowledged(decided)
-        ids = [decided.stream_epoch.stream.towards.signed(fact.id) for fact in decided.facts]
+        ids = [decided.stream_epoch.stream.direction.signed(fact.id) for fact in decided.facts]
         self._connection.execute("delete from tidemark.append_outbox where id = any(%s)", [ids])
 
 

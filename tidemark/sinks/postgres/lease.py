@@ -24,7 +24,7 @@ from psycopg.errors import LockNotAvailable
 from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.migrations import run_with_lock_timeout
-from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, sessions_of
+from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, describe_sessions
 from tidemark.sinks.postgres.database import session_of
 
 log = get_logger(__name__)
@@ -181,7 +181,7 @@ class Lease:
             self._session = connection
             return
         row = connection.execute(_LOCK_OWNERS, {"token": self.token}).fetchone()
-        sessions = sessions_of(connection, row[0] if row else [])
+        sessions = describe_sessions(connection, row[0] if row else [])
         log.warning("Another session has the advisory lock of the lease; continuing without it", sessions=sessions)
 
     def _write_expiry(self, connection: Connection) -> bool:

@@ -23,7 +23,7 @@ from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import ChainBroken, LeaseLost
-from tidemark.common.postgres_session import Connection, PostgresSession, first_line, sessions_of
+from tidemark.common.postgres_session import Connection, PostgresSession, describe_sessions, first_line
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
@@ -325,7 +325,7 @@ def wait_of(connection: Connection, pid: int) -> str | None:
         return None
     event, blockers = row
     if blockers:
-        return f"a lock of another session: {sessions_of(connection, blockers)}; end that session, or wait for it"
+        return f"a lock of another session: {describe_sessions(connection, blockers)}; end that session, or wait for it"
     if event == "SyncRep":
         row = connection.execute(
             "select current_setting('synchronous_standby_names'),"

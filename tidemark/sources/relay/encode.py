@@ -53,7 +53,7 @@ def encode_decision(decision: Decision, max_edges: int = 1, max_bytes: int = MAX
         MalformedFact: a row is not JSON. The fact cannot be sent, and its ID is not void.
     """
     stream_epoch, stream = decision.stream_epoch, decision.stream_epoch.stream.name
-    signed = stream_epoch.stream.towards.signed
+    signed = stream_epoch.stream.direction.signed
 
     for chain in _chains(decision, max_edges, max_bytes):
         writer, epoch = chain[0].writer, stream_epoch.writers[chain[0].writer].epoch
@@ -111,7 +111,7 @@ def _edges(decision: Decision) -> Iterator[_RecordEdge]:
             rows = () if fact.is_void else [*map(_decoder.decode, fact.rows)]
         except (msgspec.DecodeError, TypeError, RecursionError) as error:
             stream = decision.stream_epoch.stream
-            raise MalformedFact(stream.name, stream.towards.signed(fact.id), str(error)) from None
+            raise MalformedFact(stream.name, stream.direction.signed(fact.id), str(error)) from None
         yield _RecordEdge(decision.stream_epoch.kafka_name(fact.writer), fact.id, rows, fact.bytes)
     while next_void is not None:
         yield _RecordEdge(decision.stream_epoch.database_writer, next_void, (), _VOID_BYTES)
@@ -175,7 +175,7 @@ def split_decision(decision: Decision) -> Iterator[Decision]:
 
 def largest_record_bytes(decision: Decision, fact: AppendedFact) -> int:
     """The size of the largest record of the fact in bytes, if each row has a record."""
-    signed, writer = decision.stream_epoch.stream.towards.signed, decision.stream_epoch.kafka_name(fact.writer)
+    signed, writer = decision.stream_epoch.stream.direction.signed, decision.stream_epoch.kafka_name(fact.writer)
     envelope = Rdata(
         stream=decision.stream_epoch.stream.name,
         writer=writer,

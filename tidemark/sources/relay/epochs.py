@@ -89,9 +89,9 @@ class StreamEpoch:
                 stream=self.stream.name,
                 writer=writer.name,
                 epoch=writer.epoch,
-                id=self.stream.towards.signed(writer.last),
+                id=self.stream.direction.signed(writer.last),
                 unseen=first and writer.last > 0 and writer.name == self.database_writer,
-                published=self.stream.towards.signed(self.upto),
+                published=self.stream.direction.signed(self.upto),
                 timeline=self.timeline,
             )
             for writer in sorted(
@@ -102,7 +102,7 @@ class StreamEpoch:
         ]
 
     def _retire_records(self) -> list[Retire]:
-        signed, stream = self.stream.towards.signed, self.stream.name
+        signed, stream = self.stream.direction.signed, self.stream.name
         return [
             Retire(stream=stream, writer=writer.name, epoch=writer.epoch, id=signed(writer.last))
             for writer in self.retiring
@@ -231,7 +231,7 @@ def _begin_new_epochs(
             "now": _database_time(connection),
             "numbers": [regression.stream.number for regression in regressions],
             "versions": [regression.version for regression in regressions],
-            "floors": [regression.stream.towards.signed(regression.floor) for regression in regressions],
+            "floors": [regression.stream.direction.signed(regression.floor) for regression in regressions],
             "uptos": [regression.upto for regression in regressions],
         },
     )
@@ -250,7 +250,7 @@ def _begin_reader_timelines(connection: Connection, regressions: Sequence[Regres
     ).fetchall()
     for regression in regressions:
         if (regression.stream.number,) in rows:
-            reader_floor = regression.stream.towards.signed(regression.reader_floor)
+            reader_floor = regression.stream.direction.signed(regression.reader_floor)
             connection.execute(
                 "select tidemark_reader.went_back(%s, %s, %s)",
                 [regression.stream.name, reader_floor, regression.is_restore],

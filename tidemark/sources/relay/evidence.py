@@ -38,6 +38,7 @@ class LockHolder(NamedTuple):
 
 
 RANGES_AT_ONCE = 2000
+"""The largest number of ranges that one query reads from the outbox."""
 _LOCK_QUERY_EVERY = 20
 """Observations between two queries of the locks."""
 _MAX_GROUPS = 32
@@ -64,11 +65,11 @@ class _UndecidedGroup:
         if lock_holders is None:
             owners = frozenset(lock for lock in self.owners if lock.transaction in running)
         else:
-            unknown_writer = {lock.transaction for lock in self.owners if lock.writer is None}
+            transactions_without_writer = {lock.transaction for lock in self.owners if lock.writer is None}
             owners = frozenset(
-                lock for lock in lock_holders if lock.transaction in unknown_writer or lock in self.owners
+                lock for lock in lock_holders if lock.transaction in transactions_without_writer or lock in self.owners
             )
-        if _transactions(owners) == _transactions(self.owners):
+        if _transaction_numbers(owners) == _transaction_numbers(self.owners):
             return replace(self, owners=owners)
         return _UndecidedGroup(owners, self.unread.union(self.absent))
 
@@ -126,7 +127,7 @@ class StreamEvidence:
         if self._has_several_writers:
             unknown = any(lock.writer is None for lock in self._owners)
         else:
-            unknown = not _transactions(self._owners) <= self._last_holders
+            unknown = not _transaction_numbers(self._owners) <= self._last_holders
         return unknown or (bool(self._owners) and self._observations_since_lock_query >= _LOCK_QUERY_EVERY)
 
     def observe(self, head: int, running: frozenset[int], lock_holders: frozenset[LockHolder] | None = None) -> None:
@@ -139,7 +140,7 @@ class StreamEvidence:
         """
         self._observations_since_lock_query += 1
         if lock_holders is not None:
-            self._last_holders, self._observations_since_lock_query = frozenset(_transactions(lock_holders)), 0
+            self._last_holders, self._observations_since_lock_query = frozenset(_transaction_numbers(lock_holders)), 0
         groups = [group.without_ended(running, lock_holders) for group in self._groups]
         self._owners = frozenset().union(*(group.owners for group in groups))
         if head > self.head:
@@ -217,7 +218,7 @@ class StreamEvidence:
         return voids
 
 
-def _transactions(lock_holders: Collection[LockHolder]) -> set[int]:
+def _transaction_numbers(lock_holders: Collection[LockHolder]) -> set[int]:
     return {lock.transaction for lock in lock_holders}
 
 

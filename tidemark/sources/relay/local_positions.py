@@ -30,6 +30,7 @@ SHORTEST_ROUND_PAUSE, LONGEST_ROUND_PAUSE = 0.005, 0.045
 _LONGEST_IDLE_PAUSE = 0.5
 """Seconds until the next round while the database is idle, unless it gives out an ID."""
 IDS_AT_ONCE = 50_000
+"""The largest number of IDs that one query reads from the outbox."""
 _LOCK_KEY = 1
 """Second half of the lock key, after `queries.LOCK`. The relay uses 0."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
@@ -63,8 +64,8 @@ class _StreamState:
         complete, positions = self.evidence.decided_upto, dict[str, int]()
         if complete < self.evidence.head:
             for writer, lock in self.lock_keys.items():
-                open_ids = self.evidence.undecided_ids([lock])
-                position = int(open_ids.lows[0]) if open_ids else self.evidence.head
+                undecided = self.evidence.undecided_ids([lock])
+                position = int(undecided.lows[0]) if undecided else self.evidence.head
                 if position > max(complete, self.writers.get(writer, 0)):
                     positions[writer] = position
         return positions
@@ -159,9 +160,9 @@ class PositionDecider:
 
     def _begin_timeline(self, stream: AppendStream, floor: int, why: str) -> None:
         """Begin a timeline: IDs beyond the floor may be given out again."""
-        log.warning(why, stream=stream.name, floor=stream.towards.signed(floor))
+        log.warning(why, stream=stream.name, floor=stream.direction.signed(floor))
         self._connection.execute(
-            "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.towards.signed(floor)]
+            "select tidemark_reader.went_back(%s, %s)", [stream.name, stream.direction.signed(floor)]
         )
 
     def _read(self, state: _StreamState, ranges: Intervals) -> None:
@@ -229,7 +230,7 @@ class PositionDecider:
             return False
         linears, vectors = list[int](), list[Jsonb]()
         for state in moves:
-            signed, (complete, vector) = state.stream.towards.signed, positions[state.stream.number]
+            signed, (complete, vector) = state.stream.direction.signed, positions[state.stream.number]
             linears.append(signed(complete))
             vectors.append(Jsonb({writer: signed(id) for writer, id in vector.items()}))
         row = self._connection.execute(

@@ -15,7 +15,14 @@ from psycopg.adapt import Loader
 from psycopg.pq import Format
 
 from tidemark.common.migrations import Migrations
-from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession, fetch_value, sessions_of
+from tidemark.common.postgres_session import (
+    Connection,
+    DatabaseUse,
+    Dsn,
+    PostgresSession,
+    describe_sessions,
+    fetch_value,
+)
 from tidemark.sources.relay.evidence import LockHolder
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
@@ -28,6 +35,7 @@ which no stream has."""
 BEAT = "*"
 """The writer's name in the rows of beats in the outbox."""
 ROWS_AT_ONCE = 5000
+"""The largest number of rows that one query reads from the outbox."""
 
 
 class _Utf8Loader(Loader):
@@ -45,7 +53,7 @@ class AppendStream:
 
     number: int
     name: str
-    towards: Direction
+    direction: Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,7 @@ def lock_holders(connection: Connection, running: Collection[int]) -> dict[int, 
 
 def read_page(connection: Connection, stream: AppendStream, ranges: Intervals, max_bytes: int) -> Page:
     """Read the facts of the outbox in these ranges, in order, up to `max_bytes`, but at least one if any exists."""
-    order = "asc" if stream.towards is Direction.FORWARD else "desc"
+    order = "asc" if stream.direction is Direction.FORWARD else "desc"
     lows, highs = signed_bounds(stream, ranges)
     cursor = connection.cursor(binary=True)
     cursor.adapters.register_loader("text", _Utf8Loader)
@@ -216,7 +224,7 @@ def heartbeat_lockers(connection: Connection, stream: AppendStream) -> str:
         """,
         [LOCK + stream.number, BEAT],
     ).fetchall()
-    return sessions_of(connection, [pid for (pid,) in rows]) or "a session that has ended"
+    return describe_sessions(connection, [pid for (pid,) in rows]) or "a session that has ended"
 
 
 def raise_floor(
@@ -286,8 +294,8 @@ def raise_floor(
             "version": version,
             "old": old,
             "new": new,
-            "signed": stream.towards.signed(new),
-            "sign": stream.towards.signed(1),
+            "signed": stream.direction.signed(new),
+            "sign": stream.direction.signed(1),
             "beat": BEAT,
             "lows": lows,
             "highs": highs,
@@ -299,7 +307,7 @@ def raise_floor(
 def signed_bounds(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
     """The lowest and the highest ID of each range, signed as in the outbox, for `between`."""
     lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
-    if stream.towards is Direction.FORWARD:
+    if stream.direction is Direction.FORWARD:
         return [low + 1 for low in lows], highs
     return [-high for high in highs], [-low - 1 for low in lows]
 

@@ -161,13 +161,13 @@ class AppendRelay(RunLoop):
                 )
         changed = [stream_epoch for stream_epoch in stream_epochs if stream_epoch.join_and_retire_records()]
         for start in range(0, len(changed), _JOINED_AT_ONCE):
-            together = changed[start : start + _JOINED_AT_ONCE]
-            for record in (record for stream_epoch in together for record in stream_epoch.join_and_retire_records()):
+            batch = changed[start : start + _JOINED_AT_ONCE]
+            for record in (record for stream_epoch in batch for record in stream_epoch.join_and_retire_records()):
                 self._producer.send(record.stream, records.encode(record))
                 event = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(event, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
-            epochs.note_acknowledged(connection, together)
+            epochs.note_acknowledged(connection, batch)
         return [stream_epoch for stream_epoch in stream_epochs if stream_epoch.writers]
 
     def _send_decided(self, connection: Connection, decider: Decider) -> None:
@@ -242,7 +242,7 @@ class AppendRelay(RunLoop):
         No record of such a fact is sent: Kafka would accept the smaller records, and the last one, which has the ID,
         would make the fact look complete.
         """
-        stream, signed = decision.stream_epoch.stream.name, decision.stream_epoch.stream.towards.signed
+        stream, signed = decision.stream_epoch.stream.name, decision.stream_epoch.stream.direction.signed
         limit, fitting = self._producer.max_value_bytes(stream), list[AppendedFact]()
         for fact in decision.facts:
             # `bytes` is an upper bound of the rows and the JSON around them, so a record is rarely encoded here.

@@ -31,7 +31,7 @@ _LAST = """
     case when has_sequence_privilege(ids, 'select') and seqcache is not null
         then abs(pg_sequence_last_value(ids)) end
 """
-_UNFIT = """
+_DEFECT = """
     case when seqcache is null then 'gone'
         when not has_sequence_privilege(ids, 'select') then 'unreadable'
         when seqcache <> 1 or seqcycle or seqincrement <> direction
@@ -42,7 +42,7 @@ _UNFIT = """
         else '' end
 """
 _SNAPSHOTS = f"""
-    select known.number, stream, direction, ids::text, {_UNFIT}, {_LAST}, abs(known.after), abs(floor), version,
+    select known.number, stream, direction, ids::text, {_DEFECT}, {_LAST}, abs(known.after), abs(floor), version,
         coalesce((select max(upto) from tidemark.append_sent as noted where noted.number = known.number), 0),
         coalesce(written_by <> progress.xmin, false)::integer
     from tidemark.append_streams as known
@@ -80,12 +80,12 @@ class SequenceState:
                 return self._problem(
                     stream, "this user may not read it", f"run: GRANT SELECT ON SEQUENCE {self.name} TO tidemark_relay"
                 )
-        do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
+        do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.direction.signed(1)} CACHE 1 NO CYCLE"
         return self._problem(stream, f"it has {self.defect}, so it may give out IDs that were declared void", do)
 
     def lag_problem(self, stream: AppendStream, highest: int) -> UnsuitableSequence:
         """The problem of a sequence that has not given out the ID `highest` (a magnitude) of a row in the outbox."""
-        id = stream.towards.signed(highest)
+        id = stream.direction.signed(highest)
         problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
         return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
 
@@ -181,8 +181,8 @@ def read_head(connection: Connection, stream: AppendStream, snapshot: StreamSnap
         [snapshot.sequence.name],
     ).fetchone()
     assert row is not None
-    following, last = row
-    return int(following) - 1 if last is None else int(last)
+    next_id, last = row
+    return int(next_id) - 1 if last is None else int(last)
 
 
 def misplaced_rows(connection: Connection) -> dict[int, MisplacedRows]:
@@ -252,7 +252,7 @@ def sequence_defects(connection: Connection, streams: Collection[int]) -> Mappin
     """
     rows = connection.execute(
         f"""
-        select number, {_UNFIT} from tidemark.append_streams left join pg_sequence on seqrelid = ids
+        select number, {_DEFECT} from tidemark.append_streams left join pg_sequence on seqrelid = ids
         where number = any(%s)
         """.encode(),
         [[*streams]],
@@ -292,18 +292,18 @@ def find_regressions(connection: Connection) -> list[Regression]:
     regressions = list[Regression]()
     for stream, snapshot in observed.items():
         misplaced = misplaced_by_stream.get(stream.number, MisplacedRows(None, None))
-        given_out = read_head(connection, stream, snapshot, snapshot.known_head)
-        if snapshot.sequence.defect or (misplaced.highest or 0) > given_out:
+        head = read_head(connection, stream, snapshot, snapshot.known_head)
+        if snapshot.sequence.defect or (misplaced.highest or 0) > head:
             continue
-        signed, limits = stream.towards.signed, dict[int, str]()
-        if given_out < snapshot.known_head:
-            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(snapshot.known_head)}"
+        signed, limits = stream.direction.signed, dict[int, str]()
+        if head < snapshot.known_head:
+            limits[head] = f"the sequence is at {signed(head)}, and was at {signed(snapshot.known_head)}"
         if misplaced.lowest is not None:
             id = signed(misplaced.lowest)
             limits[misplaced.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(snapshot.floor)}"
         reader_floor, is_restore = min([snapshot.floor, *limits]), not limits
         if snapshot.foreign_write:
-            limits.setdefault(given_out, "the rows were written by a restore or a replication")
+            limits.setdefault(head, "the rows were written by a restore or a replication")
         if limits:
             limit = min(limits)
             # After the restore, a relay may have stored a higher `upto`, and services may have taken IDs up to it.
