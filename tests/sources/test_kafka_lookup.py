@@ -113,7 +113,7 @@ def test_topic_that_is_missing_is_told(connection: KafkaConnection) -> None:
 
 
 def test_broker_that_is_away_is_told() -> None:
-    """With its address and why, after the patience that was given."""
+    """With its address and why, after the time limit that was given."""
     nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
     with Tail(nowhere, "t", timeout=0.5) as tail, pytest.raises(Unavailable, match="refused"):
         tail.begin({})

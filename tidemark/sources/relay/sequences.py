@@ -284,7 +284,7 @@ class Regression:
 
 
 def find_regressions(connection: Connection) -> list[Regression]:
-    """The streams that went back. A stream whose sequence is unfit, or behind the outbox, is left out: none of its IDs
+    """The streams that went back. A stream whose sequence is unfit or lags the outbox is left out: none of its IDs
     is decided before the repair.
     """
     observed = read_snapshots(connection)
