@@ -125,8 +125,8 @@ class PositionDecider:
             False at once if more than the sequences has to be queried: an ID is open, or a sequence is unfit.
         """
         if (
-            any(state.evidence.complete < state.evidence.head for state in self._streams.values())
-            or any(sequence.unfit for sequence in self._sequences.values())
+            any(state.evidence.decided_upto < state.evidence.head for state in self._streams.values())
+            or any(sequence.defect for sequence in self._sequences.values())
             or len(self._sequences) > sequences.HEADS_AT_ONCE
         ):
             return False
