@@ -14,8 +14,8 @@ from tidemark.app.pipeline.stream_metrics import StreamCollector
 from tidemark.app.pipeline.supervisor import LIGHT_STREAMS, is_light
 from tidemark.common.errors import BatchTooLarge, ConfigurationChanged, LeaseLost, QueryFailed, Stopping, TidemarkError
 from tidemark.common.gc_tuning import gc_disabled
-from tidemark.sinks.dead_letters import DeadLettered
-from tidemark.sinks.publisher import Published, Publisher
+from tidemark.sinks.dead_letters import DeadLetterResult
+from tidemark.sinks.publisher import Publisher, PublishResult
 from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
@@ -28,8 +28,10 @@ class _Empty:
 
 
 class _Quick:
-    def publish(self, _: str, number: int, *__: object) -> Published:
-        return Published(number, repeated=False, streams=0, dead_lettered=DeadLettered(), published_at=0.0, seconds={})
+    def publish(self, _: str, number: int, *__: object) -> PublishResult:
+        return PublishResult(
+            number, repeated=False, streams=0, dead_lettered=DeadLetterResult(), published_at=0.0, seconds={}
+        )
 
 
 class _Held(_Quick):
@@ -42,7 +44,7 @@ class _Held(_Quick):
         self._problem = problem
         self._one = threading.Lock()
 
-    def publish(self, line: str, number: int, *rest: object) -> Published:
+    def publish(self, line: str, number: int, *rest: object) -> PublishResult:
         assert self._one.acquire(blocking=False), "two at a time"
         self.begun.append(number)
         assert self.let.wait(60)
@@ -150,7 +152,7 @@ class _HeldTwice(_Held):
         super().__init__()
         self.let_second = threading.Event()
 
-    def publish(self, line: str, number: int, *rest: object) -> Published:
+    def publish(self, line: str, number: int, *rest: object) -> PublishResult:
         if number == 1:
             assert self.let_second.wait(60)
         return super().publish(line, number, *rest)

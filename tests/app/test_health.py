@@ -73,7 +73,7 @@ def test_kafka_is_asked_what_nobody_read(
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
     assert health.read_condition(store, connection, redis_url).waiting is None
-    store.remember(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
+    store.remember_setup(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
     store.set_offsets({prefix: {0: 0}})
     store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
     found = health.read_condition(store, connection, redis_url, 30.0)
@@ -114,7 +114,7 @@ def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
             it for it in health.read_condition(store, connection, redis_url, 30.0).problems() if "transaction" in it
         ]
 
-    with LagMonitor(topics, topics.identities([prefix]), board, store.note_lagging).running():
+    with LagMonitor(topics, topics.identities([prefix]), board, store.note_lagging_partitions).running():
         eventually(blocked, 30, lambda: "the transaction that hangs")
         [problem] = blocked()
         assert f"an open Kafka transaction blocks partition 0 of {prefix} at offset 0 since " in problem

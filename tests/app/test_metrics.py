@@ -3,8 +3,8 @@ from msgspec.structs import replace
 from tests.sinks.given import advance, shard, stream
 from tests.streaming.builders import Shard, join, skip
 from tidemark.app.pipeline.metrics import REGISTRY, count_batch
-from tidemark.sinks.dead_letters import DeadLettered
-from tidemark.sinks.publisher import Published
+from tidemark.sinks.dead_letters import DeadLetterResult
+from tidemark.sinks.publisher import PublishResult
 from tidemark.streaming.core.effects import NewTimeline, ShardEffects
 from tidemark.streaming.values.limits import Reason
 
@@ -22,7 +22,7 @@ def test_an_operators_act_is_counted_by_its_kind() -> None:
     before, shard = forced("SKIP"), Shard()
     shard.feed(join("web", 3))
     done = shard.feed(skip("web", 3, 5, beyond=True))
-    count_batch([ShardEffects(0, 0, [done], [], [])], Published(0, False, 1, DeadLettered(), 0.0, {}), 0.1)
+    count_batch([ShardEffects(0, 0, [done], [], [])], PublishResult(0, False, 1, DeadLetterResult(), 0.0, {}), 0.1)
     assert forced("SKIP") == before + 1
 
 
@@ -38,7 +38,7 @@ def test_outcomes_and_latencies_of_all_streams_are_counted() -> None:
         stream("s", replace(late, oldest=9_000), replace(soon, oldest=10_750), counts={"applied": 12}),
         stream("t", replace(late, oldest=11_500), counts={"applied": 5}, timelines=[again]),
     ]
-    count_batch([shard(*done[:1]), shard(*done[1:])], Published(0, False, 1, DeadLettered(), 11.0, {}), 0.1)
+    count_batch([shard(*done[:1]), shard(*done[1:])], PublishResult(0, False, 1, DeadLetterResult(), 11.0, {}), 0.1)
     assert [told(name) - was for name, was in zip(names, before, strict=True)] == [3, 2.25, 2, 1, 17]
 
 
@@ -50,7 +50,7 @@ def test_timestamps_that_cannot_be_true_poison_no_latency() -> None:
     milliseconds = int(now * 1000)
     times = [milliseconds // 1000, milliseconds * 1000, milliseconds + 7_200_000, milliseconds - 604_800_000]
     advances = [replace(advance("a", at, at + 1), oldest=time) for at, time in enumerate(times)]
-    count_batch([shard(stream("s", *advances))], Published(0, False, 1, DeadLettered(), now, {}), 0.1)
+    count_batch([shard(stream("s", *advances))], PublishResult(0, False, 1, DeadLetterResult(), now, {}), 0.1)
     assert [told(name) - was for name, was in zip(names, before, strict=True)] == [1, 604_800, 3]
 
 

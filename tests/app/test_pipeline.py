@@ -263,7 +263,9 @@ def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
     code, said = act(shared, "fence", "fenced", "A", "--yes", TIDEMARK_SILENT_SECONDS="1")
     assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, linear position 5"), said
     with Postgres(PostgresConfig(shared.dsn)) as postgres:
-        assert {it for it in postgres.conditions.begun() if it[0] == "fenced"} == {("fenced", "A", 2)}
+        assert {it for it in postgres.conditions.epochs_begun_by_operators() if it[0] == "fenced"} == {
+            ("fenced", "A", 2)
+        }
     shared.send(replace(edge, prev=4, id=6), Join(stream="fenced", writer="A", epoch=3, id=5))
     shared.send(replace(edge, epoch=3, prev=5, id=7), replace(edge, writer="B", prev=5, id=8))
     shared.reaches("fenced", A=7, B=8, linear=8)

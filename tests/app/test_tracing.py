@@ -14,12 +14,12 @@ from tests.app.collector import Collector, attributes, collecting
 from tidemark.app.pipeline.batches import Trace, tracing
 from tidemark.app.pipeline.tracing import trace_id
 from tidemark.common.errors import QueryFailed
-from tidemark.sinks.dead_letters import DeadLettered
-from tidemark.sinks.publisher import Published
+from tidemark.sinks.dead_letters import DeadLetterResult
+from tidemark.sinks.publisher import PublishResult
 from tidemark.streaming.core.effects import ShardEffects
 
 SECONDS = {"postgres": 0.25, "redis": 0.5, "dead_letters": 0.0}
-DONE = Published(7, repeated=False, streams=1, dead_lettered=DeadLettered(), published_at=0.0, seconds=SECONDS)
+DONE = PublishResult(7, repeated=False, streams=1, dead_lettered=DeadLetterResult(), published_at=0.0, seconds=SECONDS)
 
 
 @pytest.fixture

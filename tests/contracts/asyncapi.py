@@ -19,7 +19,7 @@ from tidemark.app.sidecar.answers import StreamAnswer
 from tidemark.app.sidecar.event_stream import EVENT_STREAM
 from tidemark.app.sidecar.watch import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks import dead_letters
-from tidemark.sinks.positions_topic import FENCE, PositionRecord
+from tidemark.sinks.positions_topic import FENCE_HEADER, PositionRecord
 from tidemark.sinks.redis import client
 from tidemark.streaming.values.limits import Reason
 from tidemark.streaming.wire.line_protocol import RELAYED, PositionCommand, RdataCommand, ReplicateCommand
@@ -120,13 +120,13 @@ def _topics() -> dict[str, Any]:
                 "headers": {
                     "type": "object",
                     "properties": {
-                        FENCE: {
+                        FENCE_HEADER: {
                             "type": "string",
                             "pattern": "^[0-9]+$",
                             "description": "Fencing token of the pipeline that wrote the record.",
                         }
                     },
-                    "required": [FENCE],
+                    "required": [FENCE_HEADER],
                 },
                 "payload": {"$ref": f"{SCHEMAS}{PositionRecord.__name__}"},
                 "bindings": {"kafka": {"key": key, "bindingVersion": "0.5.0"}},
@@ -141,7 +141,7 @@ def _record_name(topic: Topic, kind: str) -> str:
 
 
 def _dead_letter_headers() -> Schema:
-    written = [name for name, _ in dead_letters._origin("", "", 0, 0)]
+    written = [name for name, _ in dead_letters._tidemark_headers("", "", 0, 0)]
     described: dict[str, Schema] = {
         "reason": {"enum": [str(reason) for reason in Reason], "description": "Why the record was refused."},
         "topic": {"type": "string", "description": "The topic of the refused record."},
@@ -154,7 +154,7 @@ def _dead_letter_headers() -> Schema:
         | {
             "detail": {
                 "type": "string",
-                "maxLength": dead_letters.LONGEST_DETAIL,
+                "maxLength": dead_letters.MAX_DETAIL_LENGTH,
                 "description": "What is wrong with the record, for people.",
             },
             "gone": {"type": "string", "description": "Why there is no value."},
@@ -179,7 +179,7 @@ def _redis() -> dict[str, Any]:
     server = [{"$ref": "#/servers/redis"}]
     return {
         "positions": {
-            "address": client.channel("{stream}").replace(client.tag("{stream}"), "{tag}"),
+            "address": client.channel("{stream}").replace(client.hash_tag("{stream}"), "{tag}"),
             "title": "Moves of one stream",
             "description": "A message is a wake-up and never moves a position: read the stream's keys. In a database"
             " other than 0 the name ends with `/` and the number of the database.",
@@ -188,7 +188,7 @@ def _redis() -> dict[str, Any]:
                 "tag": {
                     "description": "The name of the stream in braces. In the name, `{` is written `{<` and `}` is"
                     " written `{>`.",
-                    "examples": [client.tag("orders")],
+                    "examples": [client.hash_tag("orders")],
                 }
             },
             "messages": {"position": lines["position"]},

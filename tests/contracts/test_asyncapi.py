@@ -206,10 +206,12 @@ def test_addresses_are_those_of_the_code() -> None:
 def test_headers_of_dead_letters_conform() -> None:
     """The headers that `sinks.dead_letters` adds."""
     schema = document()["channels"]["deadLetters"]["messages"]["deadLetter"]["headers"]
-    written = {name: value.decode() for name, value in dead_letters._origin("bad_name", "tidemark.facts", 3, 17)}
+    written = {
+        name: value.decode() for name, value in dead_letters._tidemark_headers("bad_name", "tidemark.facts", 3, 17)
+    }
     validator = Draft202012Validator(schema)
     validator.validate(written)
-    validator.validate({**written, "detail": "x" * dead_letters.LONGEST_DETAIL, "gone": "removed by retention"})
+    validator.validate({**written, "detail": "x" * dead_letters.MAX_DETAIL_LENGTH, "gone": "removed by retention"})
     assert not validator.is_valid({**written, "reason": "because"})
 
 

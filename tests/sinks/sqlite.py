@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tidemark.common.errors import LeaseLost, Unavailable
-from tidemark.sinks.port import Batch, Committed, Fence, Refilled
+from tidemark.sinks.port import Batch, CommitResult, Fence, RefillResult
 from tidemark.sinks.postgres.store import Postgres
 
 _SCHEMA = """
@@ -38,14 +38,16 @@ class SqliteSink:
         with self._transaction():
             pass
 
-    def publish(self, batch: Batch, committed: Committed) -> int:
+    def publish(self, batch: Batch, committed: CommitResult) -> int:
         if committed.repeated or not self._compared or self._empty():
             return self.refill().streams
         with self._fenced() as database:
             changed = 0
             for _, stream in batch.streams():
                 rows = {row.writer: row.position for row in stream.writers}
-                rows |= {writer: at for (name, writer), at in committed.positions.items() if name == stream.stream}
+                rows |= {
+                    writer: at for (name, writer), at in committed.higher_positions.items() if name == stream.stream
+                }
                 if stream.stream not in self._faults:
                     changed += self._write(database, stream.stream, stream.linear, rows, stream.dropped)
         return changed
@@ -53,7 +55,7 @@ class SqliteSink:
     def faults(self) -> Mapping[str, str]:
         return dict(self._faults)
 
-    def compared(self) -> Mapping[str, tuple[int, int]]:
+    def compared_positions(self) -> Mapping[str, tuple[int, int]]:
         return self._lines
 
     def check_for_loss(self) -> bool:
@@ -64,14 +66,14 @@ class SqliteSink:
             database.execute("replace into stamp values (1, ?)", [f"{self._fence.token}:{self._stamps}"])
         return bool(found != (last,))
 
-    def refill(self) -> Refilled:
+    def refill(self) -> RefillResult:
         with self._fenced() as database:
             wanted = self._postgres.positions(self._postgres.streams()).items()
             shown = dict(database.execute("select stream, linear from lines"))
             self._lines = {name: (it.linear, shown[name]) for name, it in wanted if name in shown}
             behind = sum(self._write(database, name, it.linear, it.positions, it.forgotten) for name, it in wanted)
         self._compared = True
-        return Refilled(behind)
+        return RefillResult(behind)
 
     def _empty(self) -> bool:
         with self._transaction() as database:

@@ -26,7 +26,7 @@ from tidemark.common.errors import LeaseLost
 from tidemark.common.kafka import ErrorListener, PartitionReader
 from tidemark.sinks.background import Maintenance, MaintenanceConfig
 from tidemark.sinks.dead_letters import DeadLetters
-from tidemark.sinks.port import Batch, Committed, Fence, Sink
+from tidemark.sinks.port import Batch, CommitResult, Fence, Sink
 from tidemark.sinks.positions_topic import PositionsTopic, PositionsTopicConfig
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
@@ -50,7 +50,7 @@ class GivenFence:
 
 
 class Publishes(Protocol):
-    def publish(self, batch: Batch, committed: Committed) -> object: ...
+    def publish(self, batch: Batch, committed: CommitResult) -> object: ...
 
 
 class Subject(Protocol):
@@ -93,7 +93,7 @@ class _Again:
     store: Postgres
     fence: Fence
 
-    def publish(self, batch: Batch, committed: Committed) -> object:
+    def publish(self, batch: Batch, committed: CommitResult) -> object:
         return self.store.apply(replace(batch, query="another", token=self.fence.token))
 
 
@@ -259,12 +259,12 @@ class Commits:
         self._lease = lease
         self._number = 0
 
-    def __call__(self, *streams: StreamEffects) -> tuple[Batch, Committed]:
+    def __call__(self, *streams: StreamEffects) -> tuple[Batch, CommitResult]:
         self._number += 1
         made = batch(self._number, *streams, token=self._lease.token, now=NOW + self._number)
         return made, self._store.apply(made)
 
-    def again(self, made: Batch) -> tuple[Batch, Committed]:
+    def again(self, made: Batch) -> tuple[Batch, CommitResult]:
         return made, self._store.apply(made)
 
 
@@ -383,7 +383,7 @@ def test_what_was_found_is_told_as_it_was_before_it_was_mended(
 ) -> None:
     """Where both stand, of each stream that is shown: so that people see how far copies are apart."""
     sink = copy.sink(lease)
-    assert sink.compared() == {}
+    assert sink.compared_positions() == {}
     first, *later = steps()
     sink.publish(*commit(*first))
     shown = {name: line for name, (line, _) in copy.positions().items()}
@@ -391,10 +391,10 @@ def test_what_was_found_is_told_as_it_was_before_it_was_mended(
         commit(*step)
     sink.refill()
     true = {name: line for name, (line, _) in copy.positions().items()}
-    assert sink.compared() == {name: (true[name], shown[name]) for name in shown}
+    assert sink.compared_positions() == {name: (true[name], shown[name]) for name in shown}
     assert true != shown
     sink.refill()
-    assert sink.compared() == {name: (line, line) for name, line in true.items()}
+    assert sink.compared_positions() == {name: (line, line) for name, line in true.items()}
 
 
 def test_a_loss_is_noticed(copy: SinkSubject, commit: Commits, lease: Lease) -> None:

@@ -12,7 +12,7 @@ from tests.sinks.given import batch, rejected
 from tidemark.app.stack.processes import KafkaServer
 from tidemark.common.backoff import wait_out
 from tidemark.common.errors import TopicMissing, Unavailable
-from tidemark.sinks.dead_letters import LONGEST_DETAIL, DeadLettered, DeadLetters, DeadLettersConfig
+from tidemark.sinks.dead_letters import MAX_DETAIL_LENGTH, DeadLetterResult, DeadLetters, DeadLettersConfig
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
@@ -69,7 +69,7 @@ def test_record_is_sent_on_unchanged(
 ) -> None:
     """Rule 5: key, value (none at all too) and headers are the original ones; reason and origin stand in headers."""
     produce(connection, facts, [b"good", b"\xff\x00 bad", None], partition=1)
-    assert dead_letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLettered(sent=2)
+    assert dead_letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLetterResult(sent=2)
     bad, none = read(connection, dead, 2)
     assert (bad.key(), bad.value(), none.value()) == (b"key-1", b"\xff\x00 bad", None)
     origin = [("reason", b"not_json"), ("topic", facts.encode()), ("partition", b"1"), ("offset", b"1")]
@@ -110,7 +110,7 @@ def test_a_letter_says_which_fact_of_its_record_is_at_fault(
     assert found[b"3"] == ""
     assert found[b"4"] == "ids[2] 0 is not beyond prev -5"
     assert found[b"5"]
-    assert len(found[b"6"]) == LONGEST_DETAIL
+    assert len(found[b"6"]) == MAX_DETAIL_LENGTH
 
 
 def test_far_apart_records_are_all_found(
@@ -140,7 +140,7 @@ def test_record_that_retention_removed_leaves_its_origin(
     produce(connection, facts, [b"0", b"1", b"2", os.urandom(5000)])
     for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
         deleted.result(60)
-    assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLettered(sent=4, gone=3)
+    assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLetterResult(sent=4, gone=3)
     found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
     assert found[b"2"].value() == b"2"
     for offset in (b"0", b"3", b"77"):
@@ -206,6 +206,6 @@ def test_letters_that_a_query_left_are_sent_by_the_next(
     for query, offset in (("first", 0), ("second", 1)):
         lines = [rejected(facts, "not_json", [offset])]
         publisher.commit(batch(1, token=lease.token, query=query, rejected=lines))
-    publisher.send_unsent()
+    publisher.send_unsent_dead_letters()
     assert [letter.value() for letter in read(connection, dead, 2)] == [b"first", b"second"]
     assert store.unsent_dead_letters() == []

@@ -16,8 +16,8 @@ from tests.sinks.given import advance, entries, shard, stream
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import ContentRefused, LeaseLost, Stopping
-from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
-from tidemark.sinks.port import Batch, Committed, Sink
+from tidemark.sinks.dead_letters import DeadLetterResult, DeadLetters, DeadLettersConfig
+from tidemark.sinks.port import Batch, CommitResult, Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
@@ -51,18 +51,18 @@ class DoomedPublisher(Publisher):
 
     at: tuple[int, str]
 
-    def commit(self, batch: Batch) -> Committed:
+    def commit(self, batch: Batch) -> CommitResult:
         self._pass(batch, "before the commit")
         committed = super().commit(batch)
         self._pass(batch, "between the commit and Redis")
         return committed
 
-    def show(self, sink: Sink, batch: Batch, committed: Committed) -> int:
-        streams = super().show(sink, batch, committed)
+    def publish_to_sink(self, sink: Sink, batch: Batch, committed: CommitResult) -> int:
+        streams = super().publish_to_sink(sink, batch, committed)
         self._pass(batch, "between Redis and the dead letters")
         return streams
 
-    def dead_letter(self, batch: Batch) -> DeadLettered:
+    def dead_letter(self, batch: Batch) -> DeadLetterResult:
         dead_lettered = super().dead_letter(batch)
         self._pass(batch, "after the dead letters")
         return dead_lettered

@@ -104,9 +104,9 @@ def test_a_step_is_bounded(
     produce(connection, facts, *(fact(id, "ab"[id % 2], text="x" * 100) for id in range(1, 9)))
     counted: list[int] = []
     for bounded, following in (
-        (replace(config, records=1), 2),
-        (replace(config, volume=250), 4),
-        (replace(config, read=1), 1),
+        (replace(config, max_records=1), 2),
+        (replace(config, max_bytes=250), 4),
+        (replace(config, max_read=1), 1),
     ):
         requeuer = Requeuer(bounded, store, lease, counted.append)
         assert requeuer.step(kept(0, 7)) == (kept(following, 7), None)
@@ -154,7 +154,7 @@ def test_the_thread_brings_back_all_that_batches_have_recalled(
     for _ in range(2):
         waiting(store, lease.token, RequeuedRange("a", 1, 1, 0, 2), RequeuedRange("a", 1, 1, 4, 4))
     counted: list[int] = []
-    with Requeuer(replace(config, records=2), store, lease, counted.append):
+    with Requeuer(replace(config, max_records=2), store, lease, counted.append):
         eventually(lambda: not store.conditions.requeues(), 30, lambda: f"nothing left of {store.pending_requeues()}")
     assert counted == [2, 1, 1]
     assert [it.value() for it in read(connection, facts, 5, 4)] == [encode(fact(id)) for id in (1, 2, 3, 5)]

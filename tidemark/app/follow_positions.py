@@ -39,8 +39,8 @@ from tidemark.sinks.reader import (
     read_reply,
     send_request,
 )
-from tidemark.sinks.reader_database import KnownStream, Move, PublishedLate, reader_session
-from tidemark.sinks.redis.client import STREAMS, RedisAddress, RedisSession, channels, database_of, stream_of
+from tidemark.sinks.reader_database import KnownStream, PublishedLate, StreamUpdate, reader_session
+from tidemark.sinks.redis.client import STREAMS, RedisAddress, RedisSession, channel_pattern, database_of, stream_of
 from tidemark.streaming.values.direction import beyond
 
 log = get_logger(__name__)
@@ -189,7 +189,7 @@ class PositionFollower:
     def _follow(self, wait_log: WaitLog) -> None:
         self._published.clear()
         with self._redis.use() as client, client.pubsub() as pubsub:
-            pubsub.psubscribe(channels(database_of(client)))
+            pubsub.psubscribe(channel_pattern(database_of(client)))
             read_at = -FULL_READ_SECONDS
             while not self._halt.is_set():
                 self._metrics.heartbeat.set_to_current_time()
@@ -198,7 +198,7 @@ class PositionFollower:
                 if self._is_full_read:
                     read_at = time.monotonic()
                     self._known = reader_database.known_streams(self._session)
-                    self._local_writers = reader_database.writers_here(self._session)
+                    self._local_writers = reader_database.local_writers(self._session)
                     moved = {*client.smembers(STREAMS), *self._local_writers}
                 if self._streams is not None:
                     moved &= self._streams
@@ -211,7 +211,7 @@ class PositionFollower:
     def _read(self, client: object, streams: Collection[str]) -> None:
         names = [*streams]
         for start in range(0, len(names), STREAMS_PER_TRANSACTION):
-            moves = dict[str, Move]()
+            moves = dict[str, StreamUpdate]()
             for stream in names[start : start + STREAMS_PER_TRANSACTION]:
                 request = ReadKeys(stream)
                 keys = read_reply(request, send_request(client, request))
@@ -247,7 +247,7 @@ class PositionFollower:
                     stream=stream,
                     reason=reason,
                 )
-                reader_database.share(self._session, stream, keys.late)
+                reader_database.start_following(self._session, stream, keys.late)
                 self._known[stream] = KnownStream(keys.linear or 0, keys.late, is_decided_here=False)
                 is_decided_here = False
         return keys.linear is not None and not is_decided_here
@@ -262,7 +262,7 @@ class PositionFollower:
             for event in self._events(stream, Place(known.linear, {}, keys.late, is_settled=True))
         )
 
-    def _move(self, stream: str, keys: StreamKeys) -> Move | None:
+    def _move(self, stream: str, keys: StreamKeys) -> StreamUpdate | None:
         """The move of a stream to its published positions; None if it has not moved since the last call."""
         assert keys.linear is not None
         published = (keys.linear, keys.positions, keys.late)
@@ -272,9 +272,9 @@ class PositionFollower:
         writers = {writer: id for writer, id in keys.positions.items() if beyond(id, keys.linear)}
         known = self._known.get(stream)
         if known is None:
-            return Move(keys.linear, writers, late_after=keys.late)
+            return StreamUpdate(keys.linear, writers, late_after=keys.late)
         if keys.late <= known.late:
-            return Move(keys.linear, writers)
+            return StreamUpdate(keys.linear, writers)
         events = self._events(stream, Place(keys.linear, keys.positions, known.late, is_settled=True))
         late = [
             PublishedLate(event.number, event.writer, event.epoch, event.prev, event.id, event.facts, event.why)
@@ -282,7 +282,7 @@ class PositionFollower:
             if isinstance(event, Late)
         ]
         lost = max((event.number for event in events if isinstance(event, LateLost)), default=0)
-        return Move(keys.linear, writers, lost, late)
+        return StreamUpdate(keys.linear, writers, lost, late)
 
     def _events(self, stream: str, since: Place) -> list[Event]:
         """The events between a place and the currently published positions."""

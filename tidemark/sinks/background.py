@@ -25,7 +25,7 @@ LOG_EVERY = 30.0  # seconds between two log lines about the same wait
 class LeasedThread(ABC):
     """A context manager that calls `work` repeatedly until the block ends, the lease is lost, or `work` raises.
 
-    `failure` is that error, or an error that `work` has stored there. The supervising thread raises it.
+    `failure` is the error of `work`, raised or stored by `work` itself. The supervising thread raises `failure`.
     """
 
     def __init__(self, name: str, lease: Lease) -> None:
@@ -57,12 +57,11 @@ class LeasedThread(ABC):
             self.failure = error
 
 
-CLOCKS_DIFFER = 60.0
+MAX_CLOCK_DIFFERENCE = 60.0
 """A difference of this many seconds is logged, and the alert TidemarkClocksDiffer fires."""
-RETRY_TIDY = 60.0  # seconds until an incomplete run of retention is retried
-PAUSE_FACTOR = (
-    20  # pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams
-)
+TIDY_RETRY_PAUSE = 60.0  # seconds until an incomplete run of retention is retried
+# The pause after a comparison, as a multiple of its duration: limits the CPU time for millions of streams.
+PAUSE_FACTOR = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class MaintenanceConfig:
     """Seconds between two runs of each task.
 
     Attributes:
-        poll: for lost data of a sink.
+        poll: checks whether a sink has lost data.
         compare: comparisons of all streams with Postgres.
         tidy: runs of retention.
     """
@@ -89,27 +88,27 @@ class Maintenance(LeasedThread):
         postgres: Postgres,
         lease: Lease,
         config: MaintenanceConfig,
-        clocks_differ: Callable[[float], object] = lambda _: None,
+        on_clock_difference: Callable[[float], object] = lambda _: None,
     ) -> None:
-        """`clocks_differ` called after each comparison with the seconds by which this host's clock is ahead of the
-        clock of Postgres.
+        """`on_clock_difference` is called after each comparison with the seconds by which this host's clock is ahead of
+        the clock of Postgres.
         """
         super().__init__("maintenance", lease)
-        self._clocks_differ = clocks_differ
-        self._clock_at = -float("inf")
+        self._on_clock_difference = on_clock_difference
+        self._next_clock_check = -float("inf")
         self._is_clock_wrong = False
         self._sinks = sinks
         self._postgres = postgres
         self._config = config
-        self._compare_at: dict[str, float] = {}
-        self._tidy_at = -float("inf")
+        self._next_comparison: dict[str, float] = {}
+        self._next_tidy = -float("inf")
         self._problems: dict[str, str] = {}
-        self._noted: dict[tuple[str, str], str] | None = None
+        self._stored_faults: dict[tuple[str, str], str] | None = None
 
     def work(self) -> float:
         for sink in self._sinks:
             self._try(sink.name, partial(self._refill, sink))
-        self._try("the faults of the sinks", self._note_faults)
+        self._try("the faults of the sinks", self._store_faults)
         self._try("the history in Postgres", self._tidy)
         self._try("the clocks", self._compare_clocks)
         return self._config.poll
@@ -132,21 +131,21 @@ class Maintenance(LeasedThread):
 
     def _refill(self, sink: Sink) -> None:
         began = time.monotonic()
-        due = began >= self._compare_at.get(sink.name, -float("inf"))
+        due = began >= self._next_comparison.get(sink.name, -float("inf"))
         if sink.check_for_loss() or due:
             # If the refill fails, the next poll must refill again, although nothing was lost since this poll.
-            self._compare_at.pop(sink.name, None)
+            self._next_comparison.pop(sink.name, None)
             sink.refill()
             ended = time.monotonic()
             pause = 0.0 if sink.faults() else PAUSE_FACTOR * (ended - began)  # a refill also retries faulty streams
-            self._compare_at[sink.name] = ended + max(self._config.compare, pause)
+            self._next_comparison[sink.name] = ended + max(self._config.compare, pause)
 
-    def _note_faults(self) -> None:
+    def _store_faults(self) -> None:
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
-        if faults == self._noted:
+        if faults == self._stored_faults:
             return
         for sink in self._sinks:
-            new = [key for key in faults.keys() - (self._noted or {}).keys() if key[0] == sink.name]
+            new = [key for key in faults.keys() - (self._stored_faults or {}).keys() if key[0] == sink.name]
             if new:
                 log.error(
                     f"{sink.name} cannot publish some streams because of their data; retrying them",
@@ -154,18 +153,18 @@ class Maintenance(LeasedThread):
                     first=new[0][1],
                     problem=faults[new[0]],
                 )
-        for sink_name, stream in (self._noted or {}).keys() - faults.keys():
+        for sink_name, stream in (self._stored_faults or {}).keys() - faults.keys():
             log.info("A stream is published again", sink=sink_name, stream=stream)
         self._postgres.note_faults(faults)
-        self._noted = faults
+        self._stored_faults = faults
 
     def _compare_clocks(self) -> None:
-        if time.monotonic() < self._clock_at:
+        if time.monotonic() < self._next_clock_check:
             return
         difference = self._postgres.clock.difference()
-        self._clock_at = time.monotonic() + self._config.compare
-        self._clocks_differ(difference)
-        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > CLOCKS_DIFFER
+        self._next_clock_check = time.monotonic() + self._config.compare
+        self._on_clock_difference(difference)
+        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > MAX_CLOCK_DIFFERENCE
         if self._is_clock_wrong and not was:
             log.warning(
                 "The clocks of this host and of Postgres differ; set them (NTP). The history has times of this host,"
@@ -176,13 +175,13 @@ class Maintenance(LeasedThread):
             log.info("The clocks of this host and of Postgres agree again")
 
     def _tidy(self) -> None:
-        if time.monotonic() >= self._tidy_at:
+        if time.monotonic() >= self._next_tidy:
             # Set before the run, because a failed run may have waited for locks, which blocks batches.
-            self._tidy_at = time.monotonic() + min(self._config.tidy, RETRY_TIDY)
+            self._next_tidy = time.monotonic() + min(self._config.tidy, TIDY_RETRY_PAUSE)
             now = self._postgres.clock.now(datetime.now(UTC))
             if self._postgres.tidy(now):
-                self._postgres.clock.complete(now)
-                self._tidy_at = time.monotonic() + self._config.tidy
+                self._postgres.clock.note_complete_run(now)
+                self._next_tidy = time.monotonic() + self._config.tidy
 
 
 class BatchWaitMonitor(LeasedThread):
@@ -190,29 +189,29 @@ class BatchWaitMonitor(LeasedThread):
     `problem`.
     """
 
-    def __init__(self, waits: BatchWait, lease: Lease) -> None:
+    def __init__(self, batch_wait: BatchWait, lease: Lease) -> None:
         super().__init__("waits", lease)
-        self._waits = waits
-        self._noted: str | None = None
-        self._logged = 0.0
+        self._batch_wait = batch_wait
+        self._stored_problem: str | None = None
+        self._logged_at = 0.0
         self.problem: str | None = None
 
     def work(self) -> float:
         try:
-            wait = self._waits.problem()
+            wait = self._batch_wait.problem()
             self._log(wait)
             self.problem = wait
-            if wait != self._noted:
-                self._waits.note(self._lease.token, wait)
-                self._noted = wait
+            if wait != self._stored_problem:
+                self._batch_wait.store_problem(self._lease.token, wait)
+                self._stored_problem = wait
         except TidemarkError as problem:
             log.warning("Could not query what a batch waits for; trying again", problem=str(problem))
         return POLL
 
     def _log(self, wait: str | None) -> None:
         now = time.monotonic()
-        if wait is not None and (wait != self.problem or now - self._logged >= LOG_EVERY):
+        if wait is not None and (wait != self.problem or now - self._logged_at >= LOG_EVERY):
             log.warning("No position moves", problem=wait)
-            self._logged = now
+            self._logged_at = now
         elif wait is None and self.problem is not None:
             log.info("The batch continues")

@@ -31,10 +31,10 @@ Headers = Sequence[tuple[str, Any]]
 ANY_PARTITION = -1
 
 
-class Outgoing(NamedTuple):
-    """A record to produce: its own key, value and headers, and headers of Tidemark in `origin`."""
+class OutgoingRecord(NamedTuple):
+    """A record to produce. `tidemark_headers` are appended to its own `headers`."""
 
-    origin: Headers = ()
+    tidemark_headers: Headers = ()
     key: Any = None
     value: Any = b""
     headers: Headers = ()
@@ -44,27 +44,31 @@ class Outgoing(NamedTuple):
 class UnacknowledgedRecords:
     """Records that were produced and are not acknowledged yet.
 
-    `instead` returns the replacement of a record that is too large for the topic; None for no replacement. `gone` is
-    the number of records that were replaced or dropped.
+    `replacement_of` returns the replacement of a record that is too large for the topic; None to drop the record.
+    `gone` is the number of records that were replaced or dropped.
     """
 
-    def __init__(self, producer: Producer, topic: str, instead: Callable[[Outgoing], Outgoing | None]) -> None:
+    def __init__(
+        self, producer: Producer, topic: str, replacement_of: Callable[[OutgoingRecord], OutgoingRecord | None]
+    ) -> None:
         self.gone = 0
         self._producer = producer
         self._topic = topic
-        self._instead = instead
-        self._too_large: list[Outgoing] = []  # replaced in `flush`, because a callback may not produce
+        self._replacement_of = replacement_of
+        self._too_large: list[OutgoingRecord] = []  # replaced in `flush`, because a callback may not produce
         self._error: KafkaError | None = None
 
-    def put(self, record: Outgoing) -> None:
-        def delivered(error: KafkaError | None, _: Message) -> None:
-            is_bare = not (record.key or record.value or record.headers)
-            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not is_bare:
+    def put(self, record: OutgoingRecord) -> None:
+        """Produce a record; waits while the producer's queue is full. `flush` reports its failure."""
+
+        def note_delivery(error: KafkaError | None, _: Message) -> None:
+            is_empty = not (record.key or record.value or record.headers)
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not is_empty:
                 self._too_large.append(record)
             elif error is not None:
                 self._error = error
 
-        headers = [*record.headers, *record.origin]
+        headers = [*record.headers, *record.tidemark_headers]
         while True:
             try:
                 self._producer.produce(
@@ -73,7 +77,7 @@ class UnacknowledgedRecords:
                     value=record.value,
                     headers=headers,
                     partition=record.partition,
-                    on_delivery=delivered,
+                    on_delivery=note_delivery,
                 )
             except BufferError:
                 self._producer.poll(0.1)
@@ -81,7 +85,8 @@ class UnacknowledgedRecords:
                 self._producer.poll(0)
                 return
 
-    def put_instead(self, record: Outgoing | None) -> None:
+    def put_replacement(self, record: OutgoingRecord | None) -> None:
+        """Produce the replacement of a record, if there is one, and count the record as gone."""
         self.gone += 1
         if record is not None:
             self.put(record)
@@ -96,7 +101,7 @@ class UnacknowledgedRecords:
             self._wait_for_acknowledgements()
             if self._too_large:
                 self._too_large.clear()
-                self.put_instead(self._instead(record))
+                self.put_replacement(self._replacement_of(record))
         self._wait_for_acknowledgements()
         return self._error
 
@@ -106,30 +111,34 @@ class UnacknowledgedRecords:
 
 
 class KafkaConnections:
-    """A reader and a producer, each connected at its first use. `errors` listens to both.
+    """A reader and a producer, each connected at its first use. `errors` collects the errors of both.
 
-    Records of the producer fail after `patience` seconds. `isolation` is the isolation level of the reader.
+    Args:
+        client: librdkafka settings of the reader.
+        producer: librdkafka settings of the producer.
+        patience: seconds after which a produced record fails.
+        isolation: the isolation level of the reader.
     """
 
     def __init__(self, client: Mapping[str, str], producer: Mapping[str, str], patience: float, isolation: str) -> None:
         self.errors = ErrorListener(client["bootstrap.servers"])
-        self._client = client
-        self._producer = producer
+        self._client_settings = client
+        self._producer_settings = producer
         self._patience = patience
         self._isolation = isolation
         self._reader: PartitionReader | None = None
-        self._writer: Producer | None = None
+        self._producer: Producer | None = None
 
     def reader(self) -> PartitionReader:
         if self._reader is None:
-            self._reader = PartitionReader(self._client, self.errors, self._patience, self._isolation)
+            self._reader = PartitionReader(self._client_settings, self.errors, self._patience, self._isolation)
         return self._reader
 
-    def writer(self) -> Producer:
-        if self._writer is None:
-            self._writer = Producer(
+    def producer(self) -> Producer:
+        if self._producer is None:
+            self._producer = Producer(
                 {
-                    **self._producer,
+                    **self._producer_settings,
                     "message.timeout.ms": str(int(self._patience * 1000)),
                     # Shorter than the timeout: a missing topic is then distinguished from unavailable brokers.
                     "topic.metadata.propagation.max.ms": str(int(self._patience * 500)),
@@ -137,22 +146,22 @@ class KafkaConnections:
                     "error_cb": self.errors,
                 }
             )
-        return self._writer
+        return self._producer
 
     def close(self) -> None:
         """Close both and drop unsent records. The next use connects again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        if self._writer is not None:
-            self._writer.purge()
-            self._writer = None
+        if self._producer is not None:
+            self._producer.purge()
+            self._producer = None
 
 
 log = get_logger(__name__)
 
 SEEK_DISTANCE = 2_000  # a smaller distance is read and dropped instead of a seek
-LONGEST_DETAIL = 500  # characters: a detail may quote the record
+MAX_DETAIL_LENGTH = 500  # characters: a detail may quote the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +175,8 @@ class DeadLettersConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLettered:
-    """The number of records sent to the dead letters. `gone`: those without their value."""
+class DeadLetterResult:
+    """The number of records sent to the dead letters; `gone` of them were sent without their value."""
 
     sent: int = 0
     gone: int = 0
@@ -191,7 +200,7 @@ class DeadLetters:
         """Close the connections and drop unsent records. The next call opens new ones."""
         self._kafka.close()
 
-    def send(self, rejected: Sequence[Rejected]) -> DeadLettered:
+    def send(self, rejected: Sequence[Rejected]) -> DeadLetterResult:
         """Produce every rejected record to the dead letters, and wait for the acknowledgements.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
@@ -204,17 +213,17 @@ class DeadLetters:
             TopicMissing: the topic does not exist.
         """
         if not rejected:
-            return DeadLettered()
+            return DeadLetterResult()
         try:
             return self._send(rejected)
         except KafkaException as error:
             self.close()
-            raise self._explained(error.args[0]) from error
+            raise self._convert_error(error.args[0]) from error
         except TidemarkError:
             self.close()
             raise
 
-    def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
+    def _send(self, rejected: Sequence[Rejected]) -> DeadLetterResult:
         self._kafka.errors.forget()
         by_partition: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
         for item in rejected:
@@ -223,19 +232,21 @@ class DeadLetters:
             reasons = ((item.reason, id) for id in ids.tolist())
             offsets_of = by_partition.setdefault((item.topic, item.partition), {})
             offsets_of.update(zip(offsets.tolist(), reasons, strict=True))
-        unacknowledged = UnacknowledgedRecords(self._kafka.writer(), self._config.topic, instead=_too_large)
+        unacknowledged = UnacknowledgedRecords(
+            self._kafka.producer(), self._config.topic, replacement_of=_replacement_of_too_large
+        )
         sent = 0
         for (topic, partition), wanted in by_partition.items():
             before = unacknowledged.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 reason, id = wanted[offset]
-                origin = _origin(reason, topic, partition, offset)
+                origin = _tidemark_headers(reason, topic, partition, offset)
                 if record is None:
-                    unacknowledged.put_instead(_without_record(Outgoing(origin), "removed by retention"))
+                    unacknowledged.put_replacement(_without_record(OutgoingRecord(origin), "removed by retention"))
                 else:
                     if detail := _detail(record.value(), record.key(), reason, id):
-                        origin = [*origin, ("detail", detail[:LONGEST_DETAIL].encode(errors="replace"))]
-                    unacknowledged.put(Outgoing(origin, record.key(), record.value(), record.headers() or ()))
+                        origin = [*origin, ("detail", detail[:MAX_DETAIL_LENGTH].encode(errors="replace"))]
+                    unacknowledged.put(OutgoingRecord(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
             if gone := unacknowledged.gone - before:
                 log.warning(
@@ -246,7 +257,7 @@ class DeadLetters:
                 )
         if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        return DeadLettered(sent, unacknowledged.gone)
+        return DeadLetterResult(sent, unacknowledged.gone)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
         """Each wanted offset (ascending) and its record; None if the record no longer exists."""
@@ -268,14 +279,14 @@ class DeadLetters:
                     if not pending or (offset is not None and pending[-1] - offset > SEEK_DISTANCE):
                         break
 
-    def _explained(self, error: KafkaError) -> TidemarkError:
+    def _convert_error(self, error: KafkaError) -> TidemarkError:
         if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
             return TopicMissing(self._config.topic)
         return self._kafka.errors.explain(error)
 
 
 def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
-    """Details beyond the `reason`: the defect and the fact concerned; empty if nothing is known.
+    """The text of the header `detail`: the defect and the fact concerned; empty if neither is known.
 
     `id` is the first ID that contradicts its stream; 0 if the record itself is invalid.
     """
@@ -294,15 +305,15 @@ def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str
     return ""
 
 
-def _without_record(record: Outgoing, why: str) -> Outgoing:
-    return Outgoing((*record.origin, ("gone", why.encode())))
+def _without_record(record: OutgoingRecord, why: str) -> OutgoingRecord:
+    return OutgoingRecord((*record.tidemark_headers, ("gone", why.encode())))
 
 
-def _too_large(record: Outgoing) -> Outgoing:
+def _replacement_of_too_large(record: OutgoingRecord) -> OutgoingRecord:
     return _without_record(record, "too large for this topic")
 
 
-def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:
+def _tidemark_headers(reason: str, topic: str, partition: int, offset: int) -> Headers:
     values = (("reason", reason), ("topic", topic), ("partition", partition), ("offset", offset))
     return [(name, str(value).encode()) for name, value in values]
 
@@ -312,9 +323,9 @@ class DeadLetter:
     """A dead letter.
 
     Attributes:
-        partition, offset, time: of the dead letter (`time` in ms).
+        partition, offset, time: of the dead letter (`time` in ms since 1970).
         origin: topic, partition and offset of the rejected record.
-        gone: why there is no value; empty if there is one.
+        gone: why the value is missing; empty if it is present.
         headers: headers of the rejected record.
     """
 
@@ -332,7 +343,7 @@ class DeadLetter:
     @property
     def stream(self) -> str:
         """The key as printable text."""
-        return _readable(self.key or b"")
+        return _printable_text(self.key or b"")
 
     @property
     def place(self) -> str:
@@ -358,7 +369,7 @@ class DeadLetterReader:
         dead_letters = [letter for partition in partitions for letter in self._last(partition, most)]
         return sorted(dead_letters, key=lambda letter: (letter.time, letter.partition, letter.offset), reverse=True)
 
-    def at(self, partition: int, offset: int) -> DeadLetter | None:
+    def read_at(self, partition: int, offset: int) -> DeadLetter | None:
         """The dead letter at this offset; None if it does not exist or was deleted."""
         try:
             first, end = self._kafka.reader().offsets(self._topic, partition)
@@ -386,18 +397,18 @@ class DeadLetterReader:
 
 
 def _dead_letter(message: Message) -> DeadLetter:
-    """Parse a dead letter. Tidemark's headers are the last ones with their names: the record may have headers of the
-    same names.
+    """Parse a dead letter. Tidemark's headers are the last ones with their names, because the rejected record may have
+    headers with the same names.
     """
     headers: list[tuple[str, Any]] = list(message.headers() or ())
-    ours = {name: _readable(value or b"") for name, value in headers}
+    ours = {name: _printable_text(value or b"") for name, value in headers}
     at = next((i for i in range(len(headers) - 1, -1, -1) if headers[i][0] == "reason"), len(headers))
     return DeadLetter(
         partition=message.partition() or 0,
         offset=message.offset() or 0,
         time=message.timestamp()[1],
         reason=ours.get("reason", ""),
-        origin=(ours.get("topic", ""), _number(ours.get("partition")), _number(ours.get("offset"))),
+        origin=(ours.get("topic", ""), _parse_number(ours.get("partition")), _parse_number(ours.get("offset"))),
         detail=_header(headers[at:], "detail"),
         gone=_header(headers[at:], "gone"),
         key=message.key(),
@@ -407,15 +418,16 @@ def _dead_letter(message: Message) -> DeadLetter:
 
 
 def _header(headers: list[tuple[str, Any]], name: str) -> str:
-    return next((_readable(value or b"") for given, value in headers if given == name), "")
+    """The first header with this name, as printable text; empty if there is none."""
+    return next((_printable_text(value or b"") for header, value in headers if header == name), "")
 
 
-def _readable(data: bytes) -> str:
+def _printable_text(data: bytes) -> str:
     """Printable text without control characters, because the producer of the record is not trusted."""
     return printable(data.decode(errors="replace"))
 
 
-def _number(text: str | None) -> int:
+def _parse_number(text: str | None) -> int:
     """Parse the number in a header; -1 if the header is missing or is not a number."""
     return int(text) if text is not None and text.isdecimal() else -1
 
@@ -428,38 +440,39 @@ class RequeueConfig:
     """Settings of the requeuing thread.
 
     Attributes:
+        topic: the facts topic.
         client: librdkafka settings of the consumer; may contain a password, as may `producer`.
         patience: seconds without progress before a problem is reported.
-        records: the largest number of records that one step produces.
-        volume: the approximate bytes that one step produces.
-        read: the largest number of records that one step reads.
-        poll: seconds between two steps; 10,000 requeued records/s leave capacity for new ones.
+        max_records: the largest number of records that one step produces.
+        max_bytes: the approximate number of bytes after which a step ends.
+        max_read: the largest number of records that one step reads.
+        poll: seconds between two steps; 10,000 requeued records/s leave capacity for new records.
     """
 
     topic: str
     client: Mapping[str, str] = field(repr=False)
     producer: Mapping[str, str] = field(repr=False)
     patience: float = 5.0
-    records: int = 5_000
-    volume: int = 4 << 20
-    read: int = 100_000
+    max_records: int = 5_000
+    max_bytes: int = 4 << 20
+    max_read: int = 100_000
     poll: float = 0.5
 
 
 class Requeuer(LeasedThread):
     """Requeues deferred records. Problems are logged, stored for `tidemark status`, and retried.
 
-    The positions of the writers concerned do not move meanwhile. `produced` is called with the number of records that a
-    step has produced.
+    The positions of the writers concerned do not move meanwhile. `on_produced` is called with the number of records
+    that a step has produced.
     """
 
     def __init__(
-        self, config: RequeueConfig, postgres: Postgres, lease: Lease, produced: Callable[[int], object]
+        self, config: RequeueConfig, postgres: Postgres, lease: Lease, on_produced: Callable[[int], object]
     ) -> None:
         super().__init__("requeuer", lease)
         self._config = config
         self._postgres = postgres
-        self._produced = produced
+        self._on_produced = on_produced
         # Records of an aborted transaction must not be requeued: they would be produced outside of a transaction.
         self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_committed")
         self._problem = ""
@@ -497,7 +510,8 @@ class Requeuer(LeasedThread):
         """Produce some of the records.
 
         Returns:
-            What remains after the brokers have acknowledged the records, and the problem that prevents it, if any.
+            The remaining requeue after the brokers have acknowledged the records, and the problem that prevents the
+            rest, if any.
         """
         try:
             return self._step(requeue)
@@ -511,29 +525,29 @@ class Requeuer(LeasedThread):
     def _step(self, requeue: PendingRequeue) -> tuple[PendingRequeue, str | None]:
         self._kafka.errors.forget()
         topic, problem = self._config.topic, None
-        unacknowledged = UnacknowledgedRecords(self._kafka.writer(), topic, instead=lambda _: None)
+        unacknowledged = UnacknowledgedRecords(self._kafka.producer(), topic, replacement_of=lambda _: None)
         oldest, end = self._kafka.reader().offsets(topic, requeue.partition)
         following = min(max(requeue.next, oldest), requeue.last + 1)
         gone = following - requeue.next
         sent = volume = read = 0
         with closing(self._kafka.reader().read(topic, requeue.partition, following)) as records:
-            while following <= requeue.last and sent < self._config.records and volume < self._config.volume:
+            while following <= requeue.last and sent < self._config.max_records and volume < self._config.max_bytes:
                 record = next(records, None)
-                if record is None or record.offset() >= end:  # later records were just requeued
+                if record is None or record.offset() >= end:  # records from `end` on were just requeued
                     problem = "the partition ends before the records, or has just lost them"
                     break
                 key, value = record.key(), record.value()
                 if record.offset() <= requeue.last and is_edge(
                     value, key, requeue.stream, requeue.writer, requeue.epoch
                 ):
-                    unacknowledged.put(Outgoing((), key, value, record.headers() or (), requeue.partition))
+                    unacknowledged.put(OutgoingRecord((), key, value, record.headers() or (), requeue.partition))
                     sent, volume = sent + 1, volume + len(key) + len(value)
                 following, read = min(record.offset(), requeue.last) + 1, read + 1
-                if read == self._config.read:
+                if read == self._config.max_read:
                     break
         if (error := unacknowledged.flush()) is not None:
             raise KafkaException(error)
-        self._produced(sent - unacknowledged.gone)
+        self._on_produced(sent - unacknowledged.gone)
         if gone or unacknowledged.gone:
             log.warning(
                 "Deferred records are gone from Kafka: their IDs stay open until the writer's next JOIN",

@@ -20,10 +20,10 @@ class Batch:
 
     Attributes:
         query: the name of the query, one for each start of the pipeline.
-        number: of the batch in its query.
-        token: of the lease.
-        after: query and number of the batch that Postgres must have applied last; None if it must have applied none;
-            `...` to skip the check, for batches without a query.
+        number: the number of the batch in its query.
+        token: the token of the lease.
+        after: query and number of the batch that Postgres must have applied last; None if Postgres must have applied
+            no batch; `...` to skip the check, for batches without a query.
     """
 
     query: str
@@ -49,28 +49,28 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitResult:
     """The outcome of a batch's transaction in Postgres.
 
-    `settled` and `positions`, by stream and writer, contain only differences from the batch: Postgres may know a writer
-    that the state had already dropped.
+    `corrected_advances` and `higher_positions`, by stream and writer, contain only differences from the batch: Postgres
+    may know a writer that the state had already dropped.
 
     Attributes:
-        repeated: the batch was applied before, and nothing was written now.
-        settled: advances that were cut to the part that was open; None if no part was open.
-        positions: stored positions that are beyond those of the batch.
-        late: stream -> the numbers of its late completions, in the order of the batch.
+        repeated: whether the batch was applied before. If so, this call wrote nothing.
+        corrected_advances: advances that were cut to the part that was open; None if no part was open.
+        higher_positions: stored positions that are beyond the positions of the batch.
+        late_numbers: stream -> the numbers of its late completions, in the order of the batch.
     """
 
     repeated: bool = False
-    settled: dict[tuple[str, str], WriterAdvance | None] = field(default_factory=dict)
-    positions: dict[tuple[str, str], int] = field(default_factory=dict)
-    late: dict[str, list[int]] = field(default_factory=dict)
+    corrected_advances: dict[tuple[str, str], WriterAdvance | None] = field(default_factory=dict)
+    higher_positions: dict[tuple[str, str], int] = field(default_factory=dict)
+    late_numbers: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Refilled:
-    """The number of streams with missing data in a sink, and of the entries of their history that were copied."""
+class RefillResult:
+    """The number of streams of which a sink lacked data, and the number of history entries that were copied."""
 
     streams: int
     entries: int = 0
@@ -81,18 +81,18 @@ class Fence(Protocol):
 
     @property
     def token(self) -> int:
-        """Higher than the token of every earlier owner."""
+        """The fencing token of this owner. It is higher than the token of every earlier owner."""
 
     def check(self) -> None:
-        """Raise `LeaseLost` if this process knows that another one has the lease. Queries no server."""
+        """Raise `LeaseLost` if this process knows that another process has the lease. Queries no server."""
 
 
 class Sink(Protocol):
-    """Publishes a copy of Postgres. Created with the `Postgres` to copy and the `Fence` to write under. Thread-safe.
+    """Publishes a copy of Postgres. Created with the `Postgres` to copy and the `Fence` with the token. Thread-safe.
 
     `tests/sinks/test_contract.py` checks five laws for every sink:
 
-    - monotone: no call moves a visible position towards 0, even if batches come again, late or out of order;
+    - monotone: no call moves a visible position towards 0, even if batches are repeated, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, has the effect of one call;
     - fenced: the sink stores the highest token that it has seen with its data, and refuses lower ones; the first
       `LeaseLost` names that token, so that the next owner can choose a higher one at once;
@@ -110,7 +110,7 @@ class Sink(Protocol):
     def check(self) -> None:
         """Check the connection and the rights. Called at the start, before the first batch."""
 
-    def publish(self, batch: Batch, committed: Committed) -> int:
+    def publish(self, batch: Batch, committed: CommitResult) -> int:
         """Publish a batch that Postgres has committed.
 
         Earlier batches may be missing, if their process died after the commit. The sink then refills first, so that
@@ -129,7 +129,7 @@ class Sink(Protocol):
         Publishing skips them until a `refill` has retried them. Their number is unbounded.
         """
 
-    def compared(self) -> Mapping[str, tuple[int, int]]:
+    def compared_positions(self) -> Mapping[str, tuple[int, int]]:
         """The linear position of each stream in Postgres and in the sink, when a `refill` last compared them.
 
         The values are from before the refill. Faulty streams are left out. Queries no server.
@@ -138,8 +138,8 @@ class Sink(Protocol):
     def check_for_loss(self) -> bool:
         """Whether the sink may have lost data since the last call; True at the first call. Called every second."""
 
-    def refill(self) -> Refilled:
+    def refill(self) -> RefillResult:
         """Compare every stream with Postgres and write what is missing. Readers may read meanwhile.
 
-        Also called periodically if nothing seems lost. Raises `LeaseLost`.
+        Also called periodically, even if `check_for_loss` reports no loss. Raises `LeaseLost`.
         """

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from tidemark.common.errors import LeaseLost, Stop, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.dead_letters import KafkaConnections
-from tidemark.sinks.port import Batch, Committed, Fence, Refilled
+from tidemark.sinks.port import Batch, CommitResult, Fence, RefillResult
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Token
 from tidemark.streaming.values.direction import farther
@@ -29,10 +29,10 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-FENCE = "fence"
+FENCE_HEADER = "fence"
 STREAMS_PER_CHUNK = 1000  # in one transaction
-FRAME_BYTES = 200  # Kafka adds at most this to a record that is alone in its batch, with its header
-FENCED = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
+FRAME_BYTES = 200  # Kafka's largest overhead of a record that is alone in its batch, with its header
+FENCED_CODES = KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH
 DEFAULT_MAX_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
@@ -59,7 +59,7 @@ class TopicIdentity(Protocol):
 
 
 class TopicLookup(Protocol):
-    """Queries the brokers about a topic. Each raises `Unavailable` and `TopicMissing`."""
+    """Queries the brokers about a topic. Methods raise `Unavailable` and `TopicMissing`."""
 
     def identities(self, names: Iterable[str]) -> Mapping[str, Any]:
         """The `TopicIdentity` of each topic."""
@@ -96,8 +96,8 @@ class PositionsTopic:
             "read_committed",
         )
         self._lock = threading.Lock()
-        self._linear: dict[str, tuple[int, int]] = {}
-        self._shown_faults: dict[str, str] = {}
+        self._compared_positions: dict[str, tuple[int, int]] = {}
+        self._reported_faults: dict[str, str] = {}
         self._may_have_lost = True  # not reported by `check_for_loss` yet
         self._identity: TopicIdentity | None = None
         self._forget()
@@ -110,8 +110,8 @@ class PositionsTopic:
             self._disconnect()
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Serialise calls. After an error, the next call connects and reads the topic again."""
+    def _exclusive_call(self) -> Iterator[None]:
+        """Let only one thread call. After an error, the next call connects and reads the topic again."""
         with self._lock:
             self._kafka.errors.forget()
             try:
@@ -120,14 +120,14 @@ class PositionsTopic:
             except BaseException:
                 self._disconnect()
                 raise
-            self._shown_faults = self._faults.copy()
+            self._reported_faults = self._faults.copy()
 
     def _forget(self) -> None:
         """Forget the content of the topic; it is read again before the next record is written."""
         self._values: dict[str, bytes] = {}  # the last record of each stream
         self._faults: dict[str, str] = {}
-        self._next: dict[int, int] = {}  # partition -> the next offset to read
-        self._newest = 0  # the highest token in the topic
+        self._next_offsets: dict[int, int] = {}  # partition -> the next offset to read
+        self._newest_token = 0  # the highest token in the topic
         self._has_compared = False
         self._max_bytes = DEFAULT_MAX_BYTES
         self._producer: Producer | None = None
@@ -137,14 +137,14 @@ class PositionsTopic:
         self._forget()
 
     def check(self) -> None:
-        with self._calling():
+        with self._exclusive_call():
             self._identify()
 
-    def publish(self, batch: Batch, committed: Committed) -> int:
-        with self._calling():
-            return self._unless_fenced(lambda producer: self._publish(producer, batch, committed))
+    def publish(self, batch: Batch, committed: CommitResult) -> int:
+        with self._exclusive_call():
+            return self._retry_if_fenced(lambda producer: self._publish(producer, batch, committed))
 
-    def _publish(self, producer: Producer, batch: Batch, committed: Committed) -> int:
+    def _publish(self, producer: Producer, batch: Batch, committed: CommitResult) -> int:
         if not self._has_compared:
             # The topic may lack batches that earlier processes committed.
             return self._refill(producer).streams
@@ -156,66 +156,75 @@ class PositionsTopic:
                 others.append(stream)
             elif stream not in self._faults:
                 rows = {row.writer: row.position for row in effects.writers}
-                rows |= {writer: at for (name, writer), at in committed.positions.items() if name == stream}
-                values[stream] = self._merged(stream, effects.linear, rows, effects.dropped)
-        return self._write(producer, values | self._stored(others))
+                rows |= {writer: at for (name, writer), at in committed.higher_positions.items() if name == stream}
+                values[stream] = self._merge(stream, effects.linear, rows, effects.dropped)
+        return self._write(producer, values | self._stored_values(others))
 
     def faults(self) -> Mapping[str, str]:
-        return self._shown_faults
+        return self._reported_faults
 
-    def compared(self) -> Mapping[str, tuple[int, int]]:
-        return self._linear
+    def compared_positions(self) -> Mapping[str, tuple[int, int]]:
+        return self._compared_positions
 
     def check_for_loss(self) -> bool:
-        with self._calling():
+        with self._exclusive_call():
             self._identify()
             self._read_new()
             self._may_have_lost, lost = False, self._may_have_lost
             return lost
 
-    def refill(self) -> Refilled:
-        with self._calling():
+    def refill(self) -> RefillResult:
+        with self._exclusive_call():
             if self._faults:
                 self._disconnect()  # the topic is read again, because a fault may be repaired
-            return self._unless_fenced(self._refill)
+            return self._retry_if_fenced(self._refill)
 
-    def _unless_fenced(self, call: Callable[[Producer], T]) -> T:
-        """Call again if the producer was fenced but no higher token is in the topic: the other process is an older
-        owner.
+    def _retry_if_fenced(self, call: Callable[[Producer], T]) -> T:
+        """Run `call`, and retry if the producer was fenced but the topic has no higher token: the other process is an
+        older owner.
         """
         try:
             return call(self._take_over())
         except KafkaException as error:
-            if error.args[0].code() not in FENCED:
+            if error.args[0].code() not in FENCED_CODES:
                 raise
         self._disconnect()
         return call(self._take_over())
 
-    def _refill(self, producer: Producer) -> Refilled:
+    def _refill(self, producer: Producer) -> RefillResult:
         linear: dict[str, tuple[int, int]] = {}
         streams = self._postgres.streams()
         changed = 0
         for start in range(0, len(streams), STREAMS_PER_CHUNK):
-            values = self._stored(streams[start : start + STREAMS_PER_CHUNK], linear)
+            values = self._stored_values(streams[start : start + STREAMS_PER_CHUNK], linear)
             changed += self._write(producer, values)
-        self._linear, self._has_compared = linear, True
+        self._compared_positions, self._has_compared = linear, True
         if changed:
             log.info("Refilled the topic of positions from Postgres", topic=self._topic, streams=changed)
-        return Refilled(changed)
+        return RefillResult(changed)
 
-    def _stored(self, streams: Iterable[str], linear: dict[str, tuple[int, int]] | None = None) -> dict[str, bytes]:
-        """The values of streams according to Postgres, without faulty streams. Fills `linear` for `compared`."""
+    def _stored_values(
+        self, streams: Iterable[str], linear: dict[str, tuple[int, int]] | None = None
+    ) -> dict[str, bytes]:
+        """The values of streams according to Postgres, without faulty streams. Fills `linear` for
+        `compared_positions`.
+        """
         values = {}
         for stream, row in self._postgres.positions(list(streams)).items():
             if stream in self._faults:
                 continue
             if linear is not None and stream in self._values:
                 linear[stream] = row.linear, _DECODER.decode(self._values[stream]).linear
-            values[stream] = self._merged(stream, row.linear, row.positions, row.forgotten)
+            values[stream] = self._merge(stream, row.linear, row.positions, row.forgotten)
         return values
 
-    def _merged(self, stream: str, linear: int, rows: Mapping[str, int], dropped: Iterable[str]) -> bytes:
-        """The next value of a stream: no position is lower than in its last value."""
+    def _merge(self, stream: str, linear: int, rows: Mapping[str, int], dropped: Iterable[str]) -> bytes:
+        """The next value of a stream. No position in it is lower than in the last value.
+
+        Args:
+            rows: writer -> position.
+            dropped: writers to leave out.
+        """
         vector = dict(rows)
         if (last := self._values.get(stream)) is not None:
             before = _DECODER.decode(last)
@@ -240,17 +249,17 @@ class PositionsTopic:
             elif value != self._values.get(stream):
                 changed[stream] = key, value
         count = len(changed)
-        if not changed and self._values and self._newest != self._fence.token:
+        if not changed and self._values and self._newest_token != self._fence.token:
             stream, value = next(iter(self._values.items()))
             changed[stream] = stream.encode(), value  # so that former owners read this token
         if not changed:
             return 0
         self._fence.check()
-        headers = [(FENCE, str(self._fence.token).encode())]
+        headers = [(FENCE_HEADER, str(self._fence.token).encode())]
         errors: list[KafkaError] = []
         written: dict[int, int] = {}  # partition -> offset of the last record
 
-        def delivered(error: KafkaError | None, record: Message) -> None:
+        def note_delivery(error: KafkaError | None, record: Message) -> None:
             if error is not None:
                 errors.append(error)
             else:
@@ -260,7 +269,7 @@ class PositionsTopic:
         for key, value in changed.values():
             while True:
                 try:
-                    producer.produce(self._topic, key=key, value=value, headers=headers, on_delivery=delivered)
+                    producer.produce(self._topic, key=key, value=value, headers=headers, on_delivery=note_delivery)
                     break
                 except BufferError:
                     producer.poll(0.1)
@@ -268,10 +277,10 @@ class PositionsTopic:
             producer.commit_transaction(self._patience)
         except KafkaException as error:
             raise KafkaException(errors[0] if errors else error.args[0]) from error
-        self._newest = self._fence.token
+        self._newest_token = self._fence.token
         self._values |= {stream: value for stream, (_, value) in changed.items()}
         for partition, offset in written.items():
-            self._next[partition] = self._wait_until_visible(partition, offset)
+            self._next_offsets[partition] = self._wait_until_visible(partition, offset)
         return count
 
     def _wait_until_visible(self, partition: int, offset: int) -> int:
@@ -296,7 +305,7 @@ class PositionsTopic:
         if self._producer is None:
             with suppress(Stop):  # this user may not describe the topic
                 self._max_bytes = self._topics.max_message_bytes(self._topic)
-            producer = self._kafka.writer()
+            producer = self._kafka.producer()
             producer.init_transactions(self._patience)
             self._producer = producer
             self._read_new()  # records of the former owner before it was fenced
@@ -305,10 +314,10 @@ class PositionsTopic:
     def _identify(self) -> None:
         identity: TopicIdentity = self._topics.identities([self._topic])[self._topic]
         if self._identity is not None and self._identity.id != identity.id:
-            self._lose("it was created again")
+            self._note_loss("it was created again")
         self._identity = identity
 
-    def _lose(self, problem: str) -> None:
+    def _note_loss(self, problem: str) -> None:
         log.warning("The topic of positions has lost records", topic=self._topic, problem=problem)
         self._disconnect()
         self._may_have_lost = True
@@ -318,21 +327,21 @@ class PositionsTopic:
         assert self._identity is not None
         for partition in range(self._identity.partitions):
             first, end = self._kafka.reader().offsets(self._topic, partition)
-            following = self._next.get(partition, first)
+            following = self._next_offsets.get(partition, first)
             if end < following or (first > following > 0):
-                self._lose(f"partition {partition} has offsets {first} to {end}, and {following} was to follow")
+                self._note_loss(f"partition {partition} has offsets {first} to {end}, and {following} was to follow")
                 return self._read_new()
             if end > following:
                 for record in self._kafka.reader().read(self._topic, partition, following):
                     if record is None:
                         break
-                    self._take(record)
-            self._next[partition] = end
-        if self._newest > self._fence.token:
-            raise LeaseLost(self._fence.token, self._newest)
+                    self._apply_record(record)
+            self._next_offsets[partition] = end
+        if self._newest_token > self._fence.token:
+            raise LeaseLost(self._fence.token, self._newest_token)
         return None
 
-    def _take(self, record: Message) -> None:
+    def _apply_record(self, record: Message) -> None:
         key, value = record.key() or b"", record.value()
         stream = key.decode(errors="replace")
         self._faults.pop(stream, None)
@@ -340,7 +349,7 @@ class PositionsTopic:
             self._values.pop(stream, None)
             return
         try:
-            fences = [int(text) for name, text in record.headers() or () if name == FENCE]
+            fences = [int(text) for name, text in record.headers() or () if name == FENCE_HEADER]
             if _DECODER.decode(value).stream != stream:
                 raise ValueError("the key is not the name of the stream")
         except ValueError as error:  # includes msgspec's errors
@@ -352,4 +361,4 @@ class PositionsTopic:
             )
             return
         self._values[stream] = value
-        self._newest = max([self._newest, *fences])
+        self._newest_token = max([self._newest_token, *fences])

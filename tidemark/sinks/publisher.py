@@ -19,8 +19,8 @@ from tidemark.common.backoff import wait_out
 from tidemark.common.errors import ContentRefused, LeaseLost, Stopping, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import first_line
-from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
-from tidemark.sinks.port import Batch, Committed, Sink
+from tidemark.sinks.dead_letters import DeadLetterResult, DeadLetters
+from tidemark.sinks.port import Batch, CommitResult, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.postgres.transaction import is_about_content
@@ -35,11 +35,12 @@ CONTENT_PAUSE = 0.2  # seconds between two attempts
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """The outcome of a batch.
+class PublishResult:
+    """The outcome of publishing a batch.
 
     Attributes:
-        repeated: Postgres had already applied the batch.
+        batch: the number of the batch.
+        repeated: whether Postgres had already applied the batch.
         streams: number of streams that changed for readers.
         published_at: when the last sink had the whole batch, seconds since 1970.
         seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), including outages.
@@ -48,16 +49,16 @@ class Published:
     batch: int
     repeated: bool
     streams: int
-    dead_lettered: DeadLettered
+    dead_lettered: DeadLetterResult
     published_at: float
     seconds: Mapping[str, float]
 
 
 class Publisher:
-    """Publishes batches. The steps of `publish` are `commit`, `show` for each sink, and `dead_letter`; each may be
-    repeated.
+    """Publishes batches. The steps of `publish` are `commit`, `publish_to_sink` for each sink, and `dead_letter`; each
+    may be repeated.
 
-    `failed` is called after each attempt that a server did not answer.
+    `on_unavailable` is called after each attempt that a server did not answer.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class Publisher:
         dead_letters: DeadLetters,
         lease: Lease,
         stopping: threading.Event,
-        failed: Callable[[Unavailable], object] = lambda _: None,
+        on_unavailable: Callable[[Unavailable], object] = lambda _: None,
     ) -> None:
         self._postgres = postgres
         self._sinks = sinks
         self._dead_letters = dead_letters
         self._lease = lease
         self._stopping = stopping
-        self._failed = failed
+        self._on_unavailable = on_unavailable
 
     def publish(
         self,
@@ -82,10 +83,16 @@ class Publisher:
         number: int,
         effects: Sequence[ShardEffects],
         after: tuple[str, int] | EllipsisType | None = ...,
-    ) -> Published:
+    ) -> PublishResult:
         """Publish batch `number` of `query` to all sinks. Waits for unavailable servers without limit.
 
         The query must restart after each of these errors, and after a `Stop`.
+
+        Args:
+            query: the name of the query, one for each start of the pipeline.
+            number: the number of the batch in its query.
+            effects: the effects of the batch, by shard.
+            after: see `port.Batch`.
 
         Raises:
             Stopping: the event was set during a wait.
@@ -98,13 +105,13 @@ class Publisher:
         committed, seconds["postgres"] = self._with_retries(lambda: self._commit_content(batch))
         streams = 0
         for sink in self._sinks:
-            changed, seconds[sink.name] = self._with_retries(partial(self.show, sink, batch, committed))
+            changed, seconds[sink.name] = self._with_retries(partial(self.publish_to_sink, sink, batch, committed))
             streams = max(streams, changed)
         published_at = time.time()
         dead_lettered, seconds["dead_letters"] = self._with_retries(lambda: self.dead_letter(batch))
-        return Published(number, committed.repeated, streams, dead_lettered, published_at, seconds)
+        return PublishResult(number, committed.repeated, streams, dead_lettered, published_at, seconds)
 
-    def _commit_content(self, batch: Batch) -> Committed:
+    def _commit_content(self, batch: Batch) -> CommitResult:
         """`commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of the content for the same reason."""
         problems: list[str] = []
         while True:
@@ -122,33 +129,35 @@ class Publisher:
             if self._stopping.wait(CONTENT_PAUSE):
                 raise Stopping("stopped while Postgres refused a batch")
 
-    def commit(self, batch: Batch) -> Committed:
+    def commit(self, batch: Batch) -> CommitResult:
         committed = self._postgres.apply(batch)
         if committed.repeated:
             log.info("The batch was committed before; repeating the steps after the commit", batch=batch.number)
         return committed
 
-    def show(self, sink: Sink, batch: Batch, committed: Committed) -> int:
+    def publish_to_sink(self, sink: Sink, batch: Batch, committed: CommitResult) -> int:
         return sink.publish(batch, committed)
 
-    def dead_letter(self, batch: Batch) -> DeadLettered:
+    def dead_letter(self, batch: Batch) -> DeadLetterResult:
         rejected = batch.rejected()
         dead_lettered = self._dead_letters.send(rejected)
         if rejected:
-            self._postgres.dead_letters_sent(batch.query, batch.number)
+            self._postgres.delete_unsent_dead_letters(batch.query, batch.number)
         return dead_lettered
 
-    def send_unsent(self) -> None:
+    def send_unsent_dead_letters(self) -> None:
         """Send the dead letters of earlier queries, whose batches will not be repeated. Raises the errors of
         `publish`.
         """
         for unsent in self._postgres.unsent_dead_letters():
             self._with_retries(partial(self._dead_letters.send, unsent.rejected))
-            self._postgres.dead_letters_sent(unsent.query, unsent.batch)
+            self._postgres.delete_unsent_dead_letters(unsent.query, unsent.batch)
             log.info("Sent the dead letters of an earlier query", query=unsent.query, batch=unsent.batch)
 
     def _with_retries(self, step: Callable[[], T]) -> tuple[T, float]:
-        def checked() -> T:
+        """Run a step until its server answers; returns the result and the duration in seconds."""
+
+        def run_step() -> T:
             self._lease.check()
             try:
                 return step()
@@ -157,4 +166,4 @@ class Publisher:
                 raise
 
         began = time.monotonic()
-        return wait_out(checked, self._stopping, on_failure=self._failed), time.monotonic() - began
+        return wait_out(run_step, self._stopping, on_failure=self._on_unavailable), time.monotonic() - began

@@ -16,14 +16,14 @@ from psycopg.types.json import Jsonb
 from tidemark.common.migrations import run_with_lock_timeout
 from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
-COMMAND = "tidemark follow migrate"
+MIGRATE_COMMAND = "tidemark follow migrate"
 
 _USE = DatabaseUse(
     "dsn",
     refusals={
-        "3F": f"run `{COMMAND}`",
-        "42P01": f"run `{COMMAND}`",
-        "42883": f"run `{COMMAND}`",
+        "3F": f"run `{MIGRATE_COMMAND}`",
+        "42P01": f"run `{MIGRATE_COMMAND}`",
+        "42883": f"run `{MIGRATE_COMMAND}`",
         "42501": "grant the user the role tidemark_relay; migrations need the owner of the schema tidemark_reader",
     },
 )
@@ -51,12 +51,12 @@ def _script() -> tuple[str, str]:
 
 
 def reader_session(dsn: Dsn, application: str) -> PostgresSession:
-    """A session in a database of readers; `application` is its `application_name`."""
+    """A session in a database of readers; `application` becomes its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
 def install(session: PostgresSession) -> bool:
-    """Create or update tables and functions; returns whether something was missing. Takes no lock otherwise.
+    """Create or update tables and functions; returns whether anything had to change. Takes no lock otherwise.
 
     Raises `PrerequisitePending` if a lock was not free in time.
     """
@@ -78,8 +78,13 @@ def install(session: PostgresSession) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KnownStream:
-    """A stream in a database of readers: its linear position, its newest late completion, and whether the transactions
-    of this database decide its position."""
+    """A stream in a database of readers.
+
+    Attributes:
+        linear: its linear position.
+        late: the number of its newest late completion.
+        is_decided_here: whether the transactions of this database decide its position.
+    """
 
     linear: int
     late: int
@@ -87,8 +92,8 @@ class KnownStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """The published positions and late completions of a stream. `late` begins after number `late_after`."""
+class StreamUpdate:
+    """The published positions and late completions of a stream. `late` begins after the number `late_after`."""
 
     linear: int
     writers: Mapping[str, int]
@@ -102,7 +107,7 @@ def known_streams(session: PostgresSession) -> dict[str, KnownStream]:
     return {stream: KnownStream(linear, late, is_decided_here) for stream, linear, late, is_decided_here in rows}
 
 
-def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
+def local_writers(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, int]]]:
     """For each stream that services append to in this database: the ID (a magnitude) after which it begins, and the
     epochs of its writers. Empty without a relay.
     """
@@ -122,7 +127,7 @@ def writers_here(session: PostgresSession) -> dict[str, tuple[int, Mapping[str, 
     return {stream: (after, writers) for stream, after, writers in rows}
 
 
-def late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+def count_late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
     """By (stream, number), the number of late completions after that number in this database."""
     rows = session.fetch_tuples(
         "select known.stream, known.number, (select count(*) from tidemark_reader.late_completions l"
@@ -133,37 +138,37 @@ def late_after(session: PostgresSession, pairs: Collection[tuple[str, int]]) -> 
     return {(stream, number): count for stream, number, count in rows}
 
 
-def share(session: PostgresSession, stream: str, late: int) -> None:
+def start_following(session: PostgresSession, stream: str, late: int) -> None:
     """Begin to follow the published positions of a stream. Late completions up to number `late` are older."""
     session.execute("select tidemark_reader.share(%s, %s)", [stream, late])
 
 
-def publish(session: PostgresSession, moves: Mapping[str, Move]) -> None:
+def publish(session: PostgresSession, updates: Mapping[str, StreamUpdate]) -> None:
     """Move streams to their published positions, in one transaction with their late completions. A lower position is
     ignored.
     """
     with session.use() as connection, connection.transaction():
         # Before the positions, so that no position passes a late fact first.
-        for stream, move in moves.items():
-            if move.late or move.late_after:
-                _publish_late(connection, stream, move)
+        for stream, update in updates.items():
+            if update.late or update.late_after:
+                _publish_late(connection, stream, update)
         connection.execute(
             "select tidemark_reader.publish('published', %s, %s::bigint[], %s::jsonb[])",
             [
-                [*moves],
-                [move.linear for move in moves.values()],
-                [Jsonb(dict(move.writers)) for move in moves.values()],
+                [*updates],
+                [update.linear for update in updates.values()],
+                [Jsonb(dict(update.writers)) for update in updates.values()],
             ],
         )
 
 
-def _publish_late(connection: Connection, stream: str, move: Move) -> None:
+def _publish_late(connection: Connection, stream: str, update: StreamUpdate) -> None:
     connection.execute(
         "select tidemark_reader.publish_late(%s, %s, %s::bigint[], %s::text[], %s::bigint[], %s::bigint[],"
         " %s::bigint[], %s::bigint[], %s::text[])",
         [
             stream,
-            move.late_after,
-            *([getattr(late, name) for late in move.late] for name in PublishedLate.__slots__),
+            update.late_after,
+            *([getattr(late, name) for late in update.late] for name in PublishedLate.__slots__),
         ],
     )

@@ -479,7 +479,7 @@ def test_who_comes_back_soon_is_told_from_memory(
 ) -> None:
     """Clients of one stream and of many, who were away while it moved, cost no reading of the past, nor one of where
     streams stand that are known; they are told every move, and where they stand then."""
-    for read in ("page_after", "missed"):
+    for read in ("page_after", "full_changes_since"):
         monkeypatch.setattr(Postgres, read, lambda *_: pytest.fail("the past was read"))
     grow(pipeline, 0, 1)
     grow_many(pipeline, 12, 0)

@@ -89,12 +89,12 @@ def test_when_a_position_was_passed(pipeline: Pipeline, dsn: str) -> None:
     blocked(pipeline)
     with session_of(dsn, "test") as session:
         history = LagHistory(session)
-        passed = history.passed("s", 3)
+        passed = history.passed_at("s", 3)
         assert passed is not None
         assert abs((datetime.now(UTC) - passed).total_seconds() - 600) < 30
-        assert history.passed("s", 3, passed - timedelta(minutes=1)) == passed
-        assert history.passed("s", 6) is None
-        assert history.linear(["s", "none"]) == {"s": 6}
+        assert history.passed_at("s", 3, passed - timedelta(minutes=1)) == passed
+        assert history.passed_at("s", 6) is None
+        assert history.linear_positions(["s", "none"]) == {"s": 6}
 
 
 def test_the_readers_of_a_stream_are_answered_and_measured(

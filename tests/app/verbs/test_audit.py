@@ -25,7 +25,7 @@ def noted(acts: OverrideLog, *forced: OperatorOverride, first: int = 0) -> list[
     """All sent before any is read."""
     found = [acts.note("s", it) for it in forced]
     for offset, it in enumerate(found, first):
-        acts.sent(it, "control", 0, offset)
+        acts.note_sent(it, "control", 0, offset)
     return found
 
 
@@ -54,13 +54,13 @@ def test_of_two_who_settle_the_same_the_second_is_told(
     with session_of(dsn, "test") as session:
         acts = OverrideLog(session)
         one, other = noted(acts, first, second)
-        assert acts.became(one) == acts.became(other) == "refused"
+        assert acts.find_outcome(one) == acts.find_outcome(other) == "refused"
         applied(pipeline, first, second)
-        assert (acts.became(one), acts.became(other)) == ("applied", became)
+        assert (acts.find_outcome(one), acts.find_outcome(other)) == ("applied", became)
         (again,) = noted(acts, second, first=2)
-        assert acts.became(again) == "refused"
+        assert acts.find_outcome(again) == "refused"
         applied(pipeline, second)
-        assert acts.became(again) == "applied"
+        assert acts.find_outcome(again) == "applied"
 
 
 def test_an_act_that_was_refused_does_not_hide_its_repetition(pipeline: Pipeline, dsn: str) -> None:
@@ -70,7 +70,7 @@ def test_an_act_that_was_refused_does_not_hide_its_repetition(pipeline: Pipeline
         noted(acts, SKIP)
         (again,) = noted(acts, SKIP, first=1)
         applied(pipeline, SKIP)
-        assert acts.became(again) == "applied"
+        assert acts.find_outcome(again) == "applied"
 
 
 def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: psycopg.Connection) -> None:
@@ -80,7 +80,7 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
         (done,) = noted(acts, SKIP)
         acts.note("s", OperatorOverride("w", 1, "RETIRE", 0, 9, "ann", "gone"))
         applied(pipeline, SKIP, OperatorOverride("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
-        acts.close(done, "applied")
+        acts.note_outcome(done, "applied")
     runner = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn})
     listed = runner.invoke(main, ["overrides", "list"]).output.splitlines()
     assert listed[0].startswith("NUMBER ")

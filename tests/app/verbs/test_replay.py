@@ -56,11 +56,11 @@ def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recordi
     """The history is that of before Kafka is read: a pipeline that goes on parts from nothing."""
     with BatchHistory.open(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
         recording.batch(fact("a", 13, 12))
-        held, upto = past.stream(STREAM), past.read_up_to()
+        held, upto = past.stream(STREAM), past.next_offsets()
     assert held is not None
     assert len(held.batches) == 3
     with BatchHistory.open(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
-        assert sum(past.read_up_to().values()) == sum(upto.values()) + 1
+        assert sum(past.next_offsets().values()) == sum(upto.values()) + 1
 
 
 def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: psycopg.Connection) -> None:

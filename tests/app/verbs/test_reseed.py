@@ -25,14 +25,14 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     """The number of shards is the new one, and the states stay as they are. A dry run changes nothing."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     pipeline.publish(moved("events", 7, w1=At(0, 7)))
-    store.remember(RememberedSetup(16, {}))
+    store.remember_setup(RememberedSetup(16, {}))
     lease.close()
     before = store.states()
 
     done = reseed(dsn, "--dry-run")
     said = "streams that the next start loads from Postgres: 2\nshards: 8 instead of 16\n"
     assert (done.exit_code, done.stdout) == (0, said)
-    assert (store.states(), store.remembered().shards) == (before, 16)
+    assert (store.states(), store.remembered_setup().shards) == (before, 16)
 
     assert sql.execute("select count(*) from tidemark.overrides").fetchall() == [(0,)]
 
@@ -44,7 +44,7 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["overrides", "show", "1"])
     assert shown.stdout.splitlines()[0] == "RESEED of all streams"
     assert store.states() == before
-    assert store.remembered().shards == 8
+    assert store.remembered_setup().shards == 8
 
     told = json.loads(reseed(dsn, "--json").stdout)
     assert (told["before"], told["shards"]) == (8, 8)
@@ -56,9 +56,9 @@ def test_a_pipeline_that_runs_is_named_and_left_alone(
     """Rule 6: two that write one database never work at a time."""
     monkeypatch.setattr(reseeding, "LEASE_TIMEOUT_SECONDS", 0.5)
     pipeline.publish(moved("s", 7, w=At(0, 7)))
-    store.remember(RememberedSetup(16, {}))
+    store.remember_setup(RememberedSetup(16, {}))
     done = reseed(dsn)
     assert done.exit_code == 1
     assert "test holds the lease: stop the pipeline" in done.output
-    assert store.remembered().shards == 16
+    assert store.remembered_setup().shards == 16
     pipeline.publish(moved("s", 8, w=At(7, 8)))

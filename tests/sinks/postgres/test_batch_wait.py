@@ -61,7 +61,7 @@ def committing(store: Postgres, lease: Lease, number: int, now: int = NOW) -> It
 
 def problems(store: Postgres) -> list[str]:
     """What `tidemark status` says."""
-    return PipelineCondition(store.conditions.now(), None, None).problems()
+    return PipelineCondition(store.conditions.current(), None, None).problems()
 
 
 def test_login_with_connect_alone_stops_no_position(
@@ -118,9 +118,9 @@ def test_lock_that_a_batch_waits_for_is_named(
     store: Postgres, lease: Lease, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who holds it stands in the watch (for readiness), in the log and in the status, until the batch goes on."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.PATIENCE", 0.5)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.5)
     monkeypatch.setattr("tidemark.sinks.background.POLL", 0.1)
-    with connected(dsn, "nightly-job") as other, BatchWaitMonitor(store.waits, lease) as watch:
+    with connected(dsn, "nightly-job") as other, BatchWaitMonitor(store.batch_wait, lease) as watch:
         with other.transaction():
             other.execute("lock table tidemark.stream_positions in exclusive mode")
             with committing(store, lease, 1):
@@ -137,7 +137,7 @@ def test_lock_that_a_batch_waits_for_is_named(
 
 def test_lock_of_a_batch_times_out(store: Postgres, lease: Lease, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again: nobody queues behind a batch for ever, and what it waited for is still named meanwhile."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.PATIENCE", 0.1)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.1)
     with store._batches.use() as connection:
         connection.execute("set lock_timeout = '1s'")
     with connected(dsn, "nightly-job") as other:
@@ -146,24 +146,24 @@ def test_lock_of_a_batch_times_out(store: Postgres, lease: Lease, dsn: str, monk
 
         def look() -> None:
             time.sleep(0.6)
-            named.append(store.waits.problem())
+            named.append(store.batch_wait.problem())
 
         looking = threading.Thread(target=look)
         looking.start()
         with pytest.raises(Unavailable, match="lock timeout"):
             store.apply(batch(1, stream("s", advance("w", 0, 1)), token=lease.token))
         looking.join()
-        named.append(store.waits.problem())
+        named.append(store.batch_wait.problem())
         other.execute("rollback")
     assert all(it is not None and "nightly-job" in it for it in named)
     store.apply(batch(1, stream("s", advance("w", 0, 1)), token=lease.token))
-    assert store.waits.problem() is None
+    assert store.batch_wait.problem() is None
 
 
 @pytest.mark.postgres
 def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease stays ours, and the status says what hangs: the batch's commit, for want of a synchronous standby."""
-    monkeypatch.setattr("tidemark.sinks.postgres.transaction.PATIENCE", 0.5)
+    monkeypatch.setattr("tidemark.sinks.postgres.transaction.REPORT_AFTER", 0.5)
     monkeypatch.setattr("tidemark.sinks.background.POLL", 0.1)
     with own_postgres(tmp_path) as server:
         dsn = server.dsn()
@@ -172,7 +172,7 @@ def test_commit_that_waits_for_a_standby_is_named(tmp_path: Path, monkeypatch: p
             Postgres(PostgresConfig(dsn)) as store,
             connected(dsn, "dba") as dba,
             Lease.acquire(dsn, LEASE, threading.Event()) as lease,
-            BatchWaitMonitor(store.waits, lease) as watch,
+            BatchWaitMonitor(store.batch_wait, lease) as watch,
         ):
             dba.execute("alter system set synchronous_standby_names = 'far'")
             dba.execute("select pg_reload_conf()")

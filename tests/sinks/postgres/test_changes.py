@@ -22,7 +22,7 @@ def move(store: Postgres, number: int, lease: Lease, now: int, *names: str) -> N
 
 
 def mark(store: Postgres) -> DurableMark:
-    return store.changes(None, None).mark
+    return store.changes_since(None, None).mark
 
 
 def ids(found: FullChanges | None) -> dict[str, list[int]]:
@@ -36,10 +36,10 @@ def test_only_what_came_since_is_told(store: Postgres, lease: Lease) -> None:
     move(store, 2, lease, NOW + 1000, "s")
     before = mark(store)
     move(store, 3, lease, NOW + 2000, "s")
-    found = store.changes(before, None)
+    found = store.changes_since(before, None)
     assert {name: dict(it.positions) for name, it in found.streams.items()} == {"s": {"w": 3}}
-    assert set(store.changes(None, ["t"]).streams) == {"t"}
-    assert ids(store.missed(before, 100, 60)) == {"s": [2, 3]}
+    assert set(store.changes_since(None, ["t"]).streams) == {"t"}
+    assert ids(store.full_changes_since(before, 100, 60)) == {"s": [2, 3]}
 
 
 def test_pipeline_whose_clock_is_behind_hides_nothing(store: Postgres, dsn: str) -> None:
@@ -50,8 +50,8 @@ def test_pipeline_whose_clock_is_behind_hides_nothing(store: Postgres, dsn: str)
     before = mark(store)
     with Lease.acquire(dsn, LEASE, threading.Event()) as successor:
         move(store, 3, successor, NOW - MINUTE // 2, "s", "t")
-    assert ids(store.missed(before, 100, 60))["s"] == [2, 3]
-    assert set(store.changes(before, None).streams) == {"s", "t"}
+    assert ids(store.full_changes_since(before, 100, 60))["s"] == [2, 3]
+    assert set(store.changes_since(before, None).streams) == {"s", "t"}
 
 
 def test_late_completions_since(store: Postgres, lease: Lease) -> None:
@@ -60,7 +60,7 @@ def test_late_completions_since(store: Postgres, lease: Lease) -> None:
     before = mark(store)
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3)]
     store.apply(batch(2, stream("s", late=late, linear=1), token=lease.token, now=NOW + 1))
-    found = store.missed(before, 100, 60)
+    found = store.full_changes_since(before, 100, 60)
     assert found is not None
     assert [it.late.prev for it in found.late["s"]] == [7, 3]
 
@@ -69,7 +69,7 @@ def test_late_completions_since(store: Postgres, lease: Lease) -> None:
 def test_what_is_not_kept_is_not_guessed(store: Postgres, lease: Lease, time: int) -> None:
     """Neither before the history begins, nor after all that this database holds."""
     move(store, 1, lease, NOW, "s")
-    assert store.missed(DurableMark(1, time), 100, 60) is None
+    assert store.full_changes_since(DurableMark(1, time), 100, 60) is None
 
 
 def test_too_much_is_not_told(store: Postgres, lease: Lease) -> None:
@@ -78,8 +78,8 @@ def test_too_much_is_not_told(store: Postgres, lease: Lease) -> None:
     before = mark(store)
     for number in range(2, 6):
         move(store, number, lease, NOW + number, "s")
-    assert store.missed(before, 4, 60) is None
-    assert ids(store.missed(before, 5, 60)) == {"s": [1, 2, 3, 4, 5]}
+    assert store.full_changes_since(before, 4, 60) is None
+    assert ids(store.full_changes_since(before, 5, 60)) == {"s": [1, 2, 3, 4, 5]}
 
 
 def test_dropped_history_is_not_guessed(store: Postgres, lease: Lease, dsn: str) -> None:
@@ -88,4 +88,4 @@ def test_dropped_history_is_not_guessed(store: Postgres, lease: Lease, dsn: str)
     before = mark(store)
     with Postgres(PostgresConfig(dsn, Retention(history=1))) as tidy:
         tidy.tidy(datetime.now(UTC))
-    assert store.missed(before, 100, 60) is None
+    assert store.full_changes_since(before, 100, 60) is None

@@ -9,7 +9,7 @@ import pytest
 from tidemark.common.errors import Refused, SchemaMismatch
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection
-from tidemark.sinks.postgres.database import READABLE, SCHEMA, migrate, session_of
+from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, migrate, session_of
 
 WANTED = SCHEMA.target_version
 
@@ -23,7 +23,7 @@ def schema_of(versions: Iterable[int]) -> Migrations:
 
 
 def check_readable(connection: Connection) -> None:
-    SCHEMA.check_readable(connection, READABLE)
+    SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
 
 def test_every_version_is_applied_once(database: str) -> None:
@@ -75,14 +75,14 @@ def test_newer_schema_that_works_with_ours_is_left_as_it_is(database: str, named
 def test_older_schema_can_be_read(database: str) -> None:
     """A newer sidecar may read the oldest readable schema. A newer pipeline may not write in it."""
     with session_of(database, "test") as session:
-        schema_of(range(1, READABLE + 1)).migrate(session)
+        schema_of(range(1, OLDEST_READABLE_VERSION + 1)).migrate(session)
     newer = schema_of(range(1, WANTED + 2))
     with psycopg.connect(database, autocommit=True) as connection:
-        newer.check_readable(connection, READABLE)
+        newer.check_readable(connection, OLDEST_READABLE_VERSION)
         with pytest.raises(SchemaMismatch):
             newer.check(connection)
         with pytest.raises(SchemaMismatch):
-            newer.check_readable(connection, READABLE + 1)
+            newer.check_readable(connection, OLDEST_READABLE_VERSION + 1)
 
 
 def test_newer_schema_is_never_migrated(database: str) -> None:

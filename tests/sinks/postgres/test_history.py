@@ -147,7 +147,7 @@ def pages(store: Postgres, most: int) -> list[StoredPage]:
     found: list[StoredPage] = []
     standing: dict[str, int] = defaultdict(int)
     late = 0
-    while not found or found[-1].more:
+    while not found or found[-1].has_more:
         found.append(store.page_after("s", standing.__getitem__, late, PageBounds(100, most, 60)))
         standing |= {writer: upto for writer, (upto, _) in found[-1].chains.items()}
         late = found[-1].late[-1].number if found[-1].late else late

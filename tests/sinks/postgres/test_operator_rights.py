@@ -36,7 +36,7 @@ def logins(dsn: str, sql: psycopg.Connection) -> Iterator[dict[str, PostgresSess
 def noted(logins: dict[str, PostgresSession]) -> LoggedOverride:
     """An override of eve's that was sent."""
     act = OverrideLog(logins["eve"]).note("s", SKIP)
-    OverrideLog(logins["eve"]).sent(act, "control", 0, 7)
+    OverrideLog(logins["eve"]).note_sent(act, "control", 0, 7)
     return act
 
 
@@ -45,13 +45,13 @@ def test_outcome_is_written_once_by_who_began(
 ) -> None:
     """Neither another operator nor eve herself can say later that something else came of it."""
     with pytest.raises(BadRecord, match="another login"):
-        OverrideLog(logins["mallory"]).close(noted, "refused")
-    OverrideLog(logins["eve"]).close(noted, "applied")
+        OverrideLog(logins["mallory"]).note_outcome(noted, "refused")
+    OverrideLog(logins["eve"]).note_outcome(noted, "applied")
     for login in logins.values():
         with pytest.raises(BadRecord, match="noted before"):
-            OverrideLog(login).close(noted, "refused")
+            OverrideLog(login).note_outcome(noted, "refused")
         with pytest.raises(BadRecord, match="noted before"):
-            OverrideLog(login).sent(noted, "control", 0, 9)
+            OverrideLog(login).note_sent(noted, "control", 0, 9)
     assert sql.execute('select outcome, "offset" from tidemark.overrides').fetchall() == [("applied", 7)]
 
 

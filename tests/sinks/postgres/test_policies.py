@@ -105,7 +105,7 @@ def test_what_is_not_set_is_not_taken_back(known: str, store: Postgres, sql: psy
     assert "has no settings" in run(known, "unset", "typo", *BY).output
     with pytest.raises(BadRecord, match="not_set"):
         store.policies.change("orders", {"gap_seconds": None, "silent_seconds": None}, "bob", "me too")
-    assert store.policies.given() == {"orders": {"gap_seconds": 3}}
+    assert store.policies.read() == {"orders": {"gap_seconds": 3}}
     assert sql.execute("select count(*) from tidemark.overrides").fetchone() == (1,)
 
 

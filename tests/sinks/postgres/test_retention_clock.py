@@ -66,14 +66,14 @@ def test_clock_of_the_host_drops_no_history(
 def test_clock_of_the_server_drops_a_day_at_a_run(kept: Postgres, sql: psycopg.Connection) -> None:
     """One that was nine days behind at the last run, or is nine days ahead now, deletes one day more each time."""
     host = datetime.now(UTC)
-    kept.clock.complete(host - 4 * DAY)
+    kept.clock.note_complete_run(host - 4 * DAY)
     for run in range(5):
         now = kept.clock.now(host)
         assert abs(now - (host - max(3 - run, 0) * DAY)) < timedelta(minutes=5)
         kept.tidy(now)
-        kept.clock.complete(now)
+        kept.clock.note_complete_run(now)
         assert days(sql)[0] == min(9, 7 + max(3 - run, 0))
-    kept.clock.complete(host - 20 * DAY)
+    kept.clock.note_complete_run(host - 20 * DAY)
     assert kept.clock.now(host) < host - 18 * DAY
 
 

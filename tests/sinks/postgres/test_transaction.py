@@ -128,7 +128,7 @@ def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.C
     store.apply(batch(2, stream("s", dropped=["w"]), token=token))
     assert store.positions(["s"])["s"].forgotten == {"w"}
     applied = store.apply(batch(3, stream("s", advance("w", 0, 130, unseen=120, facts=10, epoch=2)), token=token))
-    assert applied.settled == {("s", "w"): WriterAdvance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
+    assert applied.corrected_advances == {("s", "w"): WriterAdvance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
     assert history(sql, "prev, id, facts, empty, unseen, skipped") == [(0, 100, 100, 0, 0, 0), (100, 130, 10, 0, 20, 0)]
     assert store.positions(["s"])["s"].forgotten == frozenset()
 
@@ -162,8 +162,8 @@ def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connectio
     store.apply(batch(1, stream("s", advance("w", 0, -100)), token=token))
     store.apply(batch(2, stream("s", dropped=["w"]), token=token))
     applied = store.apply(batch(3, stream("s", advance("w", 0, -60, empty=60, epoch=2)), token=token))
-    assert applied.settled == {("s", "w"): None}
-    assert applied.positions == {("s", "w"): -100}
+    assert applied.corrected_advances == {("s", "w"): None}
+    assert applied.higher_positions == {("s", "w"): -100}
     assert history(sql) == [(0, -100)]
     assert rows(sql, "select position, epoch from tidemark.stream_positions") == [(-100, 2)]
 
@@ -173,7 +173,7 @@ def test_writer_that_stands_beyond_is_told_with_where(store: Postgres, sql: psyc
     store.apply(batch(1, stream("s", advance("w", 0, 9)), token=token))
     told = [WriterRow(name, 1, id_, retired=False) for name, id_ in (("v", 3), ("w", 5))]
     committed = store.apply(batch(2, stream("s", advance("v", 0, 3), writers=told), token=token))
-    assert (committed.settled, committed.positions) == ({}, {("s", "w"): 9})
+    assert (committed.corrected_advances, committed.higher_positions) == ({}, {("s", "w"): 9})
     assert positions(sql) == {("s", "v"): 3, ("s", "w"): 9}
     assert history(sql, "writer, prev, id") == [("v", 0, 3), ("w", 0, 9)]
 
@@ -282,7 +282,7 @@ def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg
     """Rule 5: late completions are numbered in their order, and an operator's act is kept with who and why."""
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3, 5)]
     effects = stream("s", late=late, overrides=[OperatorOverride("w", 1, "SKIP", 3, 9, "ann", "stuck for days")])
-    numbers = store.apply(batch(1, effects, token=token)).late["s"]
+    numbers = store.apply(batch(1, effects, token=token)).late_numbers["s"]
     assert numbers == sorted(numbers)
     kept = store.late_since([("s", 0)], 10)["s"]
     assert [(it.number, it.late) for it in kept] == list(zip(numbers, late, strict=True))
@@ -348,10 +348,10 @@ def test_names_may_hold_any_character(store: Postgres, token: int) -> None:
 
 def test_pipeline_remembers_shards_and_topics(store: Postgres) -> None:
     """What must not change behind the pipeline's back is kept; what is not named stays."""
-    assert store.remembered() == RememberedSetup(None, {})
-    store.remember(RememberedSetup(16, {"facts": ("id-1", 4), "control": ("id-2", 1)}))
-    store.remember(RememberedSetup(None, {"facts": ("id-3", 8)}))
-    assert store.remembered() == RememberedSetup(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
+    assert store.remembered_setup() == RememberedSetup(None, {})
+    store.remember_setup(RememberedSetup(16, {"facts": ("id-1", 4), "control": ("id-2", 1)}))
+    store.remember_setup(RememberedSetup(None, {"facts": ("id-3", 8)}))
+    assert store.remembered_setup() == RememberedSetup(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
 
 
 def test_ten_thousand_streams_in_one_batch(store: Postgres, token: int, capsys: pytest.CaptureFixture[str]) -> None:

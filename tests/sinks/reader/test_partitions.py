@@ -18,7 +18,7 @@ from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.common.errors import BadSetting, ReaderPartitionsChanged
 from tidemark.sinks.reader import Positions, Reader, Table, partitions
-from tidemark.sinks.reader_database import Move, install, publish, reader_session
+from tidemark.sinks.reader_database import StreamUpdate, install, publish, reader_session
 from tidemark.streaming.core.effects import LateCompletion
 
 KEYS = ["ann", "bob", "cid", "dan", "eve"]
@@ -68,7 +68,7 @@ def test_places_are_those_of_take(copier: ReadingService, pipeline: Pipeline) ->
     copier.until(lambda: places(copier) == [(f"copier[{number}/4]", 10) for number in range(4)])
     with reader_session(copier.dsn, "test") as session:
         install(session)
-        publish(session, {"s": Move(12, {})})
+        publish(session, {"s": StreamUpdate(12, {})})
     query = "select low, high from tidemark_reader.take('s', 'copier', partition => %s, partitions => 4)"
     write_keys(copier, 11, 15)
     for number in range(4):

@@ -3,7 +3,7 @@
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
-from tidemark.sinks.reader_database import Move, PublishedLate, install, publish, reader_session
+from tidemark.sinks.reader_database import PublishedLate, StreamUpdate, install, publish, reader_session
 from tidemark.streaming.core.effects import LateCompletion as LateEffect
 
 TAKE = "select low, high, late from tidemark_reader.take('s', 'copier')"
@@ -16,14 +16,14 @@ def test_a_reader_goes_on_in_the_other_form(service: ReadingService, pipeline: P
     service.until(lambda: service.ids() == [1, 2, 3, 4])
     with reader_session(service.dsn, "test") as session:
         install(session)
-        publish(session, {"s": Move(6, {})})
+        publish(session, {"s": StreamUpdate(6, {})})
         assert service.sql.execute(TAKE).fetchall() == [(4, 6, [])]
         pipeline.move("w", 4, 8)
         service.until(lambda: service.ids() == [1, 2, 3, 4, 7, 8])
         pipeline.publish(stream("s", linear=8, linear_prev=8, late=[LateEffect("w", 1, 1, 2, 1, "regressed")]))
         service.until(lambda: service.ids(late=True) == [2])
         late = PublishedLate(service.place().late, "w", 1, 1, 2, 1, "regressed")
-        publish(session, {"s": Move(9, {}, late=[late])})
+        publish(session, {"s": StreamUpdate(9, {}, late=[late])})
         assert service.sql.execute(TAKE).fetchall() == [(8, 9, [])]
         assert service.sql.execute(TAKE).fetchall() == []
 
@@ -32,7 +32,7 @@ def test_a_reader_that_begins_in_sql_goes_on_in_python(service: ReadingService, 
     service.write(*range(1, 7))
     with reader_session(service.dsn, "test") as session:
         install(session)
-        publish(session, {"s": Move(3, {})})
+        publish(session, {"s": StreamUpdate(3, {})})
     assert service.sql.execute(TAKE).fetchall() == [(0, 3, [])]
     pipeline.move("w", 0, 6)
     service.until(lambda: service.ids() == [4, 5, 6])

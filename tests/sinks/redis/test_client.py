@@ -73,9 +73,9 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
     with Redis(RedisConfig(address)) as sink:
         for _ in range(2):
             assert publish(sink) == []
-        sink.name(STREAMS)
-        assert sink.stamp("one") is None
-        assert sink.stamp("two") == "one"
+        sink.add_names(STREAMS)
+        assert sink.replace_sentinel("one") is None
+        assert sink.replace_sentinel("two") == "one"
         assert {stream: held.linear for stream, held in sink.snapshots(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
     with Positions(address) as positions:
         assert positions.get("stream3") == PositionSnapshot("stream3", 7, {"w": 9}, 9)
@@ -187,11 +187,11 @@ def test_bytes_that_are_no_text_hide_no_other_stream(redis_url: str, keys: Any) 
 
     with Redis(RedisConfig(redis_url)) as sink:
         publish(sink)
-        sink.name(STREAMS)
+        sink.add_names(STREAMS)
         keys.set(key("}x", "linear"), b"\xff")
         keys.sadd("tidemark:streams", b"\xfe")
         keys.set("tidemark:sentinel", b"\xff")
-        assert sink.stamp("one") not in (None, "one")
+        assert sink.replace_sentinel("one") not in (None, "one")
         assert sink.names() > set(STREAMS)
 
     async def ask() -> None:

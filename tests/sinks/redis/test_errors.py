@@ -6,7 +6,7 @@ from redis._parsers.base import BaseParser
 from redis.exceptions import RedisClusterException
 
 from tidemark.common.errors import Refused, Unavailable
-from tidemark.sinks.redis.client import Remedies, of_stream, redis_error
+from tidemark.sinks.redis.client import Remedies, is_about_stream, redis_error
 
 REMEDIES = Remedies(access="access", transport="transport", rights="rights")
 
@@ -58,7 +58,7 @@ OF_STREAM = [
 def test_an_outage_is_waited_for(error: Exception) -> None:
     """It mends itself, or an operator mends it without us; no stream is to blame."""
     assert isinstance(redis_error(error, "here", REMEDIES), Unavailable)
-    assert not of_stream(error)
+    assert not is_about_stream(error)
 
 
 @pytest.mark.parametrize("error", NO_OUTAGES, ids=str)
@@ -70,9 +70,9 @@ def test_what_is_no_outage_is_not_waited_for(error: Exception) -> None:
 @pytest.mark.parametrize("error", OF_STREAM, ids=str)
 def test_what_one_key_holds_is_the_fault_of_its_stream(error: Exception) -> None:
     """The others can be shown."""
-    assert of_stream(error)
+    assert is_about_stream(error)
 
 
 def test_what_a_stream_is_not_to_blame_for_is_not_laid_on_it() -> None:
     """Of those that are no outage only a key's content is its stream's."""
-    assert [str(error) for error in NO_OUTAGES if of_stream(error)] == [str(OF_STREAM[0])]
+    assert [str(error) for error in NO_OUTAGES if is_about_stream(error)] == [str(OF_STREAM[0])]

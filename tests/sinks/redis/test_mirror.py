@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.processes import RedisServer
 from tidemark.common.errors import LeaseLost
 from tidemark.sinks.background import Maintenance, MaintenanceConfig
-from tidemark.sinks.port import Refilled, Sink
+from tidemark.sinks.port import RefillResult, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.retention import Retention
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -85,7 +85,7 @@ def test_late_completions_that_redis_lacks_leave_no_hole(
 ) -> None:
     """Rule 3: a list that goes on holds all of them; where there are too many it begins anew with the newest, and
     without an advance that readers could take for the end of what they know."""
-    monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 2)
+    monkeypatch.setattr("tidemark.sinks.redis.mirror.MAX_REFILL_ENTRIES", 2)
 
     pipeline.publish(stream("s", advance("w", 0, 9), linear=9))
     for id_ in (1, 2):
@@ -193,10 +193,10 @@ def test_a_token_or_name_that_is_not_what_the_keys_say_is_written_again(pipeline
     before = dump(keys)
     for what, spoil in spoils.items():
         spoil()
-        assert pipeline.mirror.refill() == Refilled(1, 0), what
+        assert pipeline.mirror.refill() == RefillResult(1, 0), what
         assert dump(keys) == before, what
         assert "s" in keys.smembers(STREAMS), what
-        assert pipeline.mirror.refill() == Refilled(0, 0), what
+        assert pipeline.mirror.refill() == RefillResult(0, 0), what
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_numbers_that_are_not_written_as_ours_are_a_fault(
         keys.set(key("s", name), text)
     else:
         keys.hset(key("s", name), field, text)
-    assert pipeline.mirror.refill() == Refilled(0, 0)
+    assert pipeline.mirror.refill() == RefillResult(0, 0)
     assert "delete its keys" in pipeline.mirror.faults()["s"]
     keys.delete(key("s", name))
     pipeline.mirror.refill()
@@ -271,7 +271,7 @@ def test_list_with_too_much_missing_begins_anew(
     pipeline.publish(steps[0])
     for step in steps[1:]:
         pipeline.commit(step)
-    monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 12)
+    monkeypatch.setattr("tidemark.sinks.redis.mirror.MAX_REFILL_ENTRIES", 12)
     pipeline.restarted(shown).refill()
     assert [it["id"] for it in entries(keys)] == [str(n) for n in range(29, 41)]
     assert keys.hgetall(key("s", "positions")) == {"w": "40"}
@@ -333,7 +333,7 @@ def watch(pipeline: Pipeline, dsn: str, shown: Redis, lease: Lease) -> Iterator[
         Postgres(PostgresConfig(dsn, Retention(history=10_000))) as store,  # the batches are of some day in the past
         Maintenance([pipeline.mirror], store, lease, terms) as watch,
     ):
-        eventually(lambda: shown.stamp("") is not None)
+        eventually(lambda: shown.replace_sentinel("") is not None)
         yield watch
 
 
@@ -356,10 +356,10 @@ class Slow:
     def faults(self) -> dict[str, str]:
         return self.spoilt
 
-    def refill(self) -> Refilled:
+    def refill(self) -> RefillResult:
         self.refills += 1
         self.now += 10
-        return Refilled(0)
+        return RefillResult(0)
 
 
 @pytest.mark.parametrize(("spoilt", "wait"), [({}, 200), ({"s": "a fault"}, 60)])

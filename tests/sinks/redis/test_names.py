@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from tidemark.sinks.redis.client import channel, channels, key, stream_of, tag
+from tidemark.sinks.redis.client import channel, channel_pattern, hash_tag, key, stream_of
 
 NAMES = st.one_of(st.text("{}<>%:a", min_size=1, max_size=6), st.text(min_size=1, max_size=20))
 
@@ -13,7 +13,7 @@ NAMES = st.one_of(st.text("{}<>%:a", min_size=1, max_size=6), st.text(min_size=1
 @given(NAMES)
 def test_the_keys_of_a_stream_lie_in_one_slot_and_lead_back_to_it(name: str) -> None:
     """Its tag ends where the name ends and is never empty; its channel matches the sidecar's pattern."""
-    inner = tag(name)[1:-1]
+    inner = hash_tag(name)[1:-1]
     assert inner
     assert "}" not in inner
     assert len({key_slot(key(name, what).encode("utf-8", "replace")) for what in ("positions", "linear", "token")}) == 1
@@ -26,7 +26,7 @@ def matching(name: str) -> list[int]:
     """The databases of Redis whose clients hear this channel."""
     found = []
     for number in (0, 1, 3, 13):
-        prefix, suffix = channels(number).split("*")
+        prefix, suffix = channel_pattern(number).split("*")
         if name.startswith(prefix) and name.endswith(suffix):
             found.append(number)
     return found
@@ -35,7 +35,7 @@ def matching(name: str) -> list[int]:
 @given(NAMES, NAMES)
 def test_no_two_streams_share_a_key(one: str, other: str) -> None:
     """Names with escapes in them are escaped themselves."""
-    assert (tag(one) == tag(other)) == (one == other)
+    assert (hash_tag(one) == hash_tag(other)) == (one == other)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tidemark.sinks.redis.publish import (
     Mode,
     Redis,
     RedisConfig,
-    _moves,
+    _count_moves,
 )
 
 LARGEST = 2**63 - 1
@@ -383,7 +383,7 @@ def test_calls_hold_streams_of_one_slot_and_a_bounded_number_of_moves(streams: l
     chunk: list[tuple[Mode, Change]] = [
         ("new", Change(f"s{number}", "7", [entry("w", 0, 1)] * moves)) for number, (_, moves) in enumerate(streams)
     ]
-    sized = [(change.stream, _moves(change), (mode, change)) for mode, change in chunk]
+    sized = [(change.stream, _count_moves(change), (mode, change)) for mode, change in chunk]
     calls = group_by_slot(sized, slots.__getitem__, MOVES_PER_CALL)
     places = [{slots[change.stream] for _, change in call} for call in calls]
     assert all(len(place) == 1 for place in places)

@@ -6,7 +6,7 @@ from typing import Any
 import psycopg
 
 from tidemark.common.postgres_session import PostgresSession
-from tidemark.sinks.reader_database import Move, PublishedLate, publish
+from tidemark.sinks.reader_database import PublishedLate, StreamUpdate, publish
 
 Taken = tuple[int, int, list[int]]
 
@@ -20,7 +20,7 @@ class Positioned:
         self.session = session
 
     def publish(self, linear: int, stream: str = "orders", **writers: int) -> None:
-        publish(self.session, {stream: Move(linear, writers)})
+        publish(self.session, {stream: StreamUpdate(linear, writers)})
 
     def decide(self, linear: int, stream: str = "orders") -> None:
         """What the relay of this database says."""
@@ -34,7 +34,7 @@ class Positioned:
         self, number: int, prev: int, id: int, facts: int = 1, writer: str = "web", why: str = "regressed"
     ) -> None:
         late = PublishedLate(number, writer, 1, prev, id, facts, why)
-        publish(self.session, {"orders": Move(0, {}, late=[late])})
+        publish(self.session, {"orders": StreamUpdate(0, {}, late=[late])})
 
     def take(self, *more: object, sql: psycopg.Connection | None = None, **named: object) -> Taken | None:
         """One row of `take('orders', 'mailer')`."""

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from tests.sinks.take.given import Positioned
-from tidemark.sinks.reader_database import Move, install, publish
+from tidemark.sinks.reader_database import StreamUpdate, install, publish
 
 
 def test_a_reader_gets_each_id_once(readers: Positioned) -> None:
@@ -193,7 +193,7 @@ def test_a_position_never_goes_back(readers: Positioned) -> None:
 
 
 def test_a_token_escapes_names_as_tokens_do(readers: Positioned) -> None:
-    publish(readers.session, {"orders": Move(5, {"a~b%": 9, "B": 6})})
+    publish(readers.session, {"orders": StreamUpdate(5, {"a~b%": 9, "B": 6})})
     assert readers.sql.execute("select token from tidemark_reader.positions").fetchone() == ("m5~B.6~a%7Eb%25.9",)
 
 
@@ -383,7 +383,7 @@ def test_a_fact_that_was_not_taken_cannot_be_parked(readers: Positioned) -> None
 def test_late_completions_that_are_not_listed_any_more_are_an_error(readers: Positioned) -> None:
     readers.publish(10)
     readers.take()
-    publish(readers.session, {"orders": Move(0, {}, late_after=90)})
+    publish(readers.session, {"orders": StreamUpdate(0, {}, late_after=90)})
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="not listed any more") as caught:
         readers.take()
     assert "pass_late" in (caught.value.diag.message_hint or "")

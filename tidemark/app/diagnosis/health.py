@@ -56,10 +56,10 @@ class PipelineCondition:
         condition, problems = self.condition, list[str]()
         if condition.owner is None:
             problems.append("no pipeline has ever run here")
-        elif not condition.lease:
+        elif not condition.lease_seconds:
             problems.append(f"no pipeline is active; the last one was {condition.owner}")
-        if condition.waits is not None:
-            problems.append(f"no position moves: {condition.waits}")
+        if condition.waits_for is not None:
+            problems.append(f"no position moves: {condition.waits_for}")
         if self.kafka is not None:
             problems.append(f"the Kafka lag is unknown: {self.kafka}")
         if self.redis is not None:
@@ -70,9 +70,13 @@ class PipelineCondition:
                     f"partition {partition} of Kafka topic {topic} is {count(-records, 'record')} shorter than the"
                     " committed offset: records were lost"
                 )
-        if condition.quiet is not None and condition.quiet > MAX_QUIET_SECONDS and self.records > 0:
+        if (
+            condition.seconds_since_batch is not None
+            and condition.seconds_since_batch > MAX_QUIET_SECONDS
+            and self.records > 0
+        ):
             lag = count(self.records, "record")
-            problems.append(f"no batch for {duration(condition.quiet)}, although the Kafka lag is {lag}")
+            problems.append(f"no batch for {duration(condition.seconds_since_batch)}, although the Kafka lag is {lag}")
         problems += [self._transaction_message(lag) for lag in condition.lagging if lag.blocked_offset is not None]
         return problems
 
@@ -91,8 +95,12 @@ class PipelineCondition:
     def line(self) -> str:
         """The condition in one line."""
         condition = self.condition
-        owner = f"active on {condition.owner}" if condition.lease else "not running"
-        batch = "no batch yet" if condition.quiet is None else f"last batch {duration(condition.quiet)} ago"
+        owner = f"active on {condition.owner}" if condition.lease_seconds else "not running"
+        batch = (
+            "no batch yet"
+            if condition.seconds_since_batch is None
+            else f"last batch {duration(condition.seconds_since_batch)} ago"
+        )
         lag = "unknown" if self.waiting is None else count(self.records, "record")
         return f"pipeline: {owner}, {batch}, Kafka lag {lag}"
 
@@ -100,8 +108,10 @@ class PipelineCondition:
         condition = self.condition
         return {
             "owner": condition.owner,
-            "lease_seconds": round(condition.lease, 1),
-            "last_batch_seconds": None if condition.quiet is None else round(condition.quiet, 1),
+            "lease_seconds": round(condition.lease_seconds, 1),
+            "last_batch_seconds": None
+            if condition.seconds_since_batch is None
+            else round(condition.seconds_since_batch, 1),
             "records_waiting": None if self.waiting is None else self.records,
             "lagging_partitions": [
                 {
@@ -135,8 +145,8 @@ def read_condition(
     Raises:
         Unavailable, Refused: Postgres did not answer, or refused the session.
     """
-    condition = postgres.conditions.now()
-    topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
+    condition = postgres.conditions.current()
+    topics = {name: partitions for name, (_, partitions) in postgres.remembered_setup().topics.items()}
     if not topics:
         return PipelineCondition(condition, None, None, _redis_error(redis, timeout_seconds), kafka.bootstrap)
     committed = postgres.offsets()  # before the end offsets, so that the lag is not negative

@@ -261,8 +261,10 @@ def read_open_ranges(
         now: seconds since 1970.
         defaults: the settings of streams without a policy.
     """
-    policies, conditions = Policies(postgres.policies.given(), defaults), postgres.conditions
-    return find_open_ranges(stored, now, policies, conditions.begun(), conditions.bridges(), conditions.reading())
+    policies, conditions = Policies(postgres.policies.read(), defaults), postgres.conditions
+    return find_open_ranges(
+        stored, now, policies, conditions.epochs_begun_by_operators(), conditions.bridges(), conditions.reading_status()
+    )
 
 
 def silent_after_seconds(policies: Policies, stream: str) -> float:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.reader import StoredPlace
-from tidemark.sinks.reader_database import known_streams, late_after
+from tidemark.sinks.reader_database import count_late_after, known_streams
 from tidemark.streaming.values.direction import beyond
 
 ReaderState = Literal["current", "reading", "stuck", "not running", "not begun", "ahead", "stream unknown"]
@@ -65,13 +65,13 @@ class ReaderStatus:
 class PositionHistory(Protocol):
     """The linear positions of streams, now and in the past: `LagHistory` or `PositionSamples`."""
 
-    def linear(self, streams: Collection[str]) -> dict[str, int]:
+    def linear_positions(self, streams: Collection[str]) -> dict[str, int]:
         """The linear positions now."""
 
-    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """By (stream, number), the number of late completions of the stream with higher numbers."""
 
-    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
+    def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
         """When the linear position passed `id`; None if not known. `since`: a time before, which bounds the search."""
 
 
@@ -82,7 +82,7 @@ class PositionSamples:
         self._session = session
         self._samples: dict[str, list[tuple[datetime, int]]] = {}
 
-    def linear(self, streams: Collection[str]) -> dict[str, int]:
+    def linear_positions(self, streams: Collection[str]) -> dict[str, int]:
         positions = {
             stream: known.linear for stream, known in known_streams(self._session).items() if stream in streams
         }
@@ -96,10 +96,10 @@ class PositionSamples:
                 del samples[1 : MAX_SAMPLES // 2 : 2]  # every second one of the older half
         return positions
 
-    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        return late_after(self._session, pairs)
+    def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        return count_late_after(self._session, pairs)
 
-    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
+    def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
         return next((time for time, linear in self._samples.get(stream, ()) if beyond(linear, id)), None)
 
 
@@ -168,8 +168,10 @@ class ReaderLag:
             Unavailable, Refused: the database of the history does not answer, or refuses the session.
         """
         if positions is None:
-            positions = self._history.linear({stored.stream for stored in stored_places})
-        late = self._history.late_after({(stored.stream, stored.late) for stored in stored_places if stored.has_begun})
+            positions = self._history.linear_positions({stored.stream for stored in stored_places})
+        late = self._history.count_late_after(
+            {(stored.stream, stored.late) for stored in stored_places if stored.has_begun}
+        )
         self._passed = {
             key: self._passed[key] for key in self._passed if key in {_key(stored) for stored in stored_places}
         }
@@ -214,7 +216,7 @@ class ReaderLag:
         if cached is not None and cached[0] == stored.linear:
             return cached[1]
         has_advanced = cached is not None and beyond(stored.linear, cached[0])
-        since = self._history.passed(stored.stream, stored.linear, cached[1] if cached and has_advanced else None)
+        since = self._history.passed_at(stored.stream, stored.linear, cached[1] if cached and has_advanced else None)
         if since is not None:
             self._passed[_key(stored)] = stored.linear, since
         return since

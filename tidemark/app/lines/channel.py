@@ -35,7 +35,7 @@ from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader import translated
-from tidemark.sinks.redis.client import database_of, in_database, lines_channel, tag
+from tidemark.sinks.redis.client import channel_in_database, database_of, hash_tag, lines_channel
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, RelayedCommand, ReplicateCommand, parse
 
 log = get_logger(__name__)
@@ -68,7 +68,7 @@ class ChannelLeader:
         self._client = client
         self._config = config
         self._token = uuid.uuid4().hex
-        self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("leader", "announced")]
+        self._keys = [f"tidemark:lines:{hash_tag(config.channel)}:{name}" for name in ("leader", "announced")]
         self._lock = Lock(client, self._keys[0], timeout=config.lease_seconds, blocking=False, thread_local=False)
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()
@@ -225,7 +225,7 @@ class Channel:
         self._client = client
         database = database_of(client)
         if config is not None:
-            config = replace(config, channel=in_database(config.channel, database))
+            config = replace(config, channel=channel_in_database(config.channel, database))
         self._name = lines_channel(server.config.name, database) if config is None else config.channel
         self._leader = None if config is None else ChannelLeader(hub, client, config)
         self._outgoing: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)

@@ -39,7 +39,7 @@ from tidemark.common.errors import (
 from tidemark.common.log import get_logger
 from tidemark.sinks.port import Batch, Fence
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.publisher import Published, Publisher
+from tidemark.sinks.publisher import Publisher, PublishResult
 from tidemark.sources.topics import RememberedTopic
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.effects import ShardEffects
@@ -68,7 +68,7 @@ class BatchTrace(Protocol):
     def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         """Spark has read the records and advanced the states."""
 
-    def published(self, published: Published) -> None:
+    def published(self, published: PublishResult) -> None:
         """All sinks have stored the batch, and its dead letters are sent."""
 
 
@@ -80,7 +80,7 @@ class _NoTrace:
     def computed(self, batch: DataFrame, effects: Sequence[ShardEffects]) -> None:
         pass
 
-    def published(self, published: Published) -> None:
+    def published(self, published: PublishResult) -> None:
         pass
 
 

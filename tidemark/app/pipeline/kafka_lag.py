@@ -94,7 +94,7 @@ MAX_MISSING_CHECKS = 5  # consecutive checks: a broker that has just started may
 
 
 Note = tuple[str, int, int, float, int | None, float | None]
-"""A lagging partition, as for `sinks.postgres.status.note_lagging`."""
+"""A lagging partition, as for `sinks.postgres.status.note_lagging_partitions`."""
 
 
 class LagMonitor:

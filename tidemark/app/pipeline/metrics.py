@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tidemark.app.serving.http_health import gauge_value
-from tidemark.sinks.publisher import Published
+from tidemark.sinks.publisher import PublishResult
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.values.limits import Reason
 
@@ -366,7 +366,7 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: flo
     KAFKA_BLOCKED_SECONDS.labels(topic, partition).set(blocked)
 
 
-def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:
+def count_batch(effects: Iterable[ShardEffects], published: PublishResult, seconds: float) -> None:
     """Count a published batch. A batch that is published again after a failure is counted again."""
     BATCH_SECONDS.observe(seconds)
     LAST_BATCH.set(published.published_at)

@@ -105,7 +105,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
     """
     topic_states = check_topics(settings, topics)
     read = {name: topic_states[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
-    remembered = postgres.remembered()
+    remembered = postgres.remembered_setup()
     offsets = starting_offsets(
         read,
         {name: RememberedTopic(id_, count) for name, (id_, count) in remembered.topics.items()},
@@ -116,7 +116,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         raise ShardsChanged(remembered.shards, settings.shards)
     if accept:
         _record_acceptance(postgres, offsets, accept)
-    postgres.remember(
+    postgres.remember_setup(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
     postgres.set_late_numbers_ahead()
@@ -127,7 +127,7 @@ def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[
         sum(topic.partitions[number].end - at for name, topic in read.items() for number, at in offsets[name].items()),
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
         ShardedStates(settings.shards, states),
-        Policies(postgres.policies.given(), settings.policy_defaults),
+        Policies(postgres.policies.read(), settings.policy_defaults),
     )
 
 

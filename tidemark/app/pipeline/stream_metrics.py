@@ -233,7 +233,7 @@ class _Sums(NamedTuple):
     """Sums of linear positions, as pairs (Postgres, sink).
 
     Attributes:
-        compared: the result of `Sink.compared` from which the sums are computed.
+        compared: the result of `Sink.compared_positions` from which the sums are computed.
         total: the sum of all streams.
         version: the version of the entries for which `ended` is valid.
         ended: the sum of the streams that have ended.
@@ -436,7 +436,7 @@ class StreamCollector(Collector):
 
     def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
         for number, sink in enumerate(self._sinks):
-            compared = sink.compared()
+            compared = sink.compared_positions()
             sums = self._sums(number, compared)
             for index, copy in enumerate(("postgres", sink.name)):
                 if index == 0 and number > 0:

@@ -87,7 +87,7 @@ class PolicyWatch(LeasedThread):
 
     def work(self) -> float:
         try:
-            given = self._table.given()
+            given = self._table.read()
         except Unavailable as problem:
             if not self._is_failing:
                 log.warning("Could not read the policies; trying again", problem=str(problem))
@@ -278,13 +278,13 @@ class PipelineRun:
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda error: metrics.RETRIES.labels(error.what).inc()
             )
-            publisher.send_unsent()
+            publisher.send_unsent_dead_letters()
             lag_monitor = stack.enter_context(
-                LagMonitor(topics, start.topics, self._collector, postgres.note_lagging).running()
+                LagMonitor(topics, start.topics, self._collector, postgres.note_lagging_partitions).running()
             )
             requeue = RequeueConfig(facts, kafka.client_settings(), producer_settings(kafka, facts))
             requeuer = stack.enter_context(Requeuer(requeue, postgres, lease, metrics.REQUEUED.inc))
-            wait_monitor = stack.enter_context(BatchWaitMonitor(postgres.waits, lease))
+            wait_monitor = stack.enter_context(BatchWaitMonitor(postgres.batch_wait, lease))
             policy_watch = stack.enter_context(
                 PolicyWatch(postgres.policies, lease, start.policies, self._collector.set_policies)
             )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from tidemark.app.pipeline.batches import BatchTrace, Trace
-    from tidemark.sinks.publisher import Published
+    from tidemark.sinks.publisher import PublishResult
     from tidemark.streaming.core.effects import ShardEffects
 
 log = get_logger(__name__)
@@ -137,7 +137,7 @@ class _BatchSpans:
             }
         )
 
-    def published(self, published: "Published") -> None:
+    def published(self, published: "PublishResult") -> None:
         """Record the steps of publishing, which ran in sequence. The last step has just ended."""
         began = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():

@@ -64,7 +64,7 @@ class RequestHandler:
             raise Unavailable("Redis", request.stream, str(problem)) from problem
         lagging = self.lagging_streams.get(request.stream)
         is_lagging = lagging is not None and not (
-            keys.linear is not None and lagging.reached(keys.linear, keys.positions, keys.late)
+            keys.linear is not None and lagging.is_reached_by(keys.linear, keys.positions, keys.late)
         )
         return UNKNOWN_STREAM if is_lagging else keys
 

@@ -84,7 +84,7 @@ class Follower:
     def has_reached(self, known: KnownPositions | StreamChange) -> bool:
         """Whether listeners have got all `known` positions of the stream. If not, trigger another read."""
         place = self._place
-        if place is not None and known.reached(place.linear, place.positions, place.late):
+        if place is not None and known.is_reached_by(place.linear, place.positions, place.late):
             return True
         self._notifications.notify(self._stream)
         return False

@@ -126,14 +126,14 @@ class PostgresReader:
 
     async def condition(self) -> Condition:
         """The condition of the pipeline."""
-        return await self._read(self._postgres.conditions.now)
+        return await self._read(self._postgres.conditions.current)
 
     async def topic_progress(self, topic: str) -> TopicProgress:
         return await self._read(lambda: _read_progress(self._postgres, topic))
 
     async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
         """The changes of `streams` since a mark. `streams` None: all streams. `since` None: all changes."""
-        return await self._read(lambda: self._postgres.changes(since, streams))
+        return await self._read(lambda: self._postgres.changes_since(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
         return await self._read_history(lambda: self._history.past(request))
@@ -212,12 +212,12 @@ def _open_ranges(
     """The open ranges of all streams. Queries policies only if there may be open ranges."""
     quiet = {name: caught_up(stored) for name, stored in states.items()}
     has_sources = any(stream is not None and stream.sources for stream in quiet.values())
-    reading, now = postgres.conditions.reading() if has_sources else None, time.time()
+    reading, now = postgres.conditions.reading_status() if has_sources else None, time.time()
     busy = {name: states[name] for name, stream in quiet.items() if _may_be_blocked(stream, now, reading)}
     if not busy:
         return
-    policies, starts = Policies(postgres.policies.given(), defaults), postgres.conditions.begun()
-    reading = reading or postgres.conditions.reading()
+    policies, starts = Policies(postgres.policies.read(), defaults), postgres.conditions.epochs_begun_by_operators()
+    reading = reading or postgres.conditions.reading_status()
     for name, stored in busy.items():
         with suppress(StateTooNew):
             yield from open_ranges.find_open_ranges({name: stored}, now, policies, starts, bridges, reading)

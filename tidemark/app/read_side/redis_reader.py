@@ -31,9 +31,9 @@ from tidemark.sinks.redis.client import (
     RedisAddress,
     StreamFault,
     aclose,
-    channels,
+    channel_pattern,
+    check_answer,
     database_of,
-    sound,
     stream_of,
 )
 
@@ -101,7 +101,7 @@ class RedisReader:
 
     def _parse_replies(self, request: RedisRequest, replies: Sequence[Any]) -> StreamKeys | Refused:
         try:
-            answers = [sound(reply) for reply in replies]
+            answers = [check_answer(reply) for reply in replies]
         except StreamFault as fault:
             return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
         try:
@@ -175,7 +175,7 @@ class Notifications:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         client = self._redis_reader.client
-        pattern = channels(database_of(client))
+        pattern = channel_pattern(database_of(client))
         task = asyncio.create_task(listen(client, lambda pubsub: pubsub.psubscribe(pattern), self._received))
         try:
             yield

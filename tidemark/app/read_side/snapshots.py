@@ -82,9 +82,9 @@ class KnownPositions(PublishedPositions):
     source: Source
     read_at: float
 
-    def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
+    def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
         """Whether a follower at these positions has all known positions."""
-        return StreamChange(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
+        return StreamChange(self.linear, 0, self.late, self.vector).is_reached_by(linear, positions, late)
 
 
 class AnsweredPositions(MonotonicPositions[KnownPositions]):

@@ -243,8 +243,8 @@ def pipeline_answer(condition: Condition | None, problems: Sequence[str], now: d
     return replace(
         answer,
         owner=condition.owner,
-        lease_seconds=round(condition.lease, 1),
-        quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
+        lease_seconds=round(condition.lease_seconds, 1),
+        quiet_seconds=None if condition.seconds_since_batch is None else round(condition.seconds_since_batch, 1),
         dead_letters=[DeadLettersAnswer(entry.reason, entry.records, entry.newest) for entry in condition.dead_letters],
         overrides=[ActAnswer(*astuple(entry)) for entry in condition.overrides],
         not_shown=[NotShownAnswer(entry.sink, entry.stream, entry.problem, entry.since) for entry in condition.faults],

@@ -170,7 +170,7 @@ def _gaps(settings: Settings, postgres: Postgres) -> str:
 
 def _redis(settings: Settings) -> str:
     with Redis(RedisConfig(settings.redis, timeout=TIMEOUT_SECONDS)) as redis:
-        return as_object(redis.snapshots(sorted(redis.names())[: dump.MOST]))
+        return as_object(redis.snapshots(sorted(redis.names())[: dump.MAX_ROWS]))
 
 
 def _kafka(settings: Settings) -> str:

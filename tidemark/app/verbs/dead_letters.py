@@ -344,7 +344,7 @@ def _servers(settings: "Settings") -> Iterator[tuple[DeadLetterReader, OverrideL
 
 
 def _letter(kafka: DeadLetterReader, place: tuple[int, int]) -> DeadLetter:
-    letter = kafka.at(*place)
+    letter = kafka.read_at(*place)
     if letter is None:
         raise CommandFailed(
             f"there is no dead letter at offset {place[1]} of partition {place[0]}: see tidemark dead-letters list"

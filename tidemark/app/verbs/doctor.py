@@ -420,9 +420,11 @@ def _redis(settings: "Settings") -> Iterator[Check]:
     if policy != "noeviction":
         do = "Run: redis-cli config set maxmemory-policy noeviction"
         yield Check("Redis memory", "warning", f"maxmemory-policy={policy}: Redis may drop positions", do)
-    if report.reads:
+    if report.can_read:
         text = (
-            "may read and publish" if report.writes else "may read, as a sidecar needs; a pipeline must run scripts too"
+            "may read and publish"
+            if report.can_write
+            else "may read, as a sidecar needs; a pipeline must run scripts too"
         )
         yield Check("Redis rights", "ok", f"this user {text}")
     else:
@@ -440,7 +442,7 @@ def _pipeline(settings: "Settings") -> Iterator[Check]:
         postgres.check_readable()
         condition, conditions = health.configured_condition(settings, postgres), postgres.conditions
         problems = open_ranges.source_problems(
-            postgres.states(), time.time(), conditions.reading(), conditions.bridges()
+            postgres.states(), time.time(), conditions.reading_status(), conditions.bridges()
         )
         sources = [*itertools.islice(problems, MAX_SHOWN)]
     for problem in condition.problems():

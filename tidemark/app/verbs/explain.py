@@ -103,7 +103,7 @@ class Explanation:
 def explain_at(past: StreamInspection, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
     """Explain the state of a stream at the time `when`. `encoded` is its current state. Returns None if the stored
     history begins later."""
-    stay, now = past.stand(stream, when), codec.decode(encoded)
+    stay, now = past.linear_at(stream, when), codec.decode(encoded)
     if stay is None:
         return None
     line = now.direction.signed(now.linear.position)
@@ -127,7 +127,7 @@ def explain_between(
     past: StreamInspection, stream: str, encoded: bytes, since: datetime, until: datetime
 ) -> list[Explanation]:
     """Explain each stay of ten seconds or longer between two times during which the stream was blocked."""
-    times = [since, *past.moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
+    times = [since, *past.linear_moves(stream, since, until, timedelta(seconds=BRIEF_WAIT))]
     explanations: dict[int, Explanation] = {}
     for time in times:
         explanation = explain_at(past, stream, encoded, time)
@@ -144,12 +144,12 @@ def _explain_stay(
     # All blockers are known only just before the stream was unblocked. If it is still stuck: at `when`.
     moment = when if stay.until is None else stay.until - timedelta(microseconds=1)
     gaps: dict[str, StoredGap] = {}
-    for gap in past.gaps(stream, moment if stay.until is None else stay.until):
+    for gap in past.gaps_at(stream, moment if stay.until is None else stay.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
     retired = _retirements(now, stay)
     # A batch that moved only the linear position, because writers retired.
-    linear_move = None if stay.until is None else past.lone_move(stream, stay.until)
+    linear_move = None if stay.until is None else past.move_without_advance(stream, stay.until)
     epochs = {} if linear_move is None else linear_move.retired
     if linear_move is not None and stay.until is not None:
         retired |= dict.fromkeys(linear_move.retired, stay.until)
@@ -161,15 +161,15 @@ def _explain_stay(
             gaps.get(writer.writer),
             retired.get(writer.writer),
         )
-        for writer in past.behind(stream, moment, stay.linear)
+        for writer in past.writers_not_beyond(stream, moment, stay.linear)
         if writer.writer in retired or _was_blocker(writer, now, moment, gaps)
     ]
-    moved = [] if stay.until is None else past.batch(stream, stay.until)
+    moved = [] if stay.until is None else past.advances_at(stream, stay.until)
     batch = moved[0].batch if moved else None if linear_move is None else linear_move.batch
     return Explanation(
         stream,
         stay,
-        not beyond(past.farthest(stream, moment), stay.linear),
+        not beyond(past.highest_id(stream, moment), stay.linear),
         blockers,
         [advance for advance in moved if beyond(advance.id, stay.linear)],
         [
@@ -178,7 +178,7 @@ def _explain_stay(
             if advance.prev == 0 and advance.writer not in {blocker.writer for blocker in blockers}
         ],
         sorted(name for name, time in retired.items() if time == stay.until),
-        [] if stay.until is None else past.overrides(stream, stay.until),
+        [] if stay.until is None else past.overrides_at(stream, stay.until),
         batch,
         [] if batch is None or stay.until is None else past.offsets(batch, stay.until),
     )
@@ -191,11 +191,11 @@ def _was_blocker(writer: EarlierWriter, now: StreamState, moment: datetime, gaps
     if (
         known is not None
         and known.retired is not None
-        and writer.next is None
+        and writer.next_advance is None
         and known.retired <= moment.timestamp() * 1000
     ):
         return False
-    return not writer.first or writer.writer in gaps
+    return not writer.is_first or writer.writer in gaps
 
 
 def _seconds(stay: LinearStay, until: datetime) -> float:
@@ -327,7 +327,7 @@ def explain(
             raise CommandFailed(no_stream(stream))
         if between is not None:
             since, until = min(between), min(max(between), now)
-            begins = past.begins(stream)
+            begins = past.history_start(stream)
             if begins is None or begins > until:
                 raise CommandFailed(f"the stored history of {stream} begins after the given time")
             explanations = explain_between(past, stream, encoded, since, until)

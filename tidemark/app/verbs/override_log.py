@@ -33,7 +33,7 @@ def overrides_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest overrides of all streams, or of STREAM, including those that other programs sent."""
     with _database() as database:
         entries = database.newest(stream, limit)
-        if stream is not None and not entries and not database.is_stream(stream):
+        if stream is not None and not entries and not database.has_stream(stream):
             raise CommandFailed(
                 f"there is no stream {stream} and no override of it; `tidemark status` shows all streams"
             )

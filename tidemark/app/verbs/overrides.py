@@ -387,7 +387,7 @@ def send_noted(
             " `tidemark tail`"
         ) from problem
     assert produced.last is not None, refused
-    override_log.sent(noted, topic, *produced.last)
+    override_log.note_sent(noted, topic, *produced.last)
     return SentOverride(noted, topic, *produced.last)
 
 
@@ -409,7 +409,7 @@ def outcome(override_log: OverrideLog, sent: SentOverride, seconds: float, find:
             return "not seen"
         time.sleep(POLL_SECONDS)
     final = find()
-    override_log.close(sent.noted, final)
+    override_log.note_outcome(sent.noted, final)
     return final
 
 
@@ -537,7 +537,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         if stored is None:
             raise CommandFailed(no_stream(fields["stream"]))
         record = override_record(kind, stored, fields)
-        trial = attempt(stored, record, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
+        trial = attempt(stored, record, time.time(), Policies(postgres.policies.read(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:
             click.echo(line, err=as_json)
         objections = [*bridge_objections(record, postgres.conditions.bridges()), *trial.objections()]
@@ -552,7 +552,7 @@ def _run(kind: str, *, force: bool, dry_run: bool, yes: bool, as_json: bool, wai
         sent = send(override_log, settings.kafka, settings.kafka_control_topic, trial)
         try:
             echo_result(sent.line(), err=as_json)
-            final = outcome(override_log, sent, wait, lambda: override_log.became(sent.noted))
+            final = outcome(override_log, sent, wait, lambda: override_log.find_outcome(sent.noted))
         except KeyboardInterrupt:
             echo_result(
                 f"the override was sent and cannot be undone: see `tidemark overrides show {sent.noted.number}`",

@@ -67,7 +67,7 @@ def policy() -> None:
 def policy_list(*, as_json: bool) -> None:
     """List all policies."""
     with _database() as (_, postgres):
-        given = postgres.policies.given()
+        given = postgres.policies.read()
     if as_json:
         click.echo(as_object({"policies": given}))
     else:
@@ -82,7 +82,7 @@ def policy_list(*, as_json: bool) -> None:
 def policy_show(stream: str, *, as_json: bool) -> None:
     """Show the settings of STREAM and the policy that each comes from. The stream need not exist yet."""
     with _database() as (settings, postgres):
-        policies = Policies(postgres.policies.given(), settings.policy_defaults)
+        policies = Policies(postgres.policies.read(), settings.policy_defaults)
     sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
     values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
     if as_json:
@@ -137,7 +137,7 @@ def _change(
     name: str, changes: Mapping[str, int | None], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     with _database() as (_, postgres):
-        given = postgres.policies.given()
+        given = postgres.policies.read()
         changes = changes or dict.fromkeys(given.get(name, ()))
         missing = [
             setting for setting, value in changes.items() if value is None and setting not in given.get(name, ())

@@ -90,9 +90,9 @@ class Readers:
         try:
             action.run()
         except BaseException:
-            self.overrides.close(noted, "refused")
+            self.overrides.note_outcome(noted, "refused")
             raise
-        self.overrides.close(noted, "applied")
+        self.overrides.note_outcome(noted, "applied")
         return noted.number
 
 
@@ -130,7 +130,7 @@ def readers_list(stream: str | None, dsn: str | None, *, check: bool, as_json: b
     with open_databases(dsn) as databases:
         statuses = databases.statuses(None, stream)
         where = databases.store.where
-        if stream is not None and not statuses and not databases.overrides.is_stream(stream):
+        if stream is not None and not statuses and not databases.overrides.has_stream(stream):
             raise CommandFailed(no_stream(stream))
     if as_json:
         click.echo(as_object({"readers": statuses}))
@@ -172,7 +172,7 @@ def readers_seek(
     """
     with open_databases(dsn) as databases:
         stored = databases.place(reader, stream)
-        linear = databases.history.linear([stream]).get(stream)
+        linear = databases.history.linear_positions([stream]).get(stream)
         if linear is None:
             raise CommandFailed(no_stream(stream))
         goal = _goal(token, stored, linear)

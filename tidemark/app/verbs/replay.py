@@ -250,7 +250,7 @@ def report(
         bounds: the limits with which the pipeline ran.
         only: a stream; None: all streams.
     """
-    upto = past.read_up_to()
+    upto = past.next_offsets()
     read = [
         message
         for message in messages
@@ -285,9 +285,9 @@ def _compare(
     ends: int | None,
 ) -> None:
     start, comparison = None, None
-    if past.whole:
+    if past.is_complete:
         comparison = compare_stream(past, stream, messages, roles, bounds, ends)
-    if not past.whole or (begins and comparison is not None and comparison.divergence is not None):
+    if not past.is_complete or (begins and comparison is not None and comparison.divergence is not None):
         facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
         start = find_start(past, stream, facts, bounds, is_truncated=begins > 0)
         missing = f"the recording begins at offset {begins}" if begins else "the first days of the history were dropped"
@@ -345,7 +345,7 @@ def compare_stream(
     """
     facts = [message for message in messages if roles[message.topic] is Topic.FACTS]
     overrides = _applied_overrides(
-        [message for message in messages if roles[message.topic] is Topic.CONTROL], past.acts
+        [message for message in messages if roles[message.topic] is Topic.CONTROL], past.overrides
     )
     now, stored = Replayed(stream, bounds), dict[str, Evidence]()
     batches, last, at = past.batches, None, 0

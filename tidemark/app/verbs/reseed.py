@@ -73,8 +73,8 @@ def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
             override_log = OverrideLog(session)
             noted = override_log.note(EVERY_STREAM, OperatorOverride("", 0, "RESEED", 0, 0, by, why))
             if reseed.before is not None:
-                postgres.remember(RememberedSetup(settings.shards, {}))
-            override_log.close(noted, "applied")
+                postgres.remember_setup(RememberedSetup(settings.shards, {}))
+            override_log.note_outcome(noted, "applied")
             return replace(reseed, act=noted.number)
 
 
@@ -90,7 +90,7 @@ def _lease_held(settings: Settings, postgres: Postgres, why: str) -> Iterator[No
         try:
             stack.enter_context(Lease.acquire(settings.postgres, config, timed_out))
         except Stopping:
-            owner = postgres.conditions.now().owner or "another process"
+            owner = postgres.conditions.current().owner or "another process"
             raise PrerequisitePending(
                 "a reseed", postgres.where, f"{owner} holds the lease: stop the pipeline"
             ) from None
@@ -98,7 +98,7 @@ def _lease_held(settings: Settings, postgres: Postgres, why: str) -> Iterator[No
 
 
 def _preview(settings: Settings, postgres: Postgres) -> Reseed:
-    return Reseed(len(postgres.states()), postgres.remembered().shards, settings.shards)
+    return Reseed(len(postgres.states()), postgres.remembered_setup().shards, settings.shards)
 
 
 @click.command("reseed", cls=OurCommand)

@@ -133,7 +133,9 @@ def _status(
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
     """The same as `read`, with the faults, requeues, bridges and pipeline that Postgres has."""
     conditions = postgres.conditions
-    return read(stored, only, conditions.faults(), conditions.requeues(), conditions.bridges(), conditions.reading())
+    return read(
+        stored, only, conditions.faults(), conditions.requeues(), conditions.bridges(), conditions.reading_status()
+    )
 
 
 def to_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:

@@ -164,11 +164,11 @@ def from_postgres(past: IdInspection, stream: str, encoded: bytes, id: int) -> I
     trace = IdTrace(stream, id, signed(now.linear.position), signed(now.allocated), known, passed)
     if not known:
         return trace
-    trace.settled = past.settled(stream, id)
+    trace.settled = past.advances_containing(stream, id)
     if trace.settled:
-        trace.line = past.passed(stream, id, trace.settled[0].time)
+        trace.line = past.first_batch_beyond(stream, id, trace.settled[0].time)
     trace.writers = [*_writers_below(now, id)]
-    trace.late, trace.acts = past.late(stream, id), past.overrides_about(stream, id)
+    trace.late, trace.acts = past.late_containing(stream, id), past.overrides_containing(stream, id)
     return trace
 
 
@@ -243,7 +243,7 @@ def _record_range(trace: IdTrace, past: IdInspection, topic: str, partition: int
     if not trace.known:
         return trace.unread, None
     times = [*(move.time for move in trace.settled[:1]), *(gap.opened for gap in _gaps(trace, past, None))]
-    first = past.read_before(topic, partition, min(times)) if times else None
+    first = past.offset_before(topic, partition, min(times)) if times else None
     if trace.writers or not trace.settled:
         return first, None
     ends = {
@@ -262,7 +262,7 @@ def _gaps(trace: IdTrace, past: IdInspection, arrived: datetime | None) -> list[
     since = min((time for time in (settled, arrived) if time is not None), default=None)
     known = {move.writer for move in trace.settled} | {writer.writer for writer in trace.writers}
     writers = known if trace.writer is None else {trace.writer}
-    gaps = past.below(trace.stream, trace.id, writers, since)
+    gaps = past.gaps_below(trace.stream, trace.id, writers, since)
     return [gap for gap in gaps if gap.closed is None or settled is None or gap.opened <= settled]
 
 
@@ -557,7 +557,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
             try_to_add(
                 trace, "dead letters", lambda: add_dead_letters(trace, _newest_dead_letters(settings, MAX_FILTERED))
             )
-            try_to_add(trace, "Redis", lambda: add_published(trace, redis.published))
+            try_to_add(trace, "Redis", lambda: add_published(trace, redis.publish_time))
     if as_json:
         click.echo(to_json(trace))
     else:

@@ -382,7 +382,7 @@ def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterato
 def add_history(audit: Audit, report: VerifyReport) -> None:
     """Check the whole history, and add the result to the report."""
     report.history = audit.history_faults(None, MAX_HISTORY_FAULTS)
-    report.advances = audit.advances()
+    report.advances = audit.count_advances()
 
 
 _REMEDIES: dict[tuple[str, str], str] = {

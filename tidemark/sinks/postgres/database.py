@@ -24,14 +24,14 @@ from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, Postg
 
 _BIGINT, _BIGINTS = 20, 1016
 _BYTEA, _BYTEAS = 17, 1001
-_length = struct.Struct("!i").pack
-_NULL = _length(-1)
+_pack_length = struct.Struct("!i").pack
+_NULL = _pack_length(-1)
 
 
 def as_array(column: Sequence[Any]) -> Any:
-    """`column` as a parameter, in the form of an array;
+    """`column` as one parameter, in the form of an array. None is null.
 
-    None is null. Types other than text, bytes and integers are sent as a psycopg list.
+    Values that are not text, bytes or integers are sent as a psycopg list.
     """
     kind: type[Any] = next((type(value) for value in column if value is not None), type(None))
     if issubclass(kind, str):
@@ -77,20 +77,20 @@ def _bigints(column: Sequence[Any]) -> Any:
     if sys.byteorder == "little":
         numbers.byteswap()
     data = numbers.tobytes()
-    elements = bytearray(_length(8) + bytes(8)) * len(column)
+    elements = bytearray(_pack_length(8) + bytes(8)) * len(column)
     for byte in range(8):
         elements[4 + byte :: 12] = data[byte::8]
-    return _Bigints(_head(_BIGINT, len(column)) + elements)
+    return _Bigints(_array_header(_BIGINT, len(column)) + elements)
 
 
 def _byteas(column: Sequence[bytes | None]) -> _Byteas:
-    parts = [_head(_BYTEA, len(column))]
+    parts = [_array_header(_BYTEA, len(column))]
     for value in column:
-        parts += (_NULL,) if value is None else (_length(len(value)), value)
+        parts += (_NULL,) if value is None else (_pack_length(len(value)), value)
     return _Byteas(b"".join(parts))
 
 
-def _head(element: int, length: int) -> bytes:
+def _array_header(element: int, length: int) -> bytes:
     """The header of a binary array: one dimension, nulls allowed, lower bound 1."""
     return struct.pack("!iiIii", 1, 1, element, length, 1)
 
@@ -105,8 +105,8 @@ def _texts(column: Sequence[Any]) -> str:
     return '{"' + joined + '"}'
 
 
-def _literal(column: Sequence[Any], written: Callable[[Any], str]) -> str:
-    return "{" + ",".join(["null" if value is None else written(value) for value in column]) + "}"
+def _literal(column: Sequence[Any], format_value: Callable[[Any], str]) -> str:
+    return "{" + ",".join(["null" if value is None else format_value(value) for value in column]) + "}"
 
 
 def _quoted(text: str) -> str:
@@ -127,12 +127,12 @@ _USE = DatabaseUse(
 )
 
 SCHEMA = Migrations("tidemark.sinks.postgres", "schema_version", "tidemark migrate")
-READABLE = 4
+OLDEST_READABLE_VERSION = 4
 """The oldest schema that this version can read. A sidecar may be newer than the pipeline that migrated the schema."""
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:
-    """A session to Tidemark's database; `application` is its `application_name`."""
+    """A session to Tidemark's database; `application` becomes its `application_name`."""
     return PostgresSession(dsn, application, _USE)
 
 
@@ -145,13 +145,15 @@ def migrate(dsn: Dsn, progress: Progress = no_progress) -> list[int]:
 Rows: TypeAlias = Iterable[tuple[Any, ...]]
 
 
-def execute(connection: Connection, statement: LiteralString, rows: Rows, *more: object) -> Cursor[TupleRow] | None:
-    """Run `statement` with an array for each column of `rows`, followed by `more`. None in a column is null.
+def execute(
+    connection: Connection, statement: LiteralString, rows: Rows, *arguments: object
+) -> Cursor[TupleRow] | None:
+    """Run `statement` with an array for each column of `rows`, followed by `arguments`. None in a column is null.
 
-    The statement casts each array (`as_array`).
+    The statement must cast each array (`as_array`).
 
     Returns:
         None if there are no rows; the statement is then not run.
     """
     columns = list(zip(*rows, strict=True))
-    return connection.execute(statement, [*map(as_array, columns), *more]) if columns else None
+    return connection.execute(statement, [*map(as_array, columns), *arguments]) if columns else None

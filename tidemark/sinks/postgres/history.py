@@ -49,26 +49,30 @@ class StoredLate:
 class PageBounds:
     """Bounds of one page of a stream's history.
 
-    A page has at most `newest` advances of each writer, `most` advances and `most` late completions. `seconds`:
-    statement time-out.
+    Attributes:
+        per_writer: the largest number of advances of each writer.
+        most: the largest number of advances, and of late completions.
+        timeout: statement time-out, in seconds.
     """
 
-    newest: int
+    per_writer: int
     most: int
-    seconds: float
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
     """A page of a stream's history.
 
-    `chains`: writer -> its position after the page, and its advances that are still stored. `more`: writers or late
-    completions are left out.
+    Attributes:
+        chains: writer -> its position after the page, and its advances that are still stored.
+        late: the late completions.
+        has_more: whether advances or late completions were left out.
     """
 
     chains: dict[str, tuple[int, list[StoredAdvance]]]
     late: list[StoredLate]
-    more: bool
+    has_more: bool
 
 
 # Each chain is read from its newest advance back, one chain after the other, so that a limit ends the reading. Streams
@@ -105,18 +109,18 @@ limit %s
 
 
 def advances_since(
-    connection: Connection, known: Iterable[tuple[str, str, int]], newest: int, most: int | None = None
+    connection: Connection, known: Iterable[tuple[str, str, int]], per_writer: int, most: int | None = None
 ) -> dict[tuple[str, str], list[StoredAdvance]]:
     """The advances of writers beyond given positions, oldest first.
 
     Args:
         known: stream, writer and position of each writer.
-        newest: the largest number of advances of each writer, newest first.
-        most: the largest number of all advances. If the result reaches it, the last chain may be incomplete, and other
+        per_writer: the largest number of advances of each writer; the oldest ones are left out.
+        most: the largest number of all advances. If the result has so many, the last chain may be incomplete, and other
             chains may be missing.
     """
     chains: dict[tuple[str, str], list[StoredAdvance]] = {}
-    rows = execute(connection, _CHAINS, known, newest, most, most)
+    rows = execute(connection, _CHAINS, known, per_writer, most, most)
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows or ():
         advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
         chains.setdefault((stream, writer), []).append(StoredAdvance(advance, linear, batch, time))
@@ -133,7 +137,7 @@ def page_after(
         late: number of the newest late completion that the reader knows.
     """
     with connection.transaction():
-        connection.execute("select set_config('statement_timeout', %s, true)", (f"{bounds.seconds * 1000:.0f}",))
+        connection.execute("select set_config('statement_timeout', %s, true)", (f"{bounds.timeout * 1000:.0f}",))
         # Positions before advances: no position may be beyond the end of the advances that are read.
         moved = {
             writer: position
@@ -141,7 +145,7 @@ def page_after(
             if abs(position) > abs(position_of(writer))
         }
         known = [(stream, writer, position_of(writer)) for writer in moved]
-        stored = advances_since(connection, known, bounds.newest, bounds.most)
+        stored = advances_since(connection, known, bounds.per_writer, bounds.most)
         lates = late_since(connection, [(stream, late)], bounds.most, "oldest").get(stream, [])
     is_cut = sum(map(len, stored.values())) == bounds.most
     chains = {writer: (moved[writer], advances) for (_, writer), advances in stored.items()}
@@ -154,17 +158,17 @@ def page_after(
 
 
 def late_since(
-    connection: Connection, known: Iterable[tuple[str, int]], most: int, which: Literal["newest", "oldest"] = "newest"
+    connection: Connection, known: Iterable[tuple[str, int]], most: int, keep: Literal["newest", "oldest"] = "newest"
 ) -> dict[str, list[StoredLate]]:
     """The late completions of streams after given numbers, oldest first.
 
     Args:
         known: stream, and the number of the newest late completion that the reader knows.
         most: the largest number for each stream.
-        which: the `newest` or the `oldest` ones, if a stream has more than `most`.
+        keep: `newest` or `oldest`: the ones to return if a stream has more than `most`.
     """
     lates: dict[str, list[StoredLate]] = {}
-    order: LiteralString = "desc" if which == "newest" else "asc"
+    order: LiteralString = "desc" if keep == "newest" else "asc"
     rows = execute(
         connection,
         f"""
@@ -186,12 +190,12 @@ def late_since(
     return lates
 
 
-OTHER_CLOCK = 60_000  # ms by which the clock of another pipeline may be behind
+CLOCK_TOLERANCE = 60_000  # ms by which the clock of another pipeline may lag
 
 
 @dataclass(frozen=True, slots=True)
 class DurableMark:
-    """`time` in ms since 1970."""
+    """A point in the changes of all streams: token of the lease, and time of the newest batch (ms since 1970)."""
 
     lease: int
     time: int
@@ -199,7 +203,7 @@ class DurableMark:
 
 @dataclass(frozen=True, slots=True)
 class StreamChange:
-    """The positions of a stream and of its writers that moved.
+    """The current positions of a stream that changed, and of its writers that moved.
 
     `late`: the number of the newest late completion. `allocated`: the highest ID that any record has named.
     """
@@ -209,7 +213,7 @@ class StreamChange:
     late: int
     positions: Mapping[str, int]
 
-    def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
+    def is_reached_by(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
         """Whether a reader with these positions has the whole change."""
         return (
             not beyond(self.linear, linear)
@@ -235,7 +239,8 @@ class FullChanges:
     streams: dict[str, StreamChange]
 
 
-def now(connection: Connection) -> DurableMark:
+def current_mark(connection: Connection) -> DurableMark:
+    """The mark of the newest batch; zeros before the first one."""
     mark = fetch_one(
         connection,
         DurableMark,
@@ -245,7 +250,7 @@ def now(connection: Connection) -> DurableMark:
     return mark or DurableMark(0, 0)
 
 
-def changes(connection: Connection, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
+def changes_since(connection: Connection, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
     """The changes since a mark, read in one transaction.
 
     Args:
@@ -253,28 +258,30 @@ def changes(connection: Connection, since: DurableMark | None, streams: Collecti
         streams: None for all streams.
     """
     with connection.transaction():
-        mark = now(connection)
-        return ChangesSince(mark, _changed(connection, 0 if since is None else _begin(since, mark), streams))
+        mark = current_mark(connection)
+        return ChangesSince(
+            mark, _changed_streams(connection, 0 if since is None else _begin_time(since, mark), streams)
+        )
 
 
-def missed(connection: Connection, since: DurableMark, most: int, seconds: float) -> FullChanges | None:
+def full_changes_since(connection: Connection, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
     """Everything that was published since a mark.
 
     Args:
         most: the largest number of advances.
-        seconds: statement time-out.
+        timeout: statement time-out, in seconds.
 
     Returns:
         None if there are more than `most` advances, or if the history does not reach back to the mark.
     """
     with connection.transaction():
-        connection.execute("select set_config('statement_timeout', %s, true)", (f"{seconds * 1000:.0f}",))
+        connection.execute("select set_config('statement_timeout', %s, true)", (f"{timeout * 1000:.0f}",))
         # Streams before advances: no position may be beyond the end of the advances that are read.
-        newest = now(connection)
-        begin = _begin(since, newest)
+        newest = current_mark(connection)
+        begin = _begin_time(since, newest)
         if begin > newest.time:  # the mark belongs to another database, or to a time after the restored backup
             return None
-        streams = _changed(connection, begin, None)
+        streams = _changed_streams(connection, begin, None)
         stored = "select 1 from tidemark.packed_advances where time <= to_timestamp(%s / 1000.0) limit 1"
         if streams and fetch_value(connection, stored, (begin,)) is None:
             return None
@@ -311,12 +318,13 @@ from tidemark.late_completions where stream = any(%s) and time >= to_timestamp(%
 """
 
 
-def _begin(since: DurableMark, now: DurableMark) -> int:
-    return since.time if since.lease == now.lease else since.time - OTHER_CLOCK
+def _begin_time(since: DurableMark, now: DurableMark) -> int:
+    """The time (ms since 1970) from which to read all changes since a mark."""
+    return since.time if since.lease == now.lease else since.time - CLOCK_TOLERANCE
 
 
-def _changed(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
-    """The streams with a batch at or after `begin` (ms); tuples, because there may be a million."""
+def _changed_streams(connection: Connection, begin: int, streams: Collection[str] | None) -> dict[str, StreamChange]:
+    """The streams with a batch at or after the time `begin` (ms)."""
     names = (None if streams is None else list(streams),)
     positions: dict[str, dict[str, int]] = defaultdict(dict)
     changed = {

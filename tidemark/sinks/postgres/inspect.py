@@ -10,7 +10,7 @@ from typing import Any, LiteralString, Self
 
 from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, fetch_all, fetch_one, fetch_value
-from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
+from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, session_of
 from tidemark.sinks.postgres.operators import OverrideEntry, OverrideLog, PolicyTable
 from tidemark.sinks.postgres.positions import EarlierWriter, stored_writers, writers_not_beyond
 from tidemark.sinks.postgres.status import STATES
@@ -18,8 +18,8 @@ from tidemark.streaming.core.effects import OperatorOverride
 from tidemark.streaming.values.direction import farther
 from tidemark.streaming.values.limits import Evidence
 
-OTHER_CLOCK = timedelta(minutes=1)  # the database's clock may be behind the pipeline's by this much
-MOST = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over it
+CLOCK_TOLERANCE = timedelta(minutes=1)  # the database's clock may be behind the pipeline's by this much
+MAX_ROWS = 100  # rows of one kind for one ID: every writer that passed the ID has an advance over it
 
 _ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
 _GAPS: LiteralString = (
@@ -144,18 +144,18 @@ class StreamInspection:
     def state(self, stream: str) -> bytes | None:
         """The encoded current state; None if the stream does not exist."""
         with self._session.use() as connection:
-            SCHEMA.check_readable(connection, READABLE)
+            SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
-    def begins(self, stream: str) -> datetime | None:
-        """The time of the first stored move of a position; None if none is stored."""
+    def history_start(self, stream: str) -> datetime | None:
+        """The time of the first stored move of a position; None if no move is stored."""
         time: datetime | None = self._session.fetch_value(
             f"select min(time) from {_LINEAR}", {"stream": stream, "since": "-infinity", "until": "infinity"}
         )
         return time
 
-    def stand(self, stream: str, at: datetime) -> LinearStay | None:
+    def linear_at(self, stream: str, at: datetime) -> LinearStay | None:
         """The linear position at the time `at`; None if the stored history begins later."""
         with self._session.use() as connection:
             before = _linear_before(connection, stream, at)
@@ -164,23 +164,23 @@ class StreamInspection:
             after = _linear_after(connection, stream, at, before.linear)
         return LinearStay(before.linear, before.time, *((after.time, after.linear) if after else (None, None)))
 
-    def moves(self, stream: str, since: datetime, until: datetime, least: timedelta) -> list[datetime]:
+    def linear_moves(self, stream: str, since: datetime, until: datetime, min_stay: timedelta) -> list[datetime]:
         """The times between `since` and `until` at which the linear position moved, and then stayed for at least
-        `least`.
+        `min_stay`.
         """
         rows = self._session.fetch_tuples(
             "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
             f"   select min(time) as time from {_LINEAR} group by linear"
-            " ) moves) stays where next - time >= %(least)s order by time",
-            {"stream": stream, "since": since, "until": until, "least": least},
+            " ) moves) stays where next - time >= %(min_stay)s order by time",
+            {"stream": stream, "since": since, "until": until, "min_stay": min_stay},
         )
         return [time for (time,) in rows]
 
-    def behind(self, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
+    def writers_not_beyond(self, stream: str, at: datetime, linear: int) -> list[EarlierWriter]:
         """The writers whose position was not beyond `linear` at the time `at`, lowest position first."""
         return writers_not_beyond(self._session, stream, at, linear)
 
-    def farthest(self, stream: str, at: datetime) -> int:
+    def highest_id(self, stream: str, at: datetime) -> int:
         """The highest ID that positions and gaps had named by the time `at`."""
         ids = self._session.fetch_tuples(
             "select coalesce((select id from tidemark.advances_of(%(stream)s, until => %(at)s)"
@@ -191,7 +191,7 @@ class StreamInspection:
         )
         return farther(*ids[0])
 
-    def gaps(self, stream: str, at: datetime) -> list[StoredGap]:
+    def gaps_at(self, stream: str, at: datetime) -> list[StoredGap]:
         """The gaps that were open at the time `at`, or that its batch closed; nearest first."""
         return self._session.fetch_all(
             StoredGap,
@@ -200,13 +200,13 @@ class StreamInspection:
             (stream, at, at),
         )
 
-    def batch(self, stream: str, at: datetime) -> list[BatchAdvance]:
+    def advances_at(self, stream: str, at: datetime) -> list[BatchAdvance]:
         """The advances of the batch with exactly the time `at`."""
         return self._session.fetch_all(
             BatchAdvance.of_row, _ADVANCES + " from tidemark.advances_of(%s, %s, %s)", (stream, at, at)
         )
 
-    def lone_move(self, stream: str, at: datetime) -> MoveWithoutAdvance | None:
+    def move_without_advance(self, stream: str, at: datetime) -> MoveWithoutAdvance | None:
         """The move of the linear position by the batch with exactly the time `at`, if the batch made no advance."""
         return self._session.fetch_one(
             MoveWithoutAdvance.of_row,
@@ -215,7 +215,7 @@ class StreamInspection:
             (stream, at),
         )
 
-    def overrides(self, stream: str, at: datetime) -> list[AppliedOverride]:
+    def overrides_at(self, stream: str, at: datetime) -> list[AppliedOverride]:
         """The overrides that the batch with exactly the time `at` applied."""
         return self._session.fetch_all(
             AppliedOverride, _OVERRIDES + " where stream = %s and time = %s order by number", (stream, at)
@@ -230,7 +230,7 @@ class StreamInspection:
             " select t.key as topic, p.key::int as partition, (select max((o.offsets -> t.key ->> p.key)::bigint)"
             "   from tidemark.applied_batches o where o.number < b.number) as first, p.value::bigint - 1 as last"
             " from b, jsonb_each(b.offsets) t, jsonb_each_text(t.value) p order by 1, 2",
-            (batch, at - OTHER_CLOCK),
+            (batch, at - CLOCK_TOLERANCE),
         )
         return [offsets for offsets in ranges if offsets.first is None or offsets.first <= offsets.last]
 
@@ -283,9 +283,12 @@ class StreamBatches:
     """Everything that Postgres stores about a stream.
 
     Attributes:
-        positions: current ones, as are `epochs` and `retired`.
+        linear: the current linear position.
+        positions: the current position of each writer.
+        epochs: the current epoch of each writer.
+        retired: the writers that are retired now.
         gaps: all stored gaps.
-        whole: the history has all advances of every writer.
+        is_complete: whether the history has all advances of every writer.
     """
 
     linear: int
@@ -294,8 +297,8 @@ class StreamBatches:
     retired: set[str]
     gaps: list[StoredGap]
     batches: list[StoredBatch] = field(default_factory=list)
-    acts: list[AppliedOverride] = field(default_factory=list)
-    whole: bool = True
+    overrides: list[AppliedOverride] = field(default_factory=list)
+    is_complete: bool = True
 
 
 class BatchHistory:
@@ -311,12 +314,12 @@ class BatchHistory:
     @classmethod
     @contextmanager
     def open(cls, dsn: Dsn) -> Iterator[Self]:
-        """Open the history. All reads inside the block use one snapshot, taken at its begin.
+        """Open the history. All reads inside the block use one snapshot, which is taken at the start of the block.
 
         Kafka has all records of the snapshot.
         """
         with session_of(dsn, "tidemark replay") as session, session.use() as connection:
-            SCHEMA.check_readable(connection, READABLE)
+            SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
             with connection.transaction():
                 connection.execute("set transaction isolation level repeatable read, read only")
                 connection.execute("select 1")  # the first query takes the snapshot
@@ -324,10 +327,10 @@ class BatchHistory:
 
     def policies(self) -> dict[str, dict[str, int]]:
         """The current policies, in the form of `PolicyTable`."""
-        return PolicyTable(self._session).given()
+        return PolicyTable(self._session).read()
 
-    def read_up_to(self) -> dict[tuple[str, int], int]:
-        """Topic and partition -> the first offset that no batch has read."""
+    def next_offsets(self) -> dict[tuple[str, int], int]:
+        """(topic, partition) -> the first offset that no batch has read."""
         rows = self._connection.execute("select topic, partition, next from tidemark.kafka_offsets")
         return {(topic, partition): next_ for topic, partition, next_ in rows}
 
@@ -400,7 +403,7 @@ class LateCompletions:
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
-        self._acts = OverrideLog(session)
+        self._override_log = OverrideLog(session)
 
     def newest(self, stream: str | None, most: int, *, resolved: bool) -> list[LateFact]:
         """The newest late completions of one stream or of all, with or without resolved ones.
@@ -408,7 +411,7 @@ class LateCompletions:
         Raises:
             StreamNotKnown: there is no such stream.
         """
-        if stream is not None and not self._acts.is_stream(stream):
+        if stream is not None and not self._override_log.has_stream(stream):
             raise StreamNotKnown(stream)
         return self._session.fetch_all(
             LateFact,
@@ -423,7 +426,7 @@ class LateCompletions:
             LateFact, _LATE + " where stream = %s and l.number = any(%s) order by l.number", (stream, list(numbers))
         )
 
-    def about(self, stream: str, id: int, most: int) -> list[LateFact]:
+    def containing(self, stream: str, id: int, most: int) -> list[LateFact]:
         """The late completions whose range contains `id`, oldest first."""
         return self._session.fetch_all(
             LateFact,
@@ -436,15 +439,15 @@ class LateCompletions:
         """Mark all the completions as resolved, or none of them.
 
         Raises:
-            BadRecord: one of them was already resolved.
+            BadRecord: one of the completions was already resolved.
         """
         with self._session.use() as connection, connection.transaction():
             return [self._resolve(fact, by, why) for fact in facts]
 
     def _resolve(self, fact: LateFact, by: str, why: str) -> LateFact:
         override = OperatorOverride(fact.writer, fact.epoch, "RESOLVE", fact.prev, fact.id, by, why)
-        noted = self._acts.note(fact.stream, override)
-        self._acts.close(noted, "applied")
+        noted = self._override_log.note(fact.stream, override)
+        self._override_log.note_outcome(noted, "applied")
         if not self._session.fetch_value("select tidemark.note_resolved(%s, %s)", (noted.number, fact.number)):
             raise BadRecord("resolved_before", f"late completion {fact.number} of {fact.stream} is resolved already")
         return replace(fact, act=noted.number)
@@ -462,19 +465,19 @@ class LinearPassed:
 class IdInspection(StreamInspection):
     """The history of single IDs. Each call reads the stream's history once."""
 
-    def settled(self, stream: str, id: int) -> list[BatchAdvance]:
+    def advances_containing(self, stream: str, id: int) -> list[BatchAdvance]:
         """The advances whose range contains the ID, oldest first."""
         return self._session.fetch_all(
             BatchAdvance.of_row,
             _ADVANCES
             + " from tidemark.advances_of(%(stream)s) where abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
             " order by time, writer limit %(most)s",
-            {"stream": stream, "id": id, "most": MOST},
+            {"stream": stream, "id": id, "most": MAX_ROWS},
         )
 
-    def passed(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
-        """The first batch after which the linear position was beyond the ID; None if the history from `since` does not
-        have it.
+    def first_batch_beyond(self, stream: str, id: int, since: datetime) -> LinearPassed | None:
+        """The first batch after which the linear position was at or beyond the ID; None if the history from `since`
+        does not have this batch.
         """
         return self._session.fetch_one(
             LinearPassed,
@@ -482,22 +485,22 @@ class IdInspection(StreamInspection):
             {"stream": stream, "since": since, "until": "infinity", "id": id},
         )
 
-    def below(self, stream: str, id: int, writers: Collection[str], since: datetime | None) -> list[StoredGap]:
+    def gaps_below(self, stream: str, id: int, writers: Collection[str], since: datetime | None) -> list[StoredGap]:
         """The gaps of `writers` that begin below the ID and were not closed before `since`, oldest first."""
         return self._session.fetch_all(
             StoredGap,
             _GAPS + " where stream = %s and writer = any(%s) and abs(low) < abs(%s)"
             " and (closed_at is null or closed_at >= coalesce(%s::timestamptz, '-infinity'))"
             " order by opened_at, abs(top) limit %s",
-            (stream, list(writers), id, since, MOST),
+            (stream, list(writers), id, since, MAX_ROWS),
         )
 
-    def read_before(self, topic: str, partition: int, time: datetime) -> int | None:
-        """The offset that batches had reached before the time; None if no stored batch has it."""
+    def offset_before(self, topic: str, partition: int, time: datetime) -> int | None:
+        """The next offset to read of a partition at a time; None if no stored batch before the time has one."""
         offset: int | None = self._session.fetch_value(
             "select max((offsets -> %(topic)s ->> %(partition)s)::bigint) from tidemark.applied_batches"
             " where applied_at < %(time)s",
-            {"topic": topic, "partition": str(partition), "time": time - OTHER_CLOCK},
+            {"topic": topic, "partition": str(partition), "time": time - CLOCK_TOLERANCE},
         )
         return offset
 
@@ -508,9 +511,9 @@ class IdInspection(StreamInspection):
         )
         return offset
 
-    def late(self, stream: str, id: int) -> list[LateFact]:
-        return LateCompletions(self._session).about(stream, id, MOST)
+    def late_containing(self, stream: str, id: int) -> list[LateFact]:
+        return LateCompletions(self._session).containing(stream, id, MAX_ROWS)
 
-    def overrides_about(self, stream: str, id: int) -> list[OverrideEntry]:
+    def overrides_containing(self, stream: str, id: int) -> list[OverrideEntry]:
         """The overrides whose range contains the ID."""
-        return OverrideLog(self._session).about(stream, id, MOST)
+        return OverrideLog(self._session).containing(stream, id, MAX_ROWS)

@@ -68,12 +68,12 @@ class StreamHistoryChart:
 
 @dataclass(slots=True)
 class _Steps:
-    """The highest known ID (magnitude) and the linear position at the end of each step."""
+    """The highest known ID and the linear position at the end of each step, both as magnitudes."""
 
     known: dict[int, int] = field(default_factory=dict)
     linear: dict[int, int] = field(default_factory=dict)
 
-    def know(self, step: int, id: int) -> None:
+    def add_known(self, step: int, id: int) -> None:
         self.known[step] = max(self.known.get(step, 0), id)
 
     def lag(self, count: int) -> Iterator[int]:
@@ -96,7 +96,7 @@ class LagHistory:
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def linear(self, streams: Collection[str] | None = None) -> dict[str, int]:
+    def linear_positions(self, streams: Collection[str] | None = None) -> dict[str, int]:
         """The linear positions of the existing streams among `streams`; of all streams without an argument."""
         rows = self._session.fetch_tuples(
             "select stream, linear from tidemark.streams"
@@ -105,8 +105,8 @@ class LagHistory:
         )
         return dict(rows)
 
-    def late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """By (stream, number), the number of late completions after that number."""
+    def count_late_after(self, pairs: Collection[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """By (stream, number), how many late completions of the stream have a higher number."""
         rows = self._session.fetch_tuples(
             "select known.stream, known.number, (select count(*) from tidemark.late_completions l"
             "   where l.stream = known.stream and l.number > known.number)"
@@ -115,15 +115,15 @@ class LagHistory:
         )
         return {(stream, number): count for stream, number, count in rows}
 
-    def passed(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
+    def passed_at(self, stream: str, id: int, since: datetime | None = None) -> datetime | None:
         """The time at which the linear position first was beyond `id`.
 
         Args:
             since: a time at which it was not beyond `id` yet; makes the search faster.
 
         Returns:
-            None if the history does not have such a time. The beginning of the history if the position was beyond `id`
-            before.
+            None if the history does not have such a time. The beginning of the stored history if the position was
+            beyond `id` already.
         """
         now = datetime.now(UTC)
         starts: Sequence[datetime | str] = (
@@ -141,7 +141,7 @@ class LagHistory:
         return first
 
     def chart(self, stream: str, until: datetime, seconds: float, steps: int) -> StreamHistoryChart:
-        """The last `seconds` before `until`, divided into `steps`."""
+        """The history of the last `seconds` before `until`, in `steps` steps."""
         window = timedelta(seconds=seconds)
         since, step = until - window, window / steps
         values = {"stream": stream, "since": since, "until": until, "step": STEP, "most": MAX_GAPS}
@@ -151,15 +151,15 @@ class LagHistory:
         moved: dict[str, list[int]] = {}
         for second, writer, known, linear, width in moves:
             number = int(second / STEP.total_seconds())
-            fine.know(number, known)
+            fine.add_known(number, known)
             fine.linear[number] = max(fine.linear.get(number, 0), linear)
             if writer:
                 moved.setdefault(writer, [0] * steps)[min(steps - 1, int(second / step.total_seconds()))] += width
         for gap in gaps:
-            fine.know(max(0, int((gap.opened - since) / STEP)), abs(gap.top))
+            fine.add_known(max(0, int((gap.opened - since) / STEP)), abs(gap.top))
         # The position before the first move in the window is not read, because that is too expensive. It was below each
         # gap that was open then.
-        first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear([stream]).get(stream, 0))
+        first = fine.linear[min(fine.linear)] if fine.linear else abs(self.linear_positions([stream]).get(stream, 0))
         fine.linear.setdefault(0, min([first, *(abs(gap.low) for gap in gaps if gap.opened < since)]))
         lags = [*fine.lag(int(window / STEP))]
         size = len(lags) / steps

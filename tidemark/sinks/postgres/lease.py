@@ -29,28 +29,25 @@ from tidemark.sinks.postgres.database import session_of
 
 log = get_logger(__name__)
 
-_KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
+_LOCK_KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
 _LOCK_OWNERS = f"""
 select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 1 and granted
     and database = (select oid from pg_database where datname = current_database())
-    and (classid::bigint << 32 | objid::bigint) = {_KEY}
+    and (classid::bigint << 32 | objid::bigint) = {_LOCK_KEY}
 """
 
 
-SPREAD = (
-    2**20
-)  # tokens per second, for the random part; tokens stay below 2**53, exact in any metric, until the year 2106
+# The range of the random part of a token. Tokens stay below 2**53, exact in any metric, until the year 2106.
+TOKENS_PER_SECOND = 2**20
 
 
 def next_token(last: int, clock: int) -> int:
     """A unique token above `last`. `clock` is in seconds since 1970, and may have been set back."""
-    return max(last, clock * SPREAD) + 1 + secrets.randbelow(SPREAD - 1)
+    return max(last, clock * TOKENS_PER_SECOND) + 1 + secrets.randbelow(TOKENS_PER_SECOND - 1)
 
 
 def session_name(token: int) -> str:
-    """The `application_name` of sessions that write under `token`. By it the next owner finds and ends hanging
-    sessions.
-    """
+    """The `application_name` of sessions that write under `token`. The next owner finds hanging sessions by it."""
     return f"tidemark token {token}"
 
 
@@ -63,7 +60,7 @@ class LeaseConfig:
         ttl: the lease expires after this time without a renewal.
         grace: time for the owner to reconnect after its session was lost, before a waiting process takes the lease.
         poll: pause between two attempts of a waiting process.
-        version: of this Tidemark.
+        version: the version of this Tidemark.
     """
 
     owner: str
@@ -87,11 +84,11 @@ class Lease:
         self._renewal = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
 
     @classmethod
-    def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, above: int = 0) -> Self:
+    def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, highest_token: int = 0) -> Self:
         """Wait for the lease without a limit, even while Postgres is unavailable, and take it.
 
         Args:
-            above: the highest token that any sink has seen. The new token is higher.
+            highest_token: the highest token that any sink has seen. The new token is higher.
 
         Raises:
             Stopping: `stopping` was set.
@@ -99,7 +96,7 @@ class Lease:
         """
         database = session_of(dsn, "tidemark lease")
         try:
-            return cls(database, config, _Waiter(database, config, above).wait(stopping))
+            return cls(database, config, _Waiter(database, config, highest_token).wait(stopping))
         except TidemarkError:
             database.close()
             raise
@@ -174,8 +171,8 @@ class Lease:
             log.error("Lost the lease", token=self.token, newest=self._newest)
 
     def _lock(self, connection: Connection) -> None:
-        """Try to take the advisory lock, without waiting: another user may hold it, and safety does not depend on
-        it.
+        """Try to take the advisory lock, without waiting: another user may hold the lock, and safety does not depend on
+        the lock.
         """
         if _try_lock(connection, "pg_try_advisory_lock", self.token):
             self._session = connection
@@ -198,14 +195,13 @@ class Lease:
 class _Waiter:
     """The attempts of one process to take the lease."""
 
-    def __init__(self, database: PostgresSession, config: LeaseConfig, above: int) -> None:
+    def __init__(self, database: PostgresSession, config: LeaseConfig, highest_token: int) -> None:
         self._database = database
         self._config = config
-        self._above = above
-        self._alone_since: tuple[int, float] | None = (
-            None  # (token, time): since when the owner of the token has had no session
-        )
-        self._logged: tuple[str, float] | None = None
+        self._highest_token = highest_token
+        # (token, time since which the owner of the token has had no session)
+        self._no_session_since: tuple[int, float] | None = None
+        self._last_log: tuple[str, float] | None = None
 
     def wait(self, stopping: threading.Event) -> int:
         while not stopping.is_set():
@@ -228,22 +224,22 @@ class _Waiter:
         ).fetchone()
         assert row is not None, "the migration makes this row and nothing deletes it"
         token, owner, since, expired, released, clock = row
-        if not released and not expired and not self._abandoned(connection, token):
+        if not released and not expired and not self._is_abandoned(connection, token):
             self._log(f"Waiting for the lease: {owner} has it since {since}")
             return None
         if expired and not released:
             self._end_sessions(connection, token)
-        return self._take(connection, token, next_token(max(token, self._above), clock))
+        return self._take(connection, token, next_token(max(token, self._highest_token), clock))
 
-    def _abandoned(self, connection: Connection, token: int) -> bool:
+    def _is_abandoned(self, connection: Connection, token: int) -> bool:
         """Whether the owner of `token` has been without a session for the grace period."""
         if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # released at the end of the statement
-            self._alone_since = None
+            self._no_session_since = None
             return False
         now = time.monotonic()
-        if self._alone_since is None or self._alone_since[0] != token:
-            self._alone_since = (token, now)
-        return now - self._alone_since[1] >= self._config.grace
+        if self._no_session_since is None or self._no_session_since[0] != token:
+            self._no_session_since = (token, now)
+        return now - self._no_session_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
         """End the sessions of a hanging owner, one of which may have locked the row in a transaction."""
@@ -259,11 +255,11 @@ class _Waiter:
                 pids=[pid for pid, _ in ended],
             )
 
-    def _take(self, connection: Connection, token: int, ours: int) -> int | None:
-        """Raise the token to `ours`, in a statement that only one of several waiting processes can win."""
+    def _take(self, connection: Connection, token: int, new_token: int) -> int | None:
+        """Raise the token to `new_token`; returns it, or None if another process was faster."""
         taken = 0
         # Take the lock before the row is written: a process that sees the new token must also see its owner's session.
-        if not _try_lock(connection, "pg_try_advisory_lock", ours):
+        if not _try_lock(connection, "pg_try_advisory_lock", new_token):
             return None
         try:
             with connection.transaction():
@@ -271,7 +267,7 @@ class _Waiter:
                 # This update becomes durable with the first batch.
                 connection.execute("set local synchronous_commit = local")
                 taken = connection.execute(
-                    "update tidemark.query_lease set token = %(ours)s, owner = %(owner)s, version = %(version)s,"
+                    "update tidemark.query_lease set token = %(new_token)s, owner = %(owner)s, version = %(version)s,"
                     " since = clock_timestamp(), waits_for = null,"
                     " expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
                     " where token = %(token)s",
@@ -280,7 +276,7 @@ class _Waiter:
                         "version": self._config.version,
                         "ttl": self._config.ttl,
                         "token": token,
-                        "ours": ours,
+                        "new_token": new_token,
                     },
                 ).rowcount
         except LockNotAvailable:
@@ -288,15 +284,15 @@ class _Waiter:
         finally:
             if not taken and not connection.closed:
                 connection.execute("select pg_advisory_unlock_all()")
-        return ours if taken else None
+        return new_token if taken else None
 
     def _log(self, text: str) -> None:
         now = time.monotonic()
-        if self._logged is None or self._logged[0] != text or now - self._logged[1] >= 30:
+        if self._last_log is None or self._last_log[0] != text or now - self._last_log[1] >= 30:
             log.info(text)
-            self._logged = (text, now)
+            self._last_log = (text, now)
 
 
 def _try_lock(connection: Connection, function: LiteralString, token: int) -> bool:
-    row = connection.execute(f"select {function}({_KEY})", {"token": token}).fetchone()
+    row = connection.execute(f"select {function}({_LOCK_KEY})", {"token": token}).fetchone()
     return row is not None and bool(row[0])

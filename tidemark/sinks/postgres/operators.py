@@ -18,13 +18,14 @@ from tidemark.streaming.core.effects import OperatorOverride
 
 @dataclass(frozen=True, slots=True)
 class LoggedOverride:
-    """The number and login (`seen_as`) of a logged override. `audited`: the number of the newest row of `skips` before
-    it.
+    """The number and login (`seen_as`) of a logged override.
+
+    `last_skip`: the number of the newest row of `skips` at that time; 0 if there was none.
     """
 
     number: int
     seen_as: str
-    audited: int
+    last_skip: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +61,51 @@ class OverrideEntry:
 _CONTENT: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
 
 
-def _same(one: LiteralString, other: LiteralString) -> LiteralString:
+def _is_same_record(one: LiteralString, other: LiteralString) -> LiteralString:
     """The SQL condition that two rows of the audit or of overrides describe equal records."""
     return " and ".join(f"{one}.{column} = {other}.{column}" for column in _CONTENT)
 
 
-# If no verb waited for the outcome, a row of the audit shows that the override was applied.
-_LISTED: LiteralString = f"""
+# If no verb has stored the outcome, a row of the audit shows that the override was applied.
+_ALL_OVERRIDES: LiteralString = f"""
 with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
         host(a.seen_from) as seen_from, a.topic, a.partition, a."offset", coalesce(a.outcome, (
             select 'applied' from tidemark.skips s
-            where {_same("s", "a")} limit 1)) as outcome
+            where {_is_same_record("s", "a")} limit 1)) as outcome
     from tidemark.overrides a
     union all
     select null, s.time, s.kind, s.stream, s.writer, s.epoch, s.prev, s.id, s.by, s.why, null, null, null, null, null,
         'applied'
     from tidemark.skips s where not exists (
         select from tidemark.overrides a
-        where {_same("s", "a")})
+        where {_is_same_record("s", "a")})
 )
 select * from listed
 """
 
 
 # Rows of the audit are in the order in which the records were applied.
-_BECAME: LiteralString = f"""
+_OUTCOME: LiteralString = f"""
 with act as (select * from tidemark.overrides where number = %(number)s), mine as (
-    select s.number from act a join tidemark.skips s on {_same("s", "a")}
-    where s.number > %(audited)s
+    select s.number from act a join tidemark.skips s on {_is_same_record("s", "a")}
+    where s.number > %(last_skip)s
     order by s.number offset (
         select least(count(*), (select greatest(count(*) - 1, 0) from act a join tidemark.skips s
-            on {_same("s", "a")} where s.number > %(audited)s))
+            on {_is_same_record("s", "a")} where s.number > %(last_skip)s))
         from act a join tidemark.overrides b
             on (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why, b.topic, b.partition)
             = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.topic, a.partition)
             and b."offset" < a."offset" and b.outcome is distinct from 'refused'
         where not exists (select from tidemark.skips s
-            where {_same("s", "b")} and s.number <= %(audited)s)
+            where {_is_same_record("s", "b")} and s.number <= %(last_skip)s)
     ) limit 1
 )
 select exists (
     select from act a join tidemark.skips s on (s.stream, s.kind, s.writer, s.epoch)
         = (a.stream, a.kind, a.writer, a.epoch) and abs(s.prev) <= abs(a.prev)
         and case when a.kind = 'JOIN' then s.id = a.id else abs(s.id) >= abs(a.id) end
-    where s.number > %(audited)s and s.number < mine.number
+    where s.number > %(last_skip)s and s.number < mine.number
 ) from mine
 """
 
@@ -128,7 +129,7 @@ class OverrideLog:
             LoggedOverride,
             "insert into tidemark.overrides (stream, kind, writer, epoch, prev, id, by, why)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s)"
-            " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0) as audited",
+            " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0) as last_skip",
             (
                 stream,
                 override.kind,
@@ -143,14 +144,14 @@ class OverrideLog:
         assert noted is not None
         return noted
 
-    def sent(self, noted: LoggedOverride, topic: str, partition: int, offset: int) -> None:
+    def note_sent(self, noted: LoggedOverride, topic: str, partition: int, offset: int) -> None:
         """Store the offset of the record.
 
         Raises:
             BadRecord: another login logged the override, or the offset is already stored.
         """
         arguments = (noted.number, topic, partition, offset)
-        _require(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), noted)
+        _require_noted(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), noted)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
         """Whether the batch with that record was applied."""
@@ -162,24 +163,26 @@ class OverrideLog:
             is not None
         )
 
-    def became(self, noted: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
-        """The outcome of an override whose record was read.
+    def find_outcome(self, noted: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
+        """Find the outcome of an override whose record was read.
 
         `settled before`: another override, which was applied after the logging, had settled the whole range. Of two
         equal overrides, the one at the lower offset is the first.
         """
-        is_settled = self._session.fetch_value(_BECAME, {"number": noted.number, "audited": noted.audited})
+        is_settled = self._session.fetch_value(_OUTCOME, {"number": noted.number, "last_skip": noted.last_skip})
         if is_settled is None:
             return "refused"
         return "settled before" if is_settled else "applied"
 
-    def close(self, noted: LoggedOverride, outcome: str) -> None:
+    def note_outcome(self, noted: LoggedOverride, outcome: str) -> None:
         """Store the outcome.
 
         Raises:
             BadRecord: another login logged the override, or the outcome is already stored.
         """
-        _require(self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted)
+        _require_noted(
+            self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted
+        )
 
     def note_replay(self, stream: str, override: OperatorOverride, origin: tuple[str, int, int]) -> LoggedOverride:
         """Log the replay of a dead letter.
@@ -198,7 +201,7 @@ class OverrideLog:
         return noted
 
     def replays(self) -> dict[tuple[str, int, int], int]:
-        """Topic, partition and offset of each replayed record -> number of the override."""
+        """(topic, partition, offset) of each replayed record -> number of the override."""
         rows = self._session.fetch_tuples('select topic, partition, "offset", act from tidemark.replays')
         return {(topic, partition, offset): override for topic, partition, offset, override in rows}
 
@@ -206,31 +209,31 @@ class OverrideLog:
         """Overrides of one stream or of all, newest first, including those that no verb has sent."""
         return self._session.fetch_all(
             OverrideEntry,
-            _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
+            _ALL_OVERRIDES + " where %(stream)s::text is null or stream = %(stream)s"
             " order by time desc, number desc limit %(most)s",
             {"stream": stream, "most": most},
         )
 
-    def is_stream(self, name: str) -> bool:
+    def has_stream(self, name: str) -> bool:
         row = self._session.fetch_value("select true from tidemark.streams where stream = %s", (name,))
         return row is not None
 
-    def about(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
+    def containing(self, stream: str, id: int, most: int) -> list[OverrideEntry]:
         """Overrides whose range contains `id`, oldest first."""
         return self._session.fetch_all(
             OverrideEntry,
-            _LISTED + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+            _ALL_OVERRIDES + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
             " order by time, number limit %(most)s",
             {"stream": stream, "id": id, "most": most},
         )
 
     def with_number(self, number: int) -> OverrideEntry | None:
-        return self._session.fetch_one(OverrideEntry, _LISTED + " where number = %s", (number,))
+        return self._session.fetch_one(OverrideEntry, _ALL_OVERRIDES + " where number = %s", (number,))
 
 
-def _require(is_noted: object, noted: LoggedOverride) -> None:
-    """Raise `BadRecord` if no row was changed: the SQL functions change only rows of the caller's login, and each
-    column once.
+def _require_noted(is_noted: object, noted: LoggedOverride) -> None:
+    """Raise `BadRecord` if no row was changed. The SQL functions change only rows of the caller's login, and each
+    column only once.
     """
     if not is_noted:
         raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")
@@ -248,7 +251,7 @@ class PolicyTable:
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def given(self) -> dict[str, dict[str, int]]:
+    def read(self) -> dict[str, dict[str, int]]:
         """The policies: name -> setting -> value."""
         policies: dict[str, dict[str, int]] = {}
         rows = self._session.fetch_tuples("select stream, setting, value from tidemark.policies order by 1, 2")

@@ -49,14 +49,14 @@ class WriterPosition:
 class EarlierWriter:
     """A writer and its `position` at an earlier time.
 
-    `next`: the time of its next advance, or None. `first`: that advance was the writer's first one.
+    `next_advance`: the time of its next advance, or None. `is_first`: whether that advance was the writer's first one.
     """
 
     writer: str
     epoch: int
     position: int
-    next: datetime | None
-    first: bool
+    next_advance: datetime | None
+    is_first: bool
 
 
 def place_of(now: int, number: int) -> int:
@@ -144,7 +144,7 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
         select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, claimed, stored, position
         from cut where (claimed <> id and claimed <> stored) or abs(stored) > abs(position)
         """,
-        _rows(batch),
+        _writer_rows(batch),
         batch.number,
     )
     execute(
@@ -159,7 +159,7 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
     return changed
 
 
-def _rows(batch: Batch) -> Iterator[_Row]:
+def _writer_rows(batch: Batch) -> Iterator[_Row]:
     """One row per writer with its advance; all 0 without an advance. The position is None if only the advance is
     known.
     """
@@ -184,7 +184,7 @@ def _rows(batch: Batch) -> Iterator[_Row]:
 
 
 def corrected_advances(changed: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
-    """The advances that were cut, by stream and writer; None if the whole advance was already stored.
+    """By stream and writer, the advances that were cut; None if the whole advance was already stored.
 
     Raises:
         ChainBroken: an advance begins beyond the stored position.
@@ -240,8 +240,8 @@ def forget_writer_numbers(connection: Connection, oldest: datetime) -> None:
 
 
 def forget_settled_requeues(connection: Connection) -> None:
-    """Delete requeues of epochs that have ended by a later epoch or a retirement: their records would be rejected as a
-    zombie's.
+    """Delete requeues of epochs that ended with a later epoch or a retirement: their records would be rejected as those
+    of a zombie.
     """
     connection.execute(
         "delete from tidemark.requeues r using tidemark.stream_positions p"
@@ -259,7 +259,7 @@ def stored_positions(connection: Connection, streams: Collection[str]) -> list[T
 
 
 def positions_since(connection: Connection, streams: Collection[str], begin: int) -> list[TupleRow]:
-    """Stream, writer and position of each writer of `streams` that a batch changed at or after `begin` (ms)."""
+    """Stream, writer and position of each writer of `streams` that a batch changed since `begin` (ms)."""
     return connection.execute(
         "select stream, writer, position from tidemark.stream_positions"
         " where stream = any(%s) and updated_at >= to_timestamp(%s / 1000.0) and not forgotten",
@@ -286,8 +286,8 @@ def writers_not_beyond(session: PostgresSession, stream: str, at: datetime, line
     return session.fetch_all(
         EarlierWriter,
         """
-        select p.writer, coalesce(a.epoch, p.epoch) as epoch, coalesce(a.prev, p.position) as position, a.time as next,
-            coalesce(a.prev = 0, false) as first
+        select p.writer, coalesce(a.epoch, p.epoch) as epoch, coalesce(a.prev, p.position) as position,
+            a.time as next_advance, coalesce(a.prev = 0, false) as is_first
         from tidemark.stream_positions p left join (
             select distinct on (writer) writer, epoch, prev, time
             from tidemark.advances_of(%(stream)s, %(after)s) order by writer, abs(id)
@@ -319,8 +319,8 @@ class PendingRequeue:
 
 @dataclass(frozen=True, slots=True)
 class RequeueStatus:
-    """An unfinished requeue. `gone`: the number of its offsets that Kafka no longer had. `problem`: what prevents
-    it.
+    """An unfinished requeue. `gone`: the number of its offsets that Kafka no longer had. `problem`: why it does not
+    continue.
     """
 
     stream: str

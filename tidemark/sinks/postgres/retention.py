@@ -36,8 +36,15 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Day:
-    """A partition. `parent` is None if it is detached, `is_pending` if detaching has begun."""
+class HistoryPartition:
+    """A partition of the history, which has the advances of one day.
+
+    Attributes:
+        name: its table.
+        parent: the partitioned table; None if the partition is detached.
+        is_pending: whether detaching has begun.
+        is_owned: whether this user has the rights of its owner.
+    """
 
     name: str
     parent: str | None
@@ -46,14 +53,14 @@ class Day:
 
 
 @dataclass(frozen=True, slots=True)
-class Tidied:
-    """The dropped partitions, and the partitions in use, each with its readers."""
+class DropResult:
+    """The dropped partitions, and for each partition in use its readers."""
 
     dropped: Sequence[str]
     in_use: dict[str, str]
 
 
-def drop_before(connection: Connection, day: date) -> Tidied:
+def drop_before(connection: Connection, day: date) -> DropResult:
     """Drop the partitions of days before `day`. Partitions with active readers are left to a later call."""
     with _lock_timeout(connection, "2s"):
         return _drop_before(connection, day)
@@ -74,25 +81,25 @@ def _lock_timeout(connection: Connection, timeout: str) -> Iterator[None]:
             connection.execute("select set_config('lock_timeout', %s, false)", row)
 
 
-def _drop_before(connection: Connection, day: date) -> Tidied:
+def _drop_before(connection: Connection, day: date) -> DropResult:
     dropped: list[str] = []
     in_use: dict[str, str] = {}
     blocked: set[str | None] = set()  # tables of which no partition can be detached now
-    for old in _before(connection, day):
+    for old in _partitions_before(connection, day):
         if old.parent is not None and old.parent in blocked:
             continue
         try:
-            dropped += _dropped(connection, old, day)
+            dropped += _drop(connection, old, day)
         except LockNotAvailable:
             in_use[old.name] = _readers(connection, old)
             blocked.add(old.parent)
-    return Tidied(dropped, in_use)
+    return DropResult(dropped, in_use)
 
 
-def _before(connection: Connection, day: date) -> list[Day]:
+def _partitions_before(connection: Connection, day: date) -> list[HistoryPartition]:
     return fetch_all(
         connection,
-        Day,
+        HistoryPartition,
         """
         select c.relname as name, p.relname as parent, coalesce(i.inhdetachpending, false) as is_pending,
             pg_has_role(c.relowner, 'usage') as is_owned
@@ -107,7 +114,7 @@ def _before(connection: Connection, day: date) -> list[Day]:
     )
 
 
-def _dropped(connection: Connection, old: Day, day: date) -> list[str]:
+def _drop(connection: Connection, old: HistoryPartition, day: date) -> list[str]:
     name = sql.Identifier("tidemark", old.name)
     needs_session = old.parent is not None and not old.is_pending  # CONCURRENTLY is refused in a transaction
     if not old.is_owned or (needs_session and _is_pooled(connection)):
@@ -124,7 +131,7 @@ def _is_pooled(connection: Connection) -> bool:
     return isinstance(connection, SessionConnection) and connection.is_pooled
 
 
-def _readers(connection: Connection, old: Day) -> str:
+def _readers(connection: Connection, old: HistoryPartition) -> str:
     rows = connection.execute(
         """
         select distinct format('%%s (pid %%s)', coalesce(nullif(application_name, ''), usename), pid)
@@ -138,8 +145,8 @@ def _readers(connection: Connection, old: Day) -> str:
     return ", ".join(text for (text,) in rows) or "no session any more"
 
 
-def _firsts(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
-    """By policy name, the first day that must be stored."""
+def _first_days(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
+    """By name of the policy, the first day that must be stored."""
     rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
     days = {"*": retention.history, **dict(rows.fetchall())}
     return {name: today - timedelta(days=count) for name, count in days.items()}
@@ -147,12 +154,12 @@ def _firsts(connection: Connection, today: date, retention: Retention) -> dict[s
 
 def oldest_stored_day(connection: Connection, today: date, retention: Retention) -> date:
     """The first day whose advances must be stored. Streams share rows, so the policy with the most days counts."""
-    return min(_firsts(connection, today, retention).values())
+    return min(_first_days(connection, today, retention).values())
 
 
 def hide_expired(connection: Connection, today: date, retention: Retention) -> None:
     """Hide advances that are past the retention of their own stream."""
-    firsts = _firsts(connection, today, retention)
+    firsts = _first_days(connection, today, retention)
     since = {name: datetime.combine(day, time(), UTC) for name, day in firsts.items()}
     with connection.transaction():
         if dict(connection.execute("select stream, since from tidemark.history_since").fetchall()) == since:
@@ -225,7 +232,7 @@ class RetentionClock:
         now: datetime = self._session.fetch_value(_NOW, (host,))
         return now.astimezone(UTC)
 
-    def complete(self, now: datetime) -> None:
+    def note_complete_run(self, now: datetime) -> None:
         """Store `now` as the time of the last complete run, even if it is earlier, because a clock may have been
         corrected.
         """

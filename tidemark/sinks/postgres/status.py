@@ -18,7 +18,7 @@ from tidemark.common.postgres_session import (
     fetch_one,
     fetch_value,
 )
-from tidemark.sinks.postgres.database import READABLE, SCHEMA, session_of
+from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
 from tidemark.sinks.postgres.positions import RequeueStatus, WriterPosition, stored_writers, unfinished_requeues
 
@@ -40,7 +40,7 @@ class LaggingPartition:
     blocked_since: datetime | None = None
 
 
-def note_lagging(
+def note_lagging_partitions(
     connection: Connection, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
 ) -> None:
     """Replace the rows of the table.
@@ -65,7 +65,7 @@ def note_lagging(
         )
 
 
-def lagging(connection: Connection) -> list[LaggingPartition]:
+def lagging_partitions(connection: Connection) -> list[LaggingPartition]:
     """The lagging partitions that the pipeline stored last, by topic and partition."""
     return fetch_all(
         connection,
@@ -86,7 +86,7 @@ class ReadStatus:
 
 
 OVERRIDES_SHOWN = 5
-LATE_COUNTED = 100  # the count of late completions of one stream is limited to this
+MAX_LATE_COUNT = 100  # the count of late completions of one stream is limited to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,27 +142,27 @@ class Condition:
     """The status of the pipeline. Times are by the clock of the database.
 
     Attributes:
-        owner: the last process that acquired the lease; None: there was none.
-        lease: seconds until the lease expires; 0 if it has expired.
-        quiet: seconds since the last batch was applied; None: there was none.
+        owner: the last process that acquired the lease; None if there was none.
+        lease_seconds: seconds until the lease expires; 0 if it has expired.
+        seconds_since_batch: seconds since the last batch was applied; None if there was none.
         overrides: operator overrides of the last day, newest first.
-        waits: what a batch of the owner waits for in this database.
+        waits_for: what a batch of the owner waits for in this database.
         lagging: Kafka partitions whose records wait longer than in a healthy pipeline.
     """
 
     owner: str | None
-    lease: float
-    quiet: float | None
+    lease_seconds: float
+    seconds_since_batch: float | None
     dead_letters: Sequence[DeadLetterCounts]
     overrides: Sequence[RecentOverride] = ()
     faults: Sequence[SinkFault] = ()
-    waits: str | None = None
+    waits_for: str | None = None
     lagging: Sequence[LaggingPartition] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LateCount:
-    """`count` late completions (at most `LATE_COUNTED`), and the time of the newest."""
+    """`count` late completions (at most `MAX_LATE_COUNT`), and the time of the newest."""
 
     count: int
     newest: datetime
@@ -192,13 +192,13 @@ class _LeaseRow:
     waits_for: str | None
 
 
-class Conditions:
+class ConditionReader:
     """Needs the role tidemark_reader. Any thread may call. Raises `Unavailable` (call again) and `Refused`."""
 
     def __init__(self, session: PostgresSession) -> None:
         self._session = session
 
-    def now(self) -> Condition:
+    def current(self) -> Condition:
         with self._session.use() as connection:
             lease = fetch_one(
                 connection,
@@ -225,13 +225,15 @@ class Conditions:
                 (OVERRIDES_SHOWN,),
             )
             faults = self.faults()
-            partitions = lagging(connection)
+            partitions = lagging_partitions(connection)
         waits = lease.waits_for if lease.seconds_left else None
         owner = lease.owner or None
         return Condition(owner, lease.seconds_left, quiet, rejected, overrides, faults, waits, partitions)
 
-    def reading(self) -> ReadStatus | None:
-        """The active pipeline; None if there is none, or its batch waits. The silence of a writer is unknown then."""
+    def reading_status(self) -> ReadStatus | None:
+        """How the active pipeline reads Kafka. None if no pipeline is active, or if its batch waits: whether a writer
+        is silent is unknown then.
+        """
         rows = self._session.fetch_tuples(
             """
             select extract(epoch from since)::float8, array(select distinct partition from tidemark.lagging_partitions)
@@ -240,8 +242,8 @@ class Conditions:
         )
         return ReadStatus(rows[0][0], frozenset(rows[0][1])) if rows else None
 
-    def begun(self) -> set[tuple[str, str, int]]:
-        """(stream, writer, epoch) of each epoch that an operator's override began."""
+    def epochs_begun_by_operators(self) -> set[tuple[str, str, int]]:
+        """(stream, writer, epoch) of each epoch that an operator override began."""
         return {*self._session.fetch_tuples("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")}
 
     def bridges(self) -> dict[str, BridgeStatus]:
@@ -276,7 +278,7 @@ class Conditions:
             ) late (count, newest)
             where late.count > 0
             """,
-            (list(streams), LATE_COUNTED),
+            (list(streams), MAX_LATE_COUNT),
         )
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
 
@@ -361,7 +363,7 @@ class Audit:
 
     def check(self) -> None:
         with self._session.use() as connection:
-            SCHEMA.check_readable(connection, READABLE)
+            SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
     def names(self) -> list[str]:
         return [name for (name,) in self._session.fetch_tuples("select stream from tidemark.streams order by 1")]
@@ -404,7 +406,7 @@ class Audit:
             connection.execute("set transaction isolation level repeatable read, read only")
             return fetch_all(connection, HistoryFault, _FAULTS, {"stream": stream, "most": most})
 
-    def advances(self) -> int:
+    def count_advances(self) -> int:
         """The number of stored advances."""
         count = "select coalesce(sum(cardinality(ids)), 0) from tidemark.packed_advances"
         return int(self._session.fetch_value(count))
@@ -457,7 +459,7 @@ order by stream, writer, place limit %(most)s
 """
 
 
-MOST: Final = 1000
+MAX_ROWS: Final = 1000
 """Rows of a table."""
 # The view of the history reads only the days of the given range of time.
 _TABLES: Final[dict[str, LiteralString]] = {
@@ -491,4 +493,4 @@ def dump(session: PostgresSession, table: str) -> str:
     Raises `Unavailable`, `Refused`, and `psycopg.Error` if the schema of another version has no such table.
     """
     rows: LiteralString = "select coalesce(jsonb_agg(to_jsonb(newest)), '[]')::text from (" + _TABLES[table]
-    return str(session.fetch_value(rows + " limit %s) newest", (MOST,)))
+    return str(session.fetch_value(rows + " limit %s) newest", (MAX_ROWS,)))

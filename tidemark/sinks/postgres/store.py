@@ -13,9 +13,9 @@ import msgspec
 
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import Dsn, fetch_value
-from tidemark.sinks.port import Batch, Committed
+from tidemark.sinks.port import Batch, CommitResult
 from tidemark.sinks.postgres import history, retention, transaction
-from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
+from tidemark.sinks.postgres.database import OLDEST_READABLE_VERSION, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.history import (
     ChangesSince,
     DurableMark,
@@ -36,7 +36,7 @@ from tidemark.sinks.postgres.positions import (
     stored_positions,
 )
 from tidemark.sinks.postgres.retention import Retention, RetentionClock
-from tidemark.sinks.postgres.status import STATES, Conditions, note_faults, note_lagging
+from tidemark.sinks.postgres.status import STATES, ConditionReader, note_faults, note_lagging_partitions
 from tidemark.sinks.postgres.transaction import BatchWait, UnsentDeadLetters, apply
 from tidemark.streaming.core.effects import RequeuedRange
 from tidemark.streaming.values.limits import Bounds, Encoded
@@ -46,7 +46,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PostgresConfig:
-    """`dsn` may hold a password."""
+    """`dsn` may contain a password."""
 
     dsn: Dsn = field(repr=False)
     retention: Retention = field(default_factory=Retention)
@@ -85,9 +85,9 @@ class Postgres:
         self._batches = session_of(config.dsn, "tidemark batches")
         self._reads = session_of(config.dsn, "tidemark reads")
         self._requeues = session_of(config.dsn, "tidemark requeues")
-        self.waits = BatchWait(session_of(config.dsn, "tidemark waits"))
+        self.batch_wait = BatchWait(session_of(config.dsn, "tidemark waits"))
         self.where = self._batches.where
-        self.conditions = Conditions(self._reads)
+        self.conditions = ConditionReader(self._reads)
         self.policies = PolicyTable(self._reads)
         self.clock = RetentionClock(self._reads)
 
@@ -101,7 +101,7 @@ class Postgres:
         self._batches.close()
         self._reads.close()
         self._requeues.close()
-        self.waits.close()
+        self.batch_wait.close()
 
     def check(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
@@ -111,23 +111,23 @@ class Postgres:
     def check_readable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
         with self._reads.use() as connection:
-            SCHEMA.check_readable(connection, READABLE)
+            SCHEMA.check_readable(connection, OLDEST_READABLE_VERSION)
 
     def pipeline_version(self) -> str:
         """The version of the pipeline that acquired the lease last; empty if none did."""
         return self._reads.fetch_value("select version from tidemark.query_lease") or ""
 
-    def apply(self, batch: Batch) -> Committed:
+    def apply(self, batch: Batch) -> CommitResult:
         """Commit the batch. After `Unavailable` the commit may have succeeded; the next call detects that.
 
         Raises psycopg's error if the server refuses the batch's content (`transaction.is_about_content`).
         """
-        with self._batches.use() as connection, self.waits.of(connection):
+        with self._batches.use() as connection, self.batch_wait.track(connection):
             return apply(connection, batch)
 
     def refusal(self, batch: Batch) -> str | None:
         """The server's error about the content of the batch; None if it would accept the batch. Writes nothing."""
-        with self._batches.use() as connection, self.waits.of(connection):
+        with self._batches.use() as connection, self.batch_wait.track(connection):
             return transaction.refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
@@ -144,12 +144,12 @@ class Postgres:
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
         """Rejected records whose dead letters may not have been sent."""
         with self._reads.use() as connection:
-            return transaction.unsent(connection)
+            return transaction.unsent_dead_letters(connection)
 
-    def dead_letters_sent(self, query: str, batch: int) -> None:
+    def delete_unsent_dead_letters(self, query: str, batch: int) -> None:
         """Delete the rejected records of this batch: Kafka has its dead letters."""
         with self._batches.use() as connection:
-            transaction.forget_unsent(connection, query, batch)
+            transaction.delete_unsent_dead_letters(connection, query, batch)
 
     def pending_requeues(self) -> list[PendingRequeue]:
         """Requeues with records still to produce: oldest first, requeues with a problem last."""
@@ -162,15 +162,17 @@ class Postgres:
             note_requeue(connection, requeue, problem)
 
     def give_up_requeues(self, deferred: Iterable[tuple[str, RequeuedRange]], why: str) -> None:
-        """Give up these deferred records and all pending requeues: their offsets are no longer valid."""
+        """Give up the deferred records and all pending requeues: their offsets are no longer valid."""
         with self._batches.use() as connection, connection.transaction():
             add_requeues(connection, deferred)
             give_up_requeues(connection, why)
 
-    def note_lagging(self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:
-        """Replace the lagging partitions: see `status.note_lagging`."""
+    def note_lagging_partitions(
+        self, partitions: Sequence[tuple[str, int, int, float, int | None, float | None]]
+    ) -> None:
+        """Replace the lagging partitions: see `status.note_lagging_partitions`."""
         with self._reads.use() as connection:
-            note_lagging(connection, partitions)
+            note_lagging_partitions(connection, partitions)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
         """Replace the faults of the sinks: (sink, stream) -> problem."""
@@ -209,7 +211,7 @@ class Postgres:
         return offsets
 
     def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
-        """Replace the offsets of these topics, also by lower ones: only for a loss that an operator accepted."""
+        """Replace the offsets of these topics, even by lower offsets: only for a loss that an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             connection.execute("delete from tidemark.kafka_offsets where topic = any(%s)", (list(offsets),))
             execute(
@@ -218,13 +220,13 @@ class Postgres:
                 ((topic, partition, offset) for topic, seen in offsets.items() for partition, offset in seen.items()),
             )
 
-    def remembered(self) -> RememberedSetup:
+    def remembered_setup(self) -> RememberedSetup:
         with self._reads.use() as connection:
             shards = fetch_value(connection, "select shards from tidemark.pipeline")
             topics = connection.execute("select topic, topic_id, partitions from tidemark.topics")
             return RememberedSetup(shards, {topic: (topic_id, partitions) for topic, topic_id, partitions in topics})
 
-    def remember(self, remembered: RememberedSetup) -> None:
+    def remember_setup(self, remembered: RememberedSetup) -> None:
         """Store the setup. Keeps topics that it does not name."""
         with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
@@ -277,26 +279,26 @@ class Postgres:
             return history.page_after(connection, stream, position_of, late, bounds)
 
     def advances_since(
-        self, known: Iterable[tuple[str, str, int]], newest: int
+        self, known: Iterable[tuple[str, str, int]], per_writer: int
     ) -> dict[tuple[str, str], list[StoredAdvance]]:
         """See `history.advances_since`."""
         with self._reads.use() as connection:
-            return history.advances_since(connection, known, newest)
+            return history.advances_since(connection, known, per_writer)
 
-    def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
-        """See `history.changes`."""
+    def changes_since(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
+        """See `history.changes_since`."""
         with self._reads.use() as connection:
-            return history.changes(connection, since, streams)
+            return history.changes_since(connection, since, streams)
 
-    def missed(self, since: DurableMark, most: int, seconds: float) -> FullChanges | None:
-        """See `history.missed`."""
+    def full_changes_since(self, since: DurableMark, most: int, timeout: float) -> FullChanges | None:
+        """See `history.full_changes_since`."""
         with self._reads.use() as connection:
-            return history.missed(connection, since, most, seconds)
+            return history.full_changes_since(connection, since, most, timeout)
 
-    def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[StoredLate]]:
+    def late_since(self, known: Iterable[tuple[str, int]], most: int) -> dict[str, list[StoredLate]]:
         """See `history.late_since`."""
         with self._reads.use() as connection:
-            return history.late_since(connection, known, newest)
+            return history.late_since(connection, known, most)
 
     def tidy(self, now: datetime) -> bool:
         """Create the history's partitions of today and tomorrow, and delete expired rows.

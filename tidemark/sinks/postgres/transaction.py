@@ -24,7 +24,7 @@ from psycopg.types.json import Jsonb
 
 from tidemark.common.errors import ChainBroken, LeaseLost
 from tidemark.common.postgres_session import Connection, PostgresSession, describe_sessions, first_line
-from tidemark.sinks.port import Batch, Committed
+from tidemark.sinks.port import Batch, CommitResult
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.positions import add_requeues, corrected_advances, higher_positions, write_positions
@@ -35,12 +35,14 @@ _decoder = msgspec.msgpack.Decoder(list[Rejected])
 
 @dataclass(frozen=True, slots=True)
 class UnsentDeadLetters:
+    """The rejected records of a batch whose dead letters may not be in Kafka yet."""
+
     query: str
     batch: int
     rejected: list[Rejected]
 
 
-def keep_unsent(connection: Connection, batch: Batch) -> None:
+def store_unsent_dead_letters(connection: Connection, batch: Batch) -> None:
     """Store the rejected records of the batch, in its transaction."""
     if rejected := batch.rejected():
         connection.execute(
@@ -49,13 +51,13 @@ def keep_unsent(connection: Connection, batch: Batch) -> None:
         )
 
 
-def unsent(connection: Connection) -> list[UnsentDeadLetters]:
+def unsent_dead_letters(connection: Connection) -> list[UnsentDeadLetters]:
     """The stored rejected records, the oldest batch of each query first."""
     rows = connection.execute("select query, batch, rejected from tidemark.unsent_dead_letters order by query, batch")
     return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
 
 
-def forget_unsent(connection: Connection, query: str, batch: int) -> None:
+def delete_unsent_dead_letters(connection: Connection, query: str, batch: int) -> None:
     """Delete the rejected records of the batch: its dead letters are in Kafka."""
     connection.execute("delete from tidemark.unsent_dead_letters where (query, batch) = (%s, %s)", (query, batch))
 
@@ -63,7 +65,7 @@ def forget_unsent(connection: Connection, query: str, batch: int) -> None:
 BATCHES_STORED = 1000  # of each query, so that a retry detects a commit whose answer was lost
 
 
-def apply(connection: Connection, batch: Batch) -> Committed:
+def apply(connection: Connection, batch: Batch) -> CommitResult:
     """Commit `batch`, or detect that it is already committed. Repeat the call after any other error.
 
     Raises:
@@ -72,8 +74,8 @@ def apply(connection: Connection, batch: Batch) -> Committed:
             written.
     """
     with connection.pipeline(), connection.transaction():
-        if _applied_before(connection, batch):
-            return Committed(repeated=True)
+        if _is_applied(connection, batch):
+            return CommitResult(repeated=True)
         _write_streams(connection, batch)
         positions = write_positions(connection, batch)
         _write_linear_moves(connection, batch)
@@ -81,11 +83,15 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         late = _write_late(connection, batch)
         _write_overrides(connection, batch)
         _count_rejected(connection, batch)
-        keep_unsent(connection, batch)
+        store_unsent_dead_letters(connection, batch)
         _write_requeues(connection, batch)
         _write_progress(connection, batch)
         changed = positions.fetchall() if positions else []
-        return Committed(settled=corrected_advances(changed), positions=higher_positions(changed), late=_numbers(late))
+        return CommitResult(
+            corrected_advances=corrected_advances(changed),
+            higher_positions=higher_positions(changed),
+            late_numbers=_late_numbers(late),
+        )
 
 
 def refusal(connection: Connection, batch: Batch) -> str | None:
@@ -102,17 +108,17 @@ def refusal(connection: Connection, batch: Batch) -> str | None:
 
 
 # SQLSTATE classes: cardinality, data, constraints (also those of a trigger), check options, program limits.
-_CONTENT = ("21", "22", "23", "44", "54", "P0")
+_CONTENT_ERROR_CLASSES = ("21", "22", "23", "44", "54", "P0")
 
 
 def is_about_content(error: psycopg.Error) -> bool:
     """Whether the server or the client refused the values to be written, and would refuse them again."""
     if error.sqlstate is None:  # psycopg cannot send the value, such as a NUL character in a text
         return isinstance(error, psycopg.DataError)
-    return error.sqlstate[:2] in _CONTENT
+    return error.sqlstate[:2] in _CONTENT_ERROR_CLASSES
 
 
-def _applied_before(connection: Connection, batch: Batch) -> bool:
+def _is_applied(connection: Connection, batch: Batch) -> bool:
     """Whether this batch is already committed.
 
     Locks the row of the lease until the end of the transaction: no other query takes the lease during a batch.
@@ -305,18 +311,18 @@ def _write_progress(connection: Connection, batch: Batch) -> None:
     )
 
 
-def _numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
+def _late_numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
     numbers: dict[str, list[int]] = {}
     for stream, number in late or ():
         numbers.setdefault(stream, []).append(number)
     return numbers
 
 
-PATIENCE = 3.0
-"""Seconds that a batch may wait before it is reported."""
+REPORT_AFTER = 3.0
+"""Seconds that a batch may wait before the wait is reported."""
 
 
-def wait_of(connection: Connection, pid: int) -> str | None:
+def wait_reason(connection: Connection, pid: int) -> str | None:
     """What the server process `pid` waits for; None if it does not wait or has ended."""
     row = connection.execute(
         "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
@@ -343,19 +349,19 @@ class BatchWait:
     """Tracks whether a batch is running in Postgres. Any thread may query what the batch waits for."""
 
     def __init__(self, session: PostgresSession) -> None:
-        """`session` is used for these queries only."""
+        """`session` is used only to query what a batch waits for."""
         self._session = session
         self._lock = threading.Lock()
         # A batch that is retried after a lock timeout has waited since its first attempt.
         self._since: float | None = None
         self._pid: int | None = None
-        self._last: str | None = None
+        self._last_problem: str | None = None
 
     def close(self) -> None:
         self._session.close()
 
     @contextmanager
-    def of(self, connection: Connection) -> Iterator[None]:
+    def track(self, connection: Connection) -> Iterator[None]:
         """Track that `connection` writes a batch during the block."""
         with self._lock:
             self._since = time.monotonic() if self._since is None else self._since
@@ -370,25 +376,30 @@ class BatchWait:
             with self._lock:
                 self._pid = None
                 if not is_waiting:
-                    self._since = self._last = None
+                    self._since = self._last_problem = None
 
     def problem(self) -> str | None:
-        """What a batch has waited for longer than `PATIENCE`, or None. Raises `Unavailable` and `Refused`."""
+        """What a batch has waited for longer than `REPORT_AFTER`, or None. Raises `Unavailable` and `Refused`."""
         with self._lock:
             since, pid = self._since, self._pid
-        if since is None or time.monotonic() - since < PATIENCE:
+        if since is None or time.monotonic() - since < REPORT_AFTER:
             return None
         if pid is not None:
             with self._session.use() as connection:
-                wait = wait_of(connection, pid)
+                wait = wait_reason(connection, pid)
             with self._lock:
                 if self._pid == pid:
-                    self._last = wait and f"a batch waits in Postgres for {wait}"
+                    self._last_problem = wait and f"a batch waits in Postgres for {wait}"
         with self._lock:
-            return self._last
+            return self._last_problem
 
-    def note(self, token: int, problem: str | None) -> None:
-        """Store the problem for `tidemark status`, with a short lock time-out and without waiting for a standby."""
+    def store_problem(self, token: int, problem: str | None) -> None:
+        """Store the problem for `tidemark status`, with a short lock time-out and without waiting for a standby.
+
+        Args:
+            token: the token of this owner; nothing is stored if it is not the newest.
+            problem: what a batch waits for; None if no batch waits.
+        """
         with self._session.use() as connection, connection.transaction():
             connection.execute("set local synchronous_commit = local")
             connection.execute("set local lock_timeout = '1s'")

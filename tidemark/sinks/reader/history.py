@@ -41,14 +41,14 @@ class History:
         return StreamHistory(
             chains={writer: (upto, [*map(_advance, advances)]) for writer, (upto, advances) in page.chains.items()},
             late=[*map(_late, page.late)],
-            more=page.more,
+            more=page.has_more,
         )
 
     def missed(self, since: DurableMark, most: int) -> "MissedChanges | None":
         """The changes of all streams since a mark. None if they have more than `most` advances, or are no longer
         stored.
         """
-        changes = self._postgres.missed(since, most, SECONDS)
+        changes = self._postgres.full_changes_since(since, most, SECONDS)
         if changes is None:
             return None
         return MissedChanges(

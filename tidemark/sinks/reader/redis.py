@@ -26,17 +26,17 @@ from tidemark.sinks.reader.requests import (
     StreamKeys,
 )
 from tidemark.sinks.redis.client import (
-    FOREIGN,
+    REDIS_PY_ERRORS,
     SENTINEL,
     STREAMS,
     RedisAddress,
     RedisSession,
     Remedies,
     aclose,
+    display_address,
     key,
     redis_address,
     redis_error,
-    whereabouts,
 )
 from tidemark.streaming.values.limits import Evidence
 
@@ -290,8 +290,8 @@ def translated(client: Any) -> Iterator[None]:
     """Convert the errors of `client` (for threads or asyncio) to `Unavailable` (call again) and `Refused`."""
     try:
         yield
-    except FOREIGN as error:
-        raise redis_error(error, whereabouts(client), REMEDIES) from error
+    except REDIS_PY_ERRORS as error:
+        raise redis_error(error, display_address(client), REMEDIES) from error
 
 
 # A cache saves memory: of tens of thousands of advances, neighbours have equal evidence, linear position, batch and

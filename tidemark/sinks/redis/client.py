@@ -20,8 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import redis
 import redis.asyncio
-from redis import RedisCluster
-from redis import exceptions as problems
+from redis import RedisCluster, exceptions
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.client import NEVER_DECODE
@@ -30,39 +29,39 @@ from redis.retry import Retry
 
 from tidemark.common.errors import BadSetting, Refused, TidemarkError, Unavailable
 
-FOREIGN = (problems.RedisError, problems.RedisClusterException)
-"""The errors that redis-py raises."""
+REDIS_PY_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
+"""The base classes of the errors that redis-py raises."""
 
 MAX_CONNECTIONS = 10_000  # of a client; redis-py's default is 100, and each waiting thread has a connection
 
 _OUTAGES = (
-    problems.ConnectionError,  # also: loading data, too many clients, no Sentinel knows the primary
-    problems.TimeoutError,
-    problems.ReadOnlyError,  # a replica that is about to be promoted
-    problems.OutOfMemoryError,
-    problems.ClusterError,  # also: replica without its master
-    problems.SlotNotCoveredError,
-    problems.TryAgainError,
-    problems.NoScriptError,  # a restart between two calls
+    exceptions.ConnectionError,  # also: loading data, too many clients, no Sentinel knows the primary
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,  # a replica that is about to be promoted
+    exceptions.OutOfMemoryError,
+    exceptions.ClusterError,  # also: replica without its master
+    exceptions.SlotNotCoveredError,
+    exceptions.TryAgainError,
+    exceptions.NoScriptError,  # a restart between two calls
 )
 # Outages without a class in redis-py: a full disk, too few replicas, a script that runs too long.
 _OUTAGE_CODES = ("MISCONF ", "NOREPLICAS ", "NOGOODSLAVE ", "BUSY ")
-# Messages of a Cluster's client that cannot find the Cluster or all of its slots. Its other errors are about arguments,
-# so waiting does not help.
-_SEARCHING = re.compile(
+# Messages of a client that cannot find the Cluster or all of its slots. Its other errors are about arguments, so
+# waiting does not help.
+_CLUSTER_OUTAGE = re.compile(
     r"cannot be connected|not covered|could not agree|[Nn]o targets|doesn't exist in the cluster"
     r"|has no redis_connection"
 )
-_NO_CLUSTER = "Cluster mode is not enabled"
-_FORM = "check that the server behind redis+cluster:// is a Cluster"
+_NOT_A_CLUSTER = "Cluster mode is not enabled"
+_CLUSTER_REMEDY = "check that the server behind redis+cluster:// is a Cluster"
 
 # Errors about the content of one key: other streams are not affected.
-_OF_STREAM = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script:\d")
+_STREAM_ERROR = re.compile(r"WRONGTYPE |The stream has exhausted|.*\buser_script:\d")
 
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """Instructions for a person.
+    """What an operator can do about a refusal.
 
     Attributes:
         access: for a refused login.
@@ -75,48 +74,55 @@ class Remedies:
     rights: str
 
 
-def of_stream(error: Exception) -> bool:
+def is_about_stream(error: Exception) -> bool:
     """Whether an error of a call for one stream concerns only that stream."""
-    return type(error) is problems.ResponseError and _OF_STREAM.match(str(error)) is not None
+    return type(error) is exceptions.ResponseError and _STREAM_ERROR.match(str(error)) is not None
 
 
 class StreamFault(Exception):
     """A fault of one stream, with the server's message. Never leaves this package."""
 
 
-def sound(answer: Any) -> Any:
+def check_answer(answer: Any) -> Any:
     """Return the answer to a call for one stream.
 
     Raises:
         StreamFault: the answer is an error that concerns only that stream. Other errors are raised unchanged.
     """
     if isinstance(answer, Exception):
-        raise StreamFault(str(answer)) if of_stream(answer) else answer
+        raise StreamFault(str(answer)) if is_about_stream(answer) else answer
     return answer
 
 
 def redis_error(error: Exception, where: str, remedies: Remedies) -> TidemarkError | Exception:
-    """Convert an error of redis-py; returns `error` itself if the server did not cause it.
+    """Convert an error of redis-py to `Unavailable` (known outages only) or `Refused`.
 
-    Only known outages become `Unavailable`.
+    Args:
+        error: the error.
+        where: the address for the message, without user and password.
+        remedies: what an operator can do about a refusal.
+
+    Returns:
+        `error` itself if the server did not cause it.
     """
     problem = (str(error).splitlines() or [type(error).__name__])[0]
-    # Check first: an authentication error is a connection error too, and may be the cause of a Cluster client's error.
+    # Check the causes first: an authentication error is also a connection error, and may be the cause of a Cluster
+    # client's error.
     for cause in _causes(error):
-        if isinstance(cause, problems.AuthenticationError | problems.AuthorizationError):
+        if isinstance(cause, exceptions.AuthenticationError | exceptions.AuthorizationError):
             return Refused("Redis", where, str(cause), remedies.access)
-        if isinstance(cause, problems.NoPermissionError):
+        if isinstance(cause, exceptions.NoPermissionError):
             return Refused("Redis", where, str(cause), remedies.rights)
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return Refused("Redis", where, problem, remedies.transport)
     if isinstance(error, _OUTAGES) or problem.startswith(_OUTAGE_CODES):
         return Unavailable("Redis", where, problem)
-    if isinstance(error, problems.RedisClusterException):
-        is_searching = _SEARCHING.search(problem) and _NO_CLUSTER not in problem
-        return Unavailable("Redis", where, problem) if is_searching else Refused("Redis", where, problem, _FORM)
-    if isinstance(error, problems.ResponseError):
+    if isinstance(error, exceptions.RedisClusterException):
+        is_outage = _CLUSTER_OUTAGE.search(problem) and _NOT_A_CLUSTER not in problem
+        return Unavailable("Redis", where, problem) if is_outage else Refused("Redis", where, problem, _CLUSTER_REMEDY)
+    if isinstance(error, exceptions.ResponseError):
         return Refused("Redis", where, problem, remedies.rights)
-    if isinstance(error, problems.InvalidResponse):
+    if isinstance(error, exceptions.InvalidResponse):
         return Refused("Redis", where, problem, remedies.transport)
     return error
 
@@ -128,14 +134,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 Secret: TypeAlias = Callable[[], str | None]
-"""Called for every new connection, because secrets rotate."""
+"""Returns the current password, or None. Called for every new connection, because secrets rotate."""
 
 _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+)(:(?P<port>\d{1,5}))?")
 _LOGIN = re.compile(r"(?<=://)[^/?]*@")
 _PORTS = {"sentinel": 26379, "cluster": 6379}
 
 
-def _none() -> None:
+def _no_secret() -> None:
     return None
 
 
@@ -154,8 +160,8 @@ class RedisAddress:
     """
 
     url: str = field(repr=False)
-    password: Secret = field(default=_none, repr=False)
-    sentinel_password: Secret = field(default=_none, repr=False)
+    password: Secret = field(default=_no_secret, repr=False)
+    sentinel_password: Secret = field(default=_no_secret, repr=False)
     ca_file: str | None = None
 
     @property
@@ -177,49 +183,49 @@ class RedisAddress:
         Args:
             timeout: seconds for a connection and for an answer.
         """
-        return self._made(redis, {**self._options(timeout), "retry": Retry(NoBackoff(), 0)}, timeout)
+        return self._create_client(redis, {**self._options(timeout), "retry": Retry(NoBackoff(), 0)}, timeout)
 
     def async_client(self, timeout: float) -> Any:
         """A client for asyncio. It connects at its first use."""
         # With RESP3, redis-py formats each channel message for its log, even if logging is off.
         options = {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0), "protocol": 2}
-        return self._made(redis.asyncio, options, timeout)
+        return self._create_client(redis.asyncio, options, timeout)
 
-    def _made(self, library: Any, options: Mapping[str, Any], timeout: float) -> Any:
+    def _create_client(self, library: Any, options: Mapping[str, Any], timeout: float) -> Any:
         match self._kind:
             case "sentinel":
                 name, database = self._service()
-                sentinels = library.Sentinel(self._hosts(), sentinel_kwargs=self._for_sentinels(timeout), **options)
+                sentinels = library.Sentinel(self._hosts(), sentinel_kwargs=self._sentinel_options(timeout), **options)
                 return sentinels.master_for(name, db=database)
             case "cluster":
                 nodes = [library.cluster.ClusterNode(host, port) for host, port in self._hosts()]
                 return library.RedisCluster(startup_nodes=nodes, **options)
             case _:
-                return self._server(library.Redis, options)
+                return self._create_server_client(library.Redis, options)
 
     @property
     def _kind(self) -> str:
         """`sentinel`, `cluster`, or empty for one server."""
         return urlsplit(self.url).scheme.partition("+")[2]
 
-    def _server(self, kind: Any, options: Mapping[str, Any]) -> Any:
+    def _create_server_client(self, kind: Any, options: Mapping[str, Any]) -> Any:
         try:
             return kind.from_url(
                 _LOGIN.sub("", self.url), **{name: value for name, value in options.items() if name != "ssl"}
             )
         except ValueError:
-            raise bad_address() from None
+            raise bad_address_error() from None
 
     def _options(self, timeout: float) -> dict[str, Any]:
         return {
             "decode_responses": True,
             "max_connections": MAX_CONNECTIONS,
             "encoding_errors": "backslashreplace",  # a value of another program must not end a reader
-            **self._transport(timeout),
+            **self._transport_options(timeout),
             "credential_provider": self._credentials(),
         }
 
-    def _transport(self, timeout: float) -> dict[str, Any]:
+    def _transport_options(self, timeout: float) -> dict[str, Any]:
         options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         if urlsplit(self.url).scheme.startswith("rediss"):
             options |= {"ssl": True} | ({"ssl_ca_certs": self.ca_file} if self.ca_file else {})
@@ -231,17 +237,17 @@ class RedisAddress:
             return None
         return _Credentials(unquote(user), unquote(password), self.password)
 
-    def _for_sentinels(self, timeout: float) -> dict[str, Any]:
+    def _sentinel_options(self, timeout: float) -> dict[str, Any]:
         has_password = self.sentinel_password() is not None
         login = {"credential_provider": _Credentials("", "", self.sentinel_password)} if has_password else {}
-        return {**self._transport(timeout), **login}
+        return {**self._transport_options(timeout), **login}
 
     def _hosts(self) -> list[tuple[str, int]]:
         hosts = []
         for text in urlsplit(self.url).netloc.rpartition("@")[2].split(","):
             match = _HOST.fullmatch(text)
             if match is None:
-                raise bad_address()
+                raise bad_address_error()
             hosts.append((match["host"].strip("[]"), int(match["port"] or _PORTS[self._kind])))
         return hosts
 
@@ -249,7 +255,7 @@ class RedisAddress:
         """The name of the primary in the Sentinels' configuration, and the number of the database."""
         name, _, database = urlsplit(self.url).path.strip("/").partition("/")
         if not name or not (database or "0").isdigit():
-            raise bad_address()
+            raise bad_address_error()
         return unquote(name), int(database or 0)
 
 
@@ -270,12 +276,12 @@ class _Credentials(CredentialProvider):
 
 
 def redis_address(address: str | RedisAddress) -> RedisAddress:
-    """`address`, or the address with this URL."""
+    """An address; a text is its URL."""
     return RedisAddress(address) if isinstance(address, str) else address
 
 
-def bad_address() -> BadSetting:
-    """The error does not quote the address, which may contain a password."""
+def bad_address_error() -> BadSetting:
+    """The error of an invalid address. It does not quote the address, which may contain a password."""
     return BadSetting(
         "TIDEMARK_REDIS_URL",
         "is not a Redis address; write redis://user:password@host:6379/0, redis+sentinel://host:26379,host/name/0"
@@ -312,7 +318,7 @@ def database_of(client: Any) -> int:
     return 0 if pool is None else int(pool.connection_kwargs.get("db") or 0)
 
 
-def whereabouts(client: Any) -> str:
+def display_address(client: Any) -> str:
     """The address of a redis-py client, without user and password, for messages."""
     pool = getattr(client, "connection_pool", None)
     if pool is None:
@@ -343,7 +349,7 @@ class RedisSession:
                 if self._client is None:
                     self._client = self._address.client(self._timeout)
             yield self._client
-        except FOREIGN as error:
+        except REDIS_PY_ERRORS as error:
             raise redis_error(error, self.where, self._remedies) from error
 
     def close(self) -> None:
@@ -356,7 +362,7 @@ STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
 
 
-def tag(name: str) -> str:
+def hash_tag(name: str) -> str:
     """The hash tag of `name`, in braces."""
     return "{" + name.replace("{", "{<").replace("}", "{>") + "}"
 
@@ -367,30 +373,31 @@ def key(stream: str, name: str) -> str:
 
 def key_prefix(stream: str) -> str:
     """The prefix of all keys of the stream; also the name of its channel."""
-    return f"tidemark:{tag(stream)}"
+    return f"tidemark:{hash_tag(stream)}"
 
 
-def in_database(channel: str, database: int) -> str:
+def channel_in_database(channel: str, database: int) -> str:
     """The name of a channel for one Redis database, because all databases of a server share channels."""
     return f"{channel}{database_suffix(database)}"
 
 
 def database_suffix(database: int) -> str:
+    """The suffix of the names of channels for a database; empty for database 0."""
     return f"/{database}" if database else ""
 
 
 def channel(stream: str, database: int = 0) -> str:
-    return in_database(key_prefix(stream), database)
+    return channel_in_database(key_prefix(stream), database)
 
 
-def channels(database: int = 0) -> str:
+def channel_pattern(database: int = 0) -> str:
     """The pattern that matches the channels of all streams and no other channel of Tidemark."""
-    return in_database("tidemark:{*}", database)
+    return channel_in_database("tidemark:{*}", database)
 
 
 def lines_channel(server: str, database: int = 0) -> str:
     """The channel on which sidecars of the line protocol with the name `server` relay commands to each other."""
-    return in_database(f"tidemark:lines:{server}", database)
+    return channel_in_database(f"tidemark:lines:{server}", database)
 
 
 def stream_of(channel: str) -> str:
@@ -415,23 +422,22 @@ class Script:
         self._text = "".join(folder.joinpath(name).read_text("utf-8") for name in ("call.lua", file))
         self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
-    def answers(self, client: Any, calls: Iterable[ScriptCall]) -> list[Any]:
+    def call(self, client: Any, calls: Iterable[ScriptCall]) -> list[Any]:
         """The answer to each call, or its error. Text is returned as bytes: a key may contain anything."""
         calls = list(calls)
-        answers = self._run(client, calls)
-        if any(isinstance(answer, problems.NoScriptError) for answer in answers):
+        answers = self._call_once(client, calls)
+        if any(isinstance(answer, exceptions.NoScriptError) for answer in answers):
             client.script_load(self._text)  # a new or restarted server
-            answers = self._run(client, calls)
+            answers = self._call_once(client, calls)
         return answers
 
-    def _run(self, client: Any, calls: Sequence[ScriptCall]) -> list[Any]:
+    def _call_once(self, client: Any, calls: Sequence[ScriptCall]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
         is_cluster = isinstance(client, RedisCluster)
         for streams, arguments in calls:
             keys = [key(stream, "positions") for stream in streams]
-            if (
-                is_cluster
-            ):  # lists all keys, so that a node without some of them (a slot is moving) does not run the script
+            # A node that lacks some of the listed keys, because a slot is moving, does not run the script.
+            if is_cluster:
                 keys += [key(stream, name) for stream in streams for name in _KEYS]
             # redis-py refuses `evalsha` in a Cluster's pipeline, although each call concerns one node.
             pipeline.execute_command("EVALSHA", self._sha, len(keys), *keys, *arguments, **{NEVER_DECODE: True})
@@ -439,7 +445,7 @@ class Script:
         return answers
 
 
-def slots(client: Any) -> Callable[[str], int]:
+def slot_function(client: Any) -> Callable[[str], int]:
     """A function that maps a stream to the slot of its keys; always 0 without a Cluster."""
     if isinstance(client, RedisCluster):
         keyslot: Callable[[str], int] = client.keyslot
@@ -448,9 +454,12 @@ def slots(client: Any) -> Callable[[str], int]:
 
 
 def group_by_slot(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], most: int) -> list[list[_Item]]:
-    """Group items into calls: in order, one slot per call, with a total size of at most `most`.
+    """Group items into calls, in order, so that all streams of a call are in one slot.
 
-    Each item has a stream and a size. An item that is larger than `most` gets a call of its own.
+    Args:
+        items: (stream, size, item).
+        slot: maps a stream to its slot.
+        most: the largest total size of a call. A larger item gets a call of its own.
     """
     calls: list[list[_Item]] = []
     newest: dict[int, tuple[list[_Item], int]] = {}

@@ -10,17 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tidemark.common.errors import LeaseLost
 from tidemark.common.log import Progress, get_logger, no_progress
-from tidemark.sinks.port import Batch, Committed, Fence, Refilled
+from tidemark.sinks.port import Batch, CommitResult, Fence, RefillResult
 from tidemark.sinks.postgres.history import StoredAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.redis.client import key_prefix
-from tidemark.sinks.redis.publish import Change, Mode, Redis, of_batch, of_history
+from tidemark.sinks.redis.publish import Change, Mode, Redis, change_of_history, changes_of_batch
 from tidemark.sinks.redis.snapshot import RedisPositions
 
 log = get_logger(__name__)
 
 STREAMS_PER_CHUNK = 500
-ENTRIES = 100_000  # of the history that one refill copies, in about 4 s; older ones are only in Postgres
+MAX_REFILL_ENTRIES = 100_000  # history entries that one refill copies, in about 4 s; older ones are only in Postgres
 
 
 class Mirror:
@@ -34,17 +34,17 @@ class Mirror:
         self._progress = progress
         self._redis = redis
         self._fence = fence
-        self._named: set[str] = set()  # streams written since the last comparison of all streams
+        self._named_streams: set[str] = set()  # streams written since the last comparison of all streams
         self._has_compared = False
-        self._comparing = threading.Lock()
-        self._linear: dict[str, tuple[int, int]] = {}
-        self._stamps = 0
+        self._compare_lock = threading.Lock()
+        self._compared_positions: dict[str, tuple[int, int]] = {}
+        self._stamp_number = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
         self._redis.check()
 
-    def publish(self, batch: Batch, committed: Committed) -> int:
+    def publish(self, batch: Batch, committed: CommitResult) -> int:
         if not self._has_compared:
             # Redis may lack batches that earlier processes committed, and a batch must not follow an incomplete stream.
             self._compare_first()
@@ -52,9 +52,9 @@ class Mirror:
             # Only Postgres has the outcome of the first attempt.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
         # Faulty streams need a refill, because earlier batches are missing too.
-        changes = [change for change in of_batch(batch, committed) if change.stream not in self._redis.faults]
+        changes = [change for change in changes_of_batch(batch, committed) if change.stream not in self._redis.faults]
         with self._lock:
-            lost = self._write([("known" if self._known(change.stream) else "new", change) for change in changes])
+            lost = self._write([("known" if self._is_known(change.stream) else "new", change) for change in changes])
         if lost:
             log.warning("Redis has lost data; refilling it from Postgres", streams=len(lost), first=lost[0])
             self.refill(lost)
@@ -66,73 +66,75 @@ class Mirror:
             for stream, problem in self._redis.faults.copy().items()
         }
 
-    def compared(self) -> dict[str, tuple[int, int]]:
-        return self._linear
+    def compared_positions(self) -> dict[str, tuple[int, int]]:
+        return self._compared_positions
 
     def check_for_loss(self) -> bool:
-        """Replace the sentinel. True if the last sentinel is gone: Redis was flushed, restored or replaced."""
-        last = f"{self._fence.token}:{self._stamps}"
-        self._stamps += 1
-        return self._redis.stamp(f"{self._fence.token}:{self._stamps}") != last
+        """Replace the sentinel. True if the last sentinel is missing: Redis was flushed, restored or replaced."""
+        last = f"{self._fence.token}:{self._stamp_number}"
+        self._stamp_number += 1
+        return self._redis.replace_sentinel(f"{self._fence.token}:{self._stamp_number}") != last
 
-    def refill(self, streams: Sequence[str] | None = None) -> Refilled:
+    def refill(self, streams: Sequence[str] | None = None) -> RefillResult:
         """Compare `streams` (None: all) with Postgres, and write missing data. Readers may read meanwhile."""
         if streams is None:
-            with self._comparing:
+            with self._compare_lock:
                 return self._refill_all()
         linear: dict[str, tuple[int, int]] = {}
         refilled = self._refill(streams, linear)
         with self._lock:
-            self._linear = self._linear | linear
+            self._compared_positions = self._compared_positions | linear
         return refilled
 
     def _compare_first(self) -> None:
         """Compare all streams, or wait until another thread has done so."""
-        with self._comparing:
+        with self._compare_lock:
             if not self._has_compared:
                 self._refill_all()
 
-    def _refill_all(self) -> Refilled:
+    def _refill_all(self) -> RefillResult:
         linear: dict[str, tuple[int, int]] = {}
         refilled = self._refill(self._postgres.streams(), linear)
         with self._lock:
-            self._linear, self._has_compared = linear, True
-            self._named = {stream for stream in self._named if stream not in linear}
+            self._compared_positions, self._has_compared = linear, True
+            self._named_streams = {stream for stream in self._named_streams if stream not in linear}
         return refilled
 
-    def _known(self, stream: str) -> bool:
+    def _is_known(self, stream: str) -> bool:
         """Whether the stream was published to Redis before."""
-        return stream in self._linear or stream in self._named
+        return stream in self._compared_positions or stream in self._named_streams
 
-    def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> Refilled:
-        outdated = self._outdated(streams, linear)
+    def _refill(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> RefillResult:
+        outdated = self._outdated_streams(streams, linear)
         writers = sum(outdated.values())
-        newest = max(1, ENTRIES // max(1, writers))
+        per_writer = max(1, MAX_REFILL_ENTRIES // max(1, writers))
         entries = 0
         with self._progress(len(outdated)) as advance:
             for names in _chunks(list(outdated)):
                 with self._lock:
-                    calls = self._repairs(names, newest)
+                    calls = self._repairs(names, per_writer)
                     self._write(calls)
                 entries += sum(len(change.entries) for _, change in calls)
                 advance(len(names))
         if outdated:
             log.info("Refilled Redis from Postgres", streams=len(outdated), writers=writers, entries=entries)
-        return Refilled(len(outdated), entries)
+        return RefillResult(len(outdated), entries)
 
-    def _outdated(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
-        """Streams with missing data in Redis, each with the number of affected writers. Fills `linear`."""
+    def _outdated_streams(self, streams: Sequence[str], linear: dict[str, tuple[int, int]]) -> dict[str, int]:
+        """Streams with missing data in Redis, each with the number of affected writers. Fills `linear` for
+        `compared_positions`.
+        """
         outdated: dict[str, int] = {}
         ahead: list[str] = []
         fence = 0
-        for snapshots, stored in self._both(streams):
+        for snapshots, stored in self._read_both(streams):
             for stream, wanted in stored.items():
                 snapshot = snapshots.get(stream)
                 if snapshot is None:
                     continue
                 fence = max(fence, snapshot.fence)
-                writers = _affected(snapshot, wanted)
-                if writers or _has_moved(snapshot, wanted):
+                writers = _count_affected_writers(snapshot, wanted)
+                if writers or _has_outdated_keys(snapshot, wanted):
                     outdated[stream] = writers
                 else:
                     self._redis.faults.pop(stream, None)
@@ -153,12 +155,11 @@ class Mirror:
             )
         return outdated
 
-    def _both(
+    def _read_both(
         self, streams: Sequence[str]
     ) -> Iterator[tuple[Mapping[str, RedisPositions], Mapping[str, StreamPositions]]]:
-        """Read Redis and then Postgres, chunk by chunk.
-
-        Redis reads the next chunk while the current one is compared.
+        """Read Redis and then Postgres, chunk by chunk. A thread reads the next chunk of Redis while the caller
+        compares the current one.
         """
         chunks = [*_chunks(streams)]
         with ThreadPoolExecutor(1, "snapshots") as pool:
@@ -168,8 +169,8 @@ class Mirror:
                 snapshots, following = following, next(reads)
                 yield snapshots.result(), self._postgres.positions(names)
 
-    def _repairs(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
-        """The changes that repair these streams, with at most `newest` advances of each writer."""
+    def _repairs(self, names: Sequence[str], per_writer: int) -> list[tuple[Mode, Change]]:
+        """The changes that repair these streams, with at most `per_writer` advances of each writer."""
         snapshots = self._redis.snapshots(names)
         stored = {stream: row for stream, row in self._postgres.positions(names).items() if stream in snapshots}
         rebuilt = {stream for stream in stored if not snapshots[stream].positions}
@@ -180,24 +181,24 @@ class Mirror:
             for writer in _outdated_writers(snapshots[stream], stored[stream])
         ]
         # Read one more than is written, to detect too many: a repaired list must have no holes.
-        history = self._postgres.advances_since(since, newest + 1)
-        late = self._postgres.late_since([(stream, snapshots[stream].late) for stream in repaired], newest + 1)
-        rebuilt |= {stream for (stream, _), chain in history.items() if len(chain) > newest}
-        rebuilt |= {stream for stream, missing in late.items() if len(missing) > newest}
+        history = self._postgres.advances_since(since, per_writer + 1)
+        late = self._postgres.late_since([(stream, snapshots[stream].late) for stream in repaired], per_writer + 1)
+        rebuilt |= {stream for (stream, _), chain in history.items() if len(chain) > per_writer}
+        rebuilt |= {stream for stream, missing in late.items() if len(missing) > per_writer}
         everything = [(stream, writer, 0) for stream in rebuilt for writer in stored[stream].positions]
-        history |= self._postgres.advances_since(everything, newest)
+        history |= self._postgres.advances_since(everything, per_writer)
         chains: dict[str, list[Sequence[StoredAdvance]]] = {}
         for (stream, _), chain in history.items():
             chains.setdefault(stream, []).append(chain)
-        late |= self._postgres.late_since([(stream, 0) for stream in rebuilt], newest + 1)
+        late |= self._postgres.late_since([(stream, 0) for stream in rebuilt], per_writer + 1)
         # A reader that finds a known advance in the list assumes that the list has all later late completions.
-        for stream in [stream for stream, completions in late.items() if len(completions) > newest]:
+        for stream in [stream for stream, completions in late.items() if len(completions) > per_writer]:
             del late[stream][0]
             chains.pop(stream, None)
         return [
             (
                 "rebuild" if stream in rebuilt else "repair",
-                of_history(stream, row, chains.get(stream, ()), late.get(stream, ())),
+                change_of_history(stream, row, chains.get(stream, ()), late.get(stream, ())),
             )
             for stream, row in stored.items()
         ]
@@ -205,13 +206,13 @@ class Mirror:
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         self._fence.check()
         named = {change.stream for mode, change in calls if mode != "known"}
-        self._redis.name(named)  # first, because the names of written streams are not checked again
+        self._redis.add_names(named)  # first, because the names of written streams are not checked again
         lost = self._redis.publish(self._fence.token, calls)
-        self._named |= named
+        self._named_streams |= named
         return lost
 
 
-def _has_moved(snapshot: RedisPositions, stored: StreamPositions) -> bool:
+def _has_outdated_keys(snapshot: RedisPositions, stored: StreamPositions) -> bool:
     """Whether a key of the stream, other than a writer's position, is missing or outdated."""
     return (
         snapshot.linear is None
@@ -233,7 +234,7 @@ def _is_ahead(snapshot: RedisPositions, stored: StreamPositions) -> bool:
     )
 
 
-def _affected(snapshot: RedisPositions, stored: StreamPositions) -> int:
+def _count_affected_writers(snapshot: RedisPositions, stored: StreamPositions) -> int:
     """The number of writers whose position in Redis is missing, outdated or to be removed."""
     if snapshot.positions == stored.positions:
         return 0

@@ -13,7 +13,7 @@
 -- are strings, because Redis would send each table separately. On an error, the streams before the failed one are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
-local lease, kept, suffix = ARGV[1], ARGV[2], ARGV[4]
+local lease, advances_max, suffix = ARGV[1], ARGV[2], ARGV[4]
 local byte, sub = string.byte, string.sub
 
 -- Of the current stream.
@@ -109,14 +109,14 @@ local function joins()
     local reached = {}
     for _, entry in ipairs(entries) do
         local writer, prev, id = entry[1], entry[3], entry[4]
-        local here = reached[writer] or known[writer]
-        if here and beyond(prev, here) then return false end
-        if not here or beyond(id, here) then reached[writer] = id end
+        local position = reached[writer] or known[writer]
+        if position and beyond(prev, position) then return false end
+        if not position or beyond(id, position) then reached[writer] = id end
     end
     if mode == 'known' then
         for _, pair in ipairs(positions) do -- a writer that retires, say, without a move
-            local here = reached[pair[1]] or known[pair[1]]
-            if here and beyond(pair[2], here) then return false end
+            local position = reached[pair[1]] or known[pair[1]]
+            if position and beyond(pair[2], position) then return false end
         end
     end
     return true
@@ -124,25 +124,25 @@ end
 
 local function write_entry(entry)
     local writer, epoch, prev, id, facts, empty, unseen, skipped, linear_position, batch, time = unpack(entry)
-    local here = known[writer]
-    local moves = not here or beyond(id, here)
-    if here and mode ~= 'rebuild' and beyond(here, prev) then prev = here end -- the list stays chained
+    local position = known[writer]
+    local moves = not position or beyond(id, position)
+    if position and mode ~= 'rebuild' and beyond(position, prev) then prev = position end -- the list stays chained
     if moves or mode == 'rebuild' then
-        call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', 'POSITION', 'writer', writer, 'epoch', epoch,
+        call('XADD', ADVANCES, 'MAXLEN', '~', advances_max, '*', 'kind', 'POSITION', 'writer', writer, 'epoch', epoch,
             'prev', prev, 'id', id, 'facts', facts, 'empty', empty, 'unseen', unseen, 'skipped', skipped,
             'linear', linear_position, 'batch', batch, 'time', time)
         listed = true
     end
     if moves then
         -- A reader may follow without reading the list only if its position is prev and only empty IDs follow.
-        local whole = not here or not beyond(prev, here)
+        local whole = not position or not beyond(prev, position)
         move(writer, prev, id, whole and facts == '0' and unseen == '0' and skipped == '0')
     end
 end
 
 local function write_late(entry)
     local number, writer, epoch, prev, id, facts, why, batch, time = unpack(entry)
-    call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', 'LATE', 'number', number, 'writer', writer,
+    call('XADD', ADVANCES, 'MAXLEN', '~', advances_max, '*', 'kind', 'LATE', 'number', number, 'writer', writer,
         'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts, 'why', why, 'batch', batch, 'time', time)
     listed = true
     call('HSET', FENCE, 'late', number)
@@ -203,8 +203,8 @@ local function publish()
     if changed and call('EXISTS', POSITIONS) == 0 then call('DEL', ADVANCES) end
     for _, entry in ipairs(entries) do write_entry(entry) end
     for _, pair in ipairs(positions) do
-        local here = known[pair[1]]
-        if not here or beyond(pair[2], here) then move(pair[1], pair[2], pair[2], false) end
+        local position = known[pair[1]]
+        if not position or beyond(pair[2], position) then move(pair[1], pair[2], pair[2], false) end
     end
     for _, entry in ipairs(late) do
         if beyond(entry[1], last or '0') then write_late(entry) end

@@ -12,7 +12,7 @@ import msgspec
 from redis.exceptions import NoPermissionError, ResponseError
 
 from tidemark.common.errors import LeaseLost
-from tidemark.sinks.port import Batch, Committed
+from tidemark.sinks.port import Batch, CommitResult
 from tidemark.sinks.postgres.history import StoredAdvance, StoredLate
 from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.redis.client import (
@@ -23,15 +23,15 @@ from tidemark.sinks.redis.client import (
     Remedies,
     Script,
     StreamFault,
+    check_answer,
     database_of,
     database_suffix,
     group_by_slot,
-    of_stream,
+    is_about_stream,
     redis_address,
-    slots,
-    sound,
+    slot_function,
 )
-from tidemark.sinks.redis.snapshot import RedisPositions, entry_time, fencing_token, read_snapshots
+from tidemark.sinks.redis.snapshot import RedisPositions, entry_time, parse_fencing_token, read_snapshots
 from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterAdvance
 
 
@@ -52,9 +52,7 @@ class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `LATE` entry of the list of advances. `number` is the number in Postgres, by which missing entries are
-    found.
-    """
+    """A `LATE` entry of the list of advances. `number` is its number in Postgres, which shows missing entries."""
 
     number: str
     writer: str
@@ -70,7 +68,7 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The change of a stream. The entries of a writer are in the order of its chain.
 
-    `positions` has the positions of writers without an entry that ends there.
+    `positions` has the positions at which no entry of the writer ends.
     """
 
     stream: str
@@ -82,12 +80,12 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     allocated: str = "0"
 
 
-def of_batch(batch: Batch, committed: Committed) -> list[Change]:
-    """The changes of `batch`, according to `committed`. Streams without a visible change are left out."""
+def changes_of_batch(batch: Batch, committed: CommitResult) -> list[Change]:
+    """The changes that readers see after a batch. Streams without a visible change are left out."""
     changes = []
     for shard in batch.effects:
         origin = str(batch.number), str(shard.now)
-        changes += [_of_stream(origin, stream, committed) for stream in shard.streams if _is_visible(stream)]
+        changes += [_change_of_stream(origin, stream, committed) for stream in shard.streams if _is_visible(stream)]
     return changes
 
 
@@ -96,30 +94,30 @@ def _is_visible(effects: StreamEffects) -> bool:
     return moved or bool(effects.writers or effects.late or effects.dropped)
 
 
-def _of_stream(origin: tuple[str, str], effects: StreamEffects, committed: Committed) -> Change:
-    """The change of one stream. `origin`: number and time of the batch."""
+def _change_of_stream(origin: tuple[str, str], effects: StreamEffects, committed: CommitResult) -> Change:
+    """The change of one stream. `origin` is the number and the time of the batch, as text."""
     name, linear = effects.stream, str(effects.linear)
     advances: Iterable[WriterAdvance | None] = effects.advances
-    if committed.settled:
-        advances = [committed.settled.get((name, advance.writer), advance) for advance in effects.advances]
+    if committed.corrected_advances:
+        advances = [committed.corrected_advances.get((name, advance.writer), advance) for advance in effects.advances]
     entries, reached = [], {}
     for advance in advances:
         if advance is not None:
-            entries.append(_entry(advance, linear, *origin))
+            entries.append(_advance_entry(advance, linear, *origin))
             reached[advance.writer] = advance.id
     rows = [(row.writer, row.position) for row in effects.writers]
-    if committed.positions:
-        rows = [(writer, committed.positions.get((name, writer), position)) for writer, position in rows]
+    if committed.higher_positions:
+        rows = [(writer, committed.higher_positions.get((name, writer), position)) for writer, position in rows]
     positions = [(writer, str(position)) for writer, position in rows if reached.get(writer) != position]
-    numbers = committed.late.get(name, [])
-    late = [_late(number, late, *origin) for number, late in zip(numbers, effects.late, strict=True)]
+    numbers = committed.late_numbers.get(name, [])
+    late = [_late_entry(number, late, *origin) for number, late in zip(numbers, effects.late, strict=True)]
     return Change(name, linear, entries, positions, late, effects.dropped, str(effects.allocated))
 
 
-def of_history(
+def change_of_history(
     stream: str, stored: StreamPositions, advances: Iterable[Sequence[StoredAdvance]], late: Iterable[StoredLate]
 ) -> Change:
-    """The change that writes the state in Postgres of a stream. `advances` has one chain per writer."""
+    """The change that copies a stream from Postgres. `advances` has one chain per writer."""
     history: list[tuple[int, StoredAdvance]] = []
     for chain in advances:
         newest = 0
@@ -131,21 +129,23 @@ def of_history(
     return Change(
         stream,
         str(stored.linear),
-        entries=[_entry(item.advance, str(item.linear), str(item.batch), str(item.time)) for _, item in history],
+        entries=[
+            _advance_entry(item.advance, str(item.linear), str(item.batch), str(item.time)) for _, item in history
+        ],
         positions=[(writer, str(position)) for writer, position in stored.positions.items()],
-        late=[_late(item.number, item.late, str(item.batch), str(item.time)) for item in late],
+        late=[_late_entry(item.number, item.late, str(item.batch), str(item.time)) for item in late],
         dropped=sorted(stored.forgotten),
         allocated=str(stored.allocated),
     )
 
 
-def _entry(advance: WriterAdvance, linear: str, batch: str, time: str) -> AdvanceEntry:
+def _advance_entry(advance: WriterAdvance, linear: str, batch: str, time: str) -> AdvanceEntry:
     a = advance
     counts = str(a.facts), str(a.empty), str(a.unseen), str(a.skipped)
     return AdvanceEntry(a.writer, str(a.epoch), str(a.prev), str(a.id), *counts, linear, batch, time)
 
 
-def _late(number: int, late: LateCompletion, batch: str, time: str) -> LateEntry:
+def _late_entry(number: int, late: LateCompletion, batch: str, time: str) -> LateEntry:
     return LateEntry(
         str(number),
         late.writer,
@@ -189,15 +189,22 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisReport:
-    """`info`: fields of INFO; `clock`: the server's time, s since 1970; both only if the user may query them."""
+    """What the server tells this user.
+
+    Attributes:
+        info: fields of INFO; empty if the user may not query them.
+        can_read: whether the user may read keys.
+        can_write: whether the user may call scripts.
+        clock: the server's time, seconds since 1970; None if the user may not query it.
+    """
 
     info: Mapping[str, str]
-    reads: bool
-    writes: bool
+    can_read: bool
+    can_write: bool
     clock: float | None
 
 
-def _answer(call: Callable[[], Any]) -> Any:
+def _answer_or_error(call: Callable[[], Any]) -> Any:
     """The answer of the server; an error is returned, not raised."""
     try:
         return call()
@@ -234,14 +241,16 @@ class Redis:
     def report(self) -> RedisReport:
         """A report on the server and this user's rights, for people. Omits fields that the user may not query."""
         with self._session.use() as client:
-            reads = not isinstance(_answer(lambda: client.get("tidemark:doctor")), NoPermissionError)
+            can_read = not isinstance(_answer_or_error(lambda: client.get("tidemark:doctor")), NoPermissionError)
             # Call a script that is not loaded: the answer is NOSCRIPT, unless scripts are not allowed.
-            writes = not isinstance(_answer(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError)
-            info, clock = _answer(client.info), _answer(client.time)
+            can_write = not isinstance(
+                _answer_or_error(lambda: client.evalsha("0" * 40, 1, STREAMS)), NoPermissionError
+            )
+            info, clock = _answer_or_error(client.info), _answer_or_error(client.time)
         return RedisReport(
             {name: str(value) for name, value in info.items()} if isinstance(info, dict) else {},
-            reads,
-            writes,
+            can_read,
+            can_write,
             clock[0] + clock[1] / 1e6 if isinstance(clock, tuple) else None,
         )
 
@@ -260,9 +269,9 @@ class Redis:
             newest = token
             for change, answer in self._run(token, chunk):
                 try:
-                    outcome, _, seen = sound(answer).partition(b" ")
+                    outcome, _, seen = check_answer(answer).partition(b" ")
                     if outcome == b"fenced":
-                        newest = max(newest, fencing_token(seen.decode(errors="replace")))
+                        newest = max(newest, parse_fencing_token(seen.decode(errors="replace")))
                         continue
                 except StreamFault as fault:
                     self.faults[change.stream] = str(fault)
@@ -274,7 +283,7 @@ class Redis:
                 raise LeaseLost(token, newest)
         return lost
 
-    def name(self, streams: Collection[str]) -> None:
+    def add_names(self, streams: Collection[str]) -> None:
         """Add streams to the set of names."""
         if streams:
             with self._session.use() as client:
@@ -287,9 +296,9 @@ class Redis:
         self.faults |= faults
         return snapshots
 
-    def published(self, stream: str, writer: str, id: int) -> int | None:
-        """The time (ms, by the clock of Redis) at which `writer` moved over `id`; None if the list of advances has no
-        such entry.
+    def publish_time(self, stream: str, writer: str, id: int) -> int | None:
+        """The time (ms since 1970, by the clock of Redis) at which `writer` moved over `id`; None if the list of
+        advances has no such entry.
         """
         with self._session.use() as client:
             return entry_time(client, stream, writer, id)
@@ -299,7 +308,7 @@ class Redis:
         with self._session.use() as client:
             return set(client.smembers(STREAMS))
 
-    def stamp(self, value: str) -> str | None:
+    def replace_sentinel(self, value: str) -> str | None:
         """Replace the sentinel by `value` and return the old one. If the old one differs from the last `value`, writes
         were lost.
         """
@@ -311,24 +320,24 @@ class Redis:
         """Run the script. Yields each change with its answer or error."""
         with self._session.use() as client:
             calls = group_by_slot(
-                ((change.stream, _moves(change), (mode, change)) for mode, change in chunk),
-                slots(client),
+                ((change.stream, _count_moves(change), (mode, change)) for mode, change in chunk),
+                slot_function(client),
                 MOVES_PER_CALL,
             )
             single: list[list[_Call]] = []
-            for call, answer in zip(calls, self._answers(client, token, calls), strict=True):
+            for call, answer in zip(calls, self._call_script(client, token, calls), strict=True):
                 if not isinstance(answer, Exception):
                     yield from zip((change for _, change in call), answer, strict=True)
                 elif len(call) == 1:
                     yield call[0][1], answer
                 else:
                     single += [[item] for item in call]  # one of them has a fault
-            for call, answer in zip(single, self._answers(client, token, single), strict=True):
+            for call, answer in zip(single, self._call_script(client, token, single), strict=True):
                 yield call[0][1], answer if isinstance(answer, Exception) else answer[0]
 
-    def _answers(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
+    def _call_script(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
         suffix = database_suffix(database_of(client))
-        answers = _SCRIPT.answers(
+        answers = _SCRIPT.call(
             client,
             (
                 (
@@ -339,10 +348,11 @@ class Redis:
             ),
         )
         for answer in answers:  # the session converts errors that do not concern one stream
-            if isinstance(answer, Exception) and not of_stream(answer):
+            if isinstance(answer, Exception) and not is_about_stream(answer):
                 raise answer
         return answers
 
 
-def _moves(change: Change) -> int:
+def _count_moves(change: Change) -> int:
+    """The size of a change for `MOVES_PER_CALL`."""
     return 1 + len(change.entries) + len(change.late)

@@ -7,7 +7,7 @@ import msgspec
 
 from tidemark.common.errors import BadToken
 from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis.client import STREAMS, Script, StreamFault, group_by_slot, key, slots, sound
+from tidemark.sinks.redis.client import STREAMS, Script, StreamFault, check_answer, group_by_slot, key, slot_function
 
 _PAGE = 1000  # entries of a list in one read
 _STREAMS_PER_CALL = 100  # such a call blocks the server for less than a millisecond
@@ -40,16 +40,16 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
     """The snapshots by stream, and the faults by stream: keys with invalid content."""
     snapshots, faults = {}, {}
     listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
-    waiting = group_by_slot(((stream, 1, stream) for stream in streams), slots(client), _STREAMS_PER_CALL)
+    waiting = group_by_slot(((stream, 1, stream) for stream in streams), slot_function(client), _STREAMS_PER_CALL)
     while waiting:
         calls = ((names, (str(_POSITIONS_PER_CALL), str(len(names)))) for names in waiting)
         remaining = []
-        for names, answers in zip(waiting, _SCRIPT.answers(client, calls), strict=True):
+        for names, answers in zip(waiting, _SCRIPT.call(client, calls), strict=True):
             if isinstance(answers, Exception):
                 raise answers
             for stream, answer in zip(names, answers, strict=False):
                 try:
-                    snapshots[stream] = _positions(sound(answer), listed=bool(listed[stream]))
+                    snapshots[stream] = _parse_positions(check_answer(answer), listed=bool(listed[stream]))
                 except StreamFault as fault:
                     faults[stream] = str(fault)
             if len(answers) < len(names):
@@ -59,7 +59,9 @@ def read_snapshots(client: Any, streams: Sequence[str]) -> tuple[dict[str, Redis
 
 
 def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
-    """The time (ms, by the clock of Redis) of the entry that moved `writer` over `id`; None if the list has none."""
+    """The time of the entry that moved `writer` over `id`: ms since 1970, by the clock of Redis. None if the list has
+    no such entry.
+    """
     newest = "+"
     while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):
         for name, entry in entries:
@@ -83,21 +85,21 @@ class _SnapshotAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _decoder = msgspec.json.Decoder(_SnapshotAnswer)
 
 
-def _positions(answer: bytes, *, listed: bool) -> RedisPositions:
+def _parse_positions(answer: bytes, *, listed: bool) -> RedisPositions:
     try:
         json, newline, text = answer.partition(b"\n")
         keys = _decoder.decode(json)
         token = text.decode(errors="replace") if newline else None
-        linear = None if keys.linear is None else _number(keys.linear)
-        positions = {writer: _number(position) for writer, position in keys.positions.items()}
+        linear = None if keys.linear is None else _parse_id(keys.linear)
+        positions = {writer: _parse_id(position) for writer, position in keys.positions.items()}
         return RedisPositions(
             linear,
-            _number(keys.allocated or "0"),
+            _parse_id(keys.allocated or "0"),
             positions,
-            _number(keys.late or "0"),
-            fencing_token(keys.fence or "0"),
+            _parse_id(keys.late or "0"),
+            parse_fencing_token(keys.fence or "0"),
             token,
-            token == _token(linear, positions),
+            token == _expected_token(linear, positions),
             listed,
         )
     except msgspec.DecodeError as error:
@@ -108,7 +110,7 @@ def _positions(answer: bytes, *, listed: bool) -> RedisPositions:
         raise StreamFault(f"its keys contradict each other: {error}") from None
 
 
-def _token(linear: int | None, positions: dict[str, int]) -> str | None:
+def _expected_token(linear: int | None, positions: dict[str, int]) -> str | None:
     """The token as `publish.lua` writes it. Fast for a stream whose writers are all at the linear position."""
     if linear is None:
         return None
@@ -119,11 +121,11 @@ def _token(linear: int | None, positions: dict[str, int]) -> str | None:
     return f"m{linear}"
 
 
-def _number(text: str) -> int:
+def _parse_id(text: str) -> int:
     """Parse an ID. Only the form that `publish.lua` writes is valid, because the script compares IDs as text.
 
     Raises:
-        ValueError: another form.
+        ValueError: the text has another form.
     """
     number = int(text)
     if str(number) != text or not -(2**63) <= number < 2**63:
@@ -131,7 +133,8 @@ def _number(text: str) -> int:
     return number
 
 
-def fencing_token(text: str) -> int:
+def parse_fencing_token(text: str) -> int:
+    """Parse the fencing token of a stream. Raises `StreamFault` if it is not a token."""
     if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
         raise StreamFault(f"its fence is {text!r}, which is not a token")
     return int(text)
