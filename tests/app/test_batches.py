@@ -30,7 +30,7 @@ class _Empty:
 class _Quick:
     def publish(self, _: str, number: int, *__: object) -> PublishResult:
         return PublishResult(
-            number, repeated=False, streams=0, dead_lettered=DeadLetterResult(), published_at=0.0, seconds={}
+            number, is_repeat=False, streams=0, dead_lettered=DeadLetterResult(), published_at=0.0, seconds={}
         )
 
 

@@ -39,7 +39,7 @@ class SqliteSink:
             pass
 
     def publish(self, batch: Batch, committed: CommitResult) -> int:
-        if committed.repeated or not self._compared or self._empty():
+        if committed.is_repeat or not self._compared or self._empty():
             return self.refill().streams
         with self._fenced() as database:
             changed = 0

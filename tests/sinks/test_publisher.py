@@ -128,7 +128,7 @@ def test_killed_process_leaves_no_trace(dsn: str, redis_url: str, store: Postgre
     with Redis(RedisConfig(redis_url)) as redis, Lease.acquire(dsn, LEASE, NEVER) as lease:
         publisher = Publisher(store, [Mirror(store, redis, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
         for number in range(last[1] + 1, 5):
-            assert not publisher.publish("another query", number, effects(number)).repeated
+            assert not publisher.publish("another query", number, effects(number)).is_repeat
     assert_undisturbed(store, keys, 4)
 
 

@@ -56,13 +56,13 @@ class CommitResult:
     may know a writer that the state had already dropped.
 
     Attributes:
-        repeated: whether the batch was applied before. If so, this call wrote nothing.
+        is_repeat: whether the batch was applied before. If so, this call wrote nothing.
         corrected_advances: advances that were cut to the part that was open; None if no part was open.
         higher_positions: stored positions that are beyond the positions of the batch.
         late_numbers: stream -> the numbers of its late completions, in the order of the batch.
     """
 
-    repeated: bool = False
+    is_repeat: bool = False
     corrected_advances: dict[tuple[str, str], WriterAdvance | None] = field(default_factory=dict)
     higher_positions: dict[tuple[str, str], int] = field(default_factory=dict)
     late_numbers: dict[str, list[int]] = field(default_factory=dict)

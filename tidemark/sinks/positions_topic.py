@@ -152,7 +152,7 @@ class PositionsTopic:
         others: list[str] = []
         for _, effects in batch.streams():
             stream = effects.stream
-            if committed.repeated or stream not in self._values:
+            if committed.is_repeat or stream not in self._values:
                 others.append(stream)
             elif stream not in self._faults:
                 rows = {row.writer: row.position for row in effects.writers}

@@ -40,14 +40,14 @@ class PublishResult:
 
     Attributes:
         batch: the number of the batch.
-        repeated: whether Postgres had already applied the batch.
+        is_repeat: whether Postgres had already applied the batch.
         streams: number of streams that changed for readers.
         published_at: when the last sink had the whole batch, seconds since 1970.
         seconds: duration of each step (`postgres`, the name of each sink, `dead_letters`), including outages.
     """
 
     batch: int
-    repeated: bool
+    is_repeat: bool
     streams: int
     dead_lettered: DeadLetterResult
     published_at: float
@@ -109,7 +109,7 @@ class Publisher:
             streams = max(streams, changed)
         published_at = time.time()
         dead_lettered, seconds["dead_letters"] = self._with_retries(lambda: self.dead_letter(batch))
-        return PublishResult(number, committed.repeated, streams, dead_lettered, published_at, seconds)
+        return PublishResult(number, committed.is_repeat, streams, dead_lettered, published_at, seconds)
 
     def _commit_content(self, batch: Batch) -> CommitResult:
         """`commit`. Raises `ContentRefused` after `CONTENT_ATTEMPTS` refusals of the content for the same reason."""
@@ -131,7 +131,7 @@ class Publisher:
 
     def commit(self, batch: Batch) -> CommitResult:
         committed = self._postgres.apply(batch)
-        if committed.repeated:
+        if committed.is_repeat:
             log.info("The batch was committed before; repeating the steps after the commit", batch=batch.number)
         return committed
 

@@ -32,26 +32,26 @@ def run(dsn: str, *words: str) -> Result:
 
 def test_each_is_resolved_once_and_all_or_none(late: LateCompletions, sql: psycopg.Connection) -> None:
     """An act for each; one that was resolved before takes the others back."""
-    newest, oldest = late.newest("s", 9, resolved=False)
+    newest, oldest = late.newest("s", 9, with_resolved=False)
     assert (oldest.prev, oldest.id, newest.prev, newest.id, newest.act) == (4, 6, 8, 9, None)
     (resolved,) = late.resolve([newest], "ada", "booked by hand")
-    assert late.newest("s", 9, resolved=False) == [oldest]
+    assert late.newest("s", 9, with_resolved=False) == [oldest]
     with pytest.raises(BadRecord, match="is resolved already"):
         late.resolve([oldest, newest], "bob", "me too")
-    assert late.newest("s", 9, resolved=True) == [resolved, oldest]
+    assert late.newest("s", 9, with_resolved=True) == [resolved, oldest]
     columns = "number, kind, stream, writer, epoch, prev, id, by, seen_as = session_user, outcome"
     assert sql.execute(f"select {columns} from tidemark.overrides").fetchall() == [
         (resolved.act, "RESOLVE", "s", "w", 3, 8, 9, "ada", True, "applied"),
     ]
-    assert len(late.newest(None, 9, resolved=False)) == 2
+    assert len(late.newest(None, 9, with_resolved=False)) == 2
 
 
 def test_a_number_of_another_stream_is_none(late: LateCompletions) -> None:
     """And a stream that nobody knows is no stream of which nothing is late."""
-    (other,) = late.newest("t", 9, resolved=False)
+    (other,) = late.newest("t", 9, with_resolved=False)
     assert late.with_numbers("s", [other.number]) == []
     with pytest.raises(StreamNotKnown):
-        late.newest("typo", 9, resolved=False)
+        late.newest("typo", 9, with_resolved=False)
 
 
 def test_scripts_see_by_the_exit_code_what_is_left(late: LateCompletions, dsn: str) -> None:

@@ -45,7 +45,7 @@ def test_rejected_records_are_counted_once(conditions: ConditionReader, store: P
     store.apply(batch(1, token=lease.token, rejected=letters))
     last = batch(2, token=lease.token, rejected=[rejected("facts", "conflict", [9]), *letters], now=NOW + 5)
     store.apply(last)
-    assert store.apply(last).repeated
+    assert store.apply(last).is_repeat
     assert [(it.reason, it.records, it.newest) for it in conditions.current().dead_letters] == [
         ("zombie", 6, moment(NOW + 5)),
         ("conflict", 1, moment(NOW + 5)),

@@ -80,11 +80,11 @@ def test_retired_writers_are_written_when_they_change(store: Postgres, sql: psyc
 def test_repeated_batch_writes_nothing(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 2: a batch that comes again, or an older one of the same query, is recognised and changes nothing."""
     store.apply(batch(1, stream("s", advance("w", 0, 1)), token=token))
-    assert not store.apply(batch(2, stream("s", advance("w", 1, 5)), token=token)).repeated
+    assert not store.apply(batch(2, stream("s", advance("w", 1, 5)), token=token)).is_repeat
     for number, *move in ((2, 1, 5), (1, 0, 1)):
-        assert store.apply(batch(number, stream("s", advance("w", *move)), token=token)).repeated
+        assert store.apply(batch(number, stream("s", advance("w", *move)), token=token)).is_repeat
     assert history(sql) == [(0, 1), (1, 5)]
-    assert not store.apply(batch(1, stream("s", advance("w", 5, 6)), token=token, query="another")).repeated
+    assert not store.apply(batch(1, stream("s", advance("w", 5, 6)), token=token, query="another")).is_repeat
 
 
 def test_other_token_is_refused(store: Postgres, sql: psycopg.Connection, token: int) -> None:
@@ -198,7 +198,7 @@ def follow(store: Postgres, token: int, number: int, after: tuple[str, int] | No
     """Apply a batch in which one writer moves by one; returns whether it was known."""
     effects = stream("s", advance("w", number - 1, number), linear=number)
     made = batch(number, effects, token=token, query=query)
-    return store.apply(replace(made, after=after)).repeated
+    return store.apply(replace(made, after=after)).is_repeat
 
 
 @pytest.mark.parametrize(("lost", "left"), [(3, "batch q/2"), (2, "batch q/1"), (1, "no batch")])
@@ -335,7 +335,7 @@ def test_only_the_newest_thousand_batches_are_remembered(store: Postgres, sql: p
     for number in (1, 2, 1002):
         store.apply(batch(number, token=token))
     assert rows(sql, "select batch from tidemark.applied_batches order by 1") == [(1002,)]
-    assert store.apply(batch(1, token=token)).repeated
+    assert store.apply(batch(1, token=token)).is_repeat
 
 
 def test_names_may_hold_any_character(store: Postgres, token: int) -> None:

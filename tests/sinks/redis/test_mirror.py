@@ -103,7 +103,7 @@ def test_repeated_batch_is_shown_from_postgres(pipeline: Pipeline, shown: Redis,
     late = LateCompletion("w", 1, 1, 2, 1, "skipped")
     made, _ = pipeline.commit(stream("s", advance("w", 0, 3), late=[late]))
     repeated = pipeline.store.apply(made)
-    assert repeated.repeated
+    assert repeated.is_repeat
     pipeline.restarted(shown).publish(made, repeated)
     before = dump(keys)
     assert [it["kind"] for it in entries(keys)] == ["POSITION", "LATE"]

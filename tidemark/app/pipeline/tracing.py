@@ -142,7 +142,7 @@ class _BatchSpans:
         began = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():
             began = self._span(name, began, began + int(seconds * 1e9))
-        self._root.set_attribute("tidemark.repeated", published.repeated)
+        self._root.set_attribute("tidemark.repeated", published.is_repeat)
 
     def _span(self, name: str, began: int, ended: int) -> int:
         """Record a child span. Times are nanoseconds since 1970. Returns `ended`."""

@@ -34,8 +34,8 @@ def late() -> None:
 def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
     """List the newest unresolved late completions of all streams, or of STREAM."""
     with _database() as database:
-        completions = database.newest(stream, limit, resolved=everything)
-        unresolved = database.newest(stream, 1, resolved=False)
+        completions = database.newest(stream, limit, with_resolved=everything)
+        unresolved = database.newest(stream, 1, with_resolved=False)
     if as_json:
         click.echo(as_object({"late": completions}))
     else:

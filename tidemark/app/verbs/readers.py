@@ -178,7 +178,7 @@ def readers_seek(
         goal = _goal(token, stored, linear)
         again = [
             (late.writer, late.prev, late.id)
-            for late in databases.late.newest(stream, MAX_LATE, resolved=True)
+            for late in databases.late.newest(stream, MAX_LATE, with_resolved=True)
             if late.number <= stored.late and beyond(late.id, goal.at(late.writer))
         ]
         would = f"{reader} of {stream} moves from {stored.token} to {goal}: {_distance(stored.linear, goal.linear)}"

@@ -224,7 +224,7 @@ class StreamChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangesSince:
-    """`streams` has all changes that were published up to `mark`, and possibly later ones."""
+    """`streams` has all changes that were published up to `mark`, and possibly later changes."""
 
     mark: DurableMark
     streams: dict[str, StreamChange]

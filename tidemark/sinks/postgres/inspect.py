@@ -405,7 +405,7 @@ class LateCompletions:
         self._session = session
         self._override_log = OverrideLog(session)
 
-    def newest(self, stream: str | None, most: int, *, resolved: bool) -> list[LateFact]:
+    def newest(self, stream: str | None, most: int, *, with_resolved: bool) -> list[LateFact]:
         """The newest late completions of one stream or of all, with or without resolved ones.
 
         Raises:
@@ -417,7 +417,7 @@ class LateCompletions:
             LateFact,
             _LATE + " where (%s::text is null or stream = %s) and (%s or r.act is null)"
             " order by l.number desc limit %s",
-            (stream, stream, resolved, most),
+            (stream, stream, with_resolved, most),
         )
 
     def with_numbers(self, stream: str, numbers: Sequence[int]) -> list[LateFact]:

@@ -76,7 +76,7 @@ class Lease:
     def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
         self.lost = threading.Event()
-        self._newest = token
+        self._newest_token = token
         self._database = database
         self._config = config
         self._session: Connection | None = None
@@ -104,11 +104,11 @@ class Lease:
     def check(self) -> None:
         """Raise `LeaseLost` if another process is known to have the lease. Queries no server."""
         if self.lost.is_set():
-            raise LeaseLost(self.token, self._newest)
+            raise LeaseLost(self.token, self._newest_token)
 
-    def note_lost(self, newest: int) -> None:
-        """Note that a sink has seen the token `newest`, so that every thread stops publishing."""
-        self._newest = max(self._newest, newest)
+    def note_lost(self, newest_token: int) -> None:
+        """Note that a sink or Postgres has the token of a newer owner, so that every thread stops publishing."""
+        self._newest_token = max(self._newest_token, newest_token)
         self.lost.set()
 
     def give_up(self) -> None:
@@ -168,7 +168,7 @@ class Lease:
             with self._database.use() as connection:
                 row = connection.execute("select token from tidemark.query_lease").fetchone()
             self.note_lost(row[0] if row else self.token)
-            log.error("Lost the lease", token=self.token, newest=self._newest)
+            log.error("Lost the lease", token=self.token, newest=self._newest_token)
 
     def _lock(self, connection: Connection) -> None:
         """Try to take the advisory lock, without waiting: another user may hold the lock, and safety does not depend on

@@ -144,14 +144,14 @@ class OverrideLog:
         assert noted is not None
         return noted
 
-    def note_sent(self, noted: LoggedOverride, topic: str, partition: int, offset: int) -> None:
+    def note_sent(self, override: LoggedOverride, topic: str, partition: int, offset: int) -> None:
         """Store the offset of the record.
 
         Raises:
             BadRecord: another login logged the override, or the offset is already stored.
         """
-        arguments = (noted.number, topic, partition, offset)
-        _require_noted(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), noted)
+        arguments = (override.number, topic, partition, offset)
+        _require_noted(self._session.fetch_value("select tidemark.note_sent(%s, %s, %s, %s)", arguments), override)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
         """Whether the batch with that record was applied."""
@@ -163,25 +163,25 @@ class OverrideLog:
             is not None
         )
 
-    def find_outcome(self, noted: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
+    def find_outcome(self, override: LoggedOverride) -> Literal["applied", "refused", "settled before"]:
         """Find the outcome of an override whose record was read.
 
         `settled before`: another override, which was applied after the logging, had settled the whole range. Of two
         equal overrides, the one at the lower offset is the first.
         """
-        is_settled = self._session.fetch_value(_OUTCOME, {"number": noted.number, "last_skip": noted.last_skip})
+        is_settled = self._session.fetch_value(_OUTCOME, {"number": override.number, "last_skip": override.last_skip})
         if is_settled is None:
             return "refused"
         return "settled before" if is_settled else "applied"
 
-    def note_outcome(self, noted: LoggedOverride, outcome: str) -> None:
+    def note_outcome(self, override: LoggedOverride, outcome: str) -> None:
         """Store the outcome.
 
         Raises:
             BadRecord: another login logged the override, or the outcome is already stored.
         """
         _require_noted(
-            self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)), noted
+            self._session.fetch_value("select tidemark.note_outcome(%s, %s)", (override.number, outcome)), override
         )
 
     def note_replay(self, stream: str, override: OperatorOverride, origin: tuple[str, int, int]) -> LoggedOverride:
@@ -197,7 +197,9 @@ class OverrideLog:
             noted = self.note(stream, override)
             arguments = (noted.number, *origin)
             if not self._session.fetch_value("select tidemark.note_replay(%s, %s, %s, %s)", arguments):
-                raise BadRecord("replayed_before", f"act {self.replays()[origin]} sent this record again")
+                raise BadRecord(
+                    "replayed_before", f"override {self.replays()[origin]} has already sent this record again"
+                )
         return noted
 
     def replays(self) -> dict[tuple[str, int, int], int]:
@@ -231,12 +233,12 @@ class OverrideLog:
         return self._session.fetch_one(OverrideEntry, _ALL_OVERRIDES + " where number = %s", (number,))
 
 
-def _require_noted(is_noted: object, noted: LoggedOverride) -> None:
+def _require_noted(is_noted: object, override: LoggedOverride) -> None:
     """Raise `BadRecord` if no row was changed. The SQL functions change only rows of the caller's login, and each
     column only once.
     """
     if not is_noted:
-        raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")
+        raise BadRecord("not_yours", f"override {override.number} is of another login, or its outcome was noted before")
 
 
 @dataclass(frozen=True, slots=True)

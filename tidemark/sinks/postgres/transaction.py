@@ -75,7 +75,7 @@ def apply(connection: Connection, batch: Batch) -> CommitResult:
     """
     with connection.pipeline(), connection.transaction():
         if _is_applied(connection, batch):
-            return CommitResult(repeated=True)
+            return CommitResult(is_repeat=True)
         _write_streams(connection, batch)
         positions = write_positions(connection, batch)
         _write_linear_moves(connection, batch)

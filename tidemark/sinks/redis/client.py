@@ -338,7 +338,7 @@ class RedisSession:
         self._remedies = remedies
         self._timeout = timeout
         self._lock = threading.Lock()
-        # A Cluster's client connects when it is created, so not here.
+        # A Cluster's client connects when it is created, so it is created at its first use.
         self._client: Any = None if address.is_cluster else address.client(timeout)
 
     @contextmanager

@@ -48,7 +48,7 @@ class Mirror:
         if not self._has_compared:
             # Redis may lack batches that earlier processes committed, and a batch must not follow an incomplete stream.
             self._compare_first()
-        if committed.repeated:
+        if committed.is_repeat:
             # Only Postgres has the outcome of the first attempt.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
         # Faulty streams need a refill, because earlier batches are missing too.
