@@ -49,7 +49,7 @@ def test_a_fact_that_python_read_where_an_operator_had_skipped_does_not_come_lat
         install(session)
         late = PublishedLate(service.place().late + 1, "w", 1, 2, 4, 2, "skipped")
         service.write(4)
-        publish(session, {"s": Move(5, {}, late=[late])})
+        publish(session, {"s": StreamUpdate(5, {}, late=[late])})
         assert service.sql.execute(TAKE).fetchall() == [(4, 5, [4])]
         assert service.sql.execute(TAKE).fetchall() == []
 
@@ -58,7 +58,7 @@ def test_a_fact_that_one_form_has_parked_is_retried_in_the_other(service: Readin
     service.write(*range(1, 7))
     with reader_session(service.dsn, "test") as session:
         install(session)
-        publish(session, {"s": Move(3, {})})
+        publish(session, {"s": StreamUpdate(3, {})})
         assert service.sql.execute(TAKE).fetchall() == [(0, 3, [])]
         service.sql.execute("select tidemark_reader.park('s', 'copier', 2, 'no such address')")
         service.sql.execute("update tidemark_reader.parked set retry_at = now()")

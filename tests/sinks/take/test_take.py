@@ -362,7 +362,7 @@ def test_a_parked_fact_of_a_partition_or_of_a_writer_comes_once_more(readers: Po
     readers.publish(10)
     readers.take(partition=1, partitions=2)
     readers.sql.execute("select tidemark_reader.park('orders', 'mailer', 3, 'x', partition => 1, partitions => 2)")
-    publish(readers.session, {"bills": Move(4, {"till": 9})})
+    publish(readers.session, {"bills": StreamUpdate(4, {"till": 9})})
     readers.rows("take_vector", "bills", "search")
     readers.sql.execute("select tidemark_reader.park('bills', 'search', 9, 'x')")
     readers.sql.execute("update tidemark_reader.parked set retry_at = now()")
