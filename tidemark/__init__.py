@@ -1,8 +1,8 @@
 """Tidemark tells every reader of an append-only log how far it may safely read.
 
-Services need no deeper import than this package and `tidemark.errors`. A name is loaded when it is first used, so that
-a service which only writes needs no library of those that read; where one is missing, `errors.ExtraMissing` (also an
-`ImportError`) says which extra brings it.
+Services import only this package and `tidemark.errors`. Each name is loaded at its first use, so a service that only
+writes needs no library for reading. If a library is missing, `errors.ExtraMissing` (also an `ImportError`) names the
+extra to install.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ __all__ = [
     "parse_intervals",
 ]
 
-_HOMES = {
+_MODULES = {
     "AsyncWriter": "tidemark.sources.writer",
     "RedisAddress": "tidemark.sinks.redis.client",
     "Writer": "tidemark.sources.writer",
@@ -79,16 +79,16 @@ _HOMES = {
 
 
 def _load(name: str) -> object:
-    """The value of a name in `__all__`. Raises `errors.ExtraMissing` where a library that it needs is not installed."""
+    """The value of a name in `__all__`. Raises `errors.ExtraMissing` if a library that it needs is not installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "tidemark.sinks.reader")
+    module = _MODULES.get(name, "tidemark.sinks.reader")
     try:
-        found: object = getattr(import_module(home), name)
+        value: object = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise errors.ExtraMissing.for_import_error(error, f"{__name__}.{name}", "reader") from error
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
@@ -96,4 +96,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:
-    __getattr__ = _load  # type checkers would take it for a promise that any name exists
+    __getattr__ = _load  # hidden from type checkers, which would accept any name

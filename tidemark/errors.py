@@ -1,4 +1,6 @@
-"""Every error of Tidemark, by who must act: `Retry` again, `Reject` one record, `Stop` for a person.
+"""The errors of Tidemark, by who must act.
+
+After a `Retry`, try again. A `Reject` concerns one record or argument. A `Stop` needs a person.
 
 They are defined in `tidemark.common.errors`, with their texts and fields.
 """
