@@ -26,7 +26,7 @@ TOKEN_PATTERN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")
-_STRAY = re.compile(r"%(?!25|7E)")
+_INVALID_ESCAPE = re.compile(r"%(?!25|7E)")
 
 
 class Order(Enum):
@@ -69,10 +69,10 @@ class Token:
         if not all(name for name, _, _ in parts):
             wrong = next(entry for entry, (name, _, _) in zip(entries, parts, strict=True) if not name)
             raise BadToken(text, f"{wrong!r} is not a writer's name, a dot and its position")
-        linear, *reached = _numbers(text, [first[1:], *(id for _, _, id in parts)])
+        linear, *reached = _parse_ids(text, [first[1:], *(id for _, _, id in parts)])
         names = [name for name, _, _ in parts]
         if "%" in text:
-            names = [_unescaped(text, name) for name in names]
+            names = [_unescape(text, name) for name in names]
         positions = dict(zip(names, reached, strict=True))
         if len(positions) < len(names):
             ((name, _),) = Counter(names).most_common(1)
@@ -111,18 +111,18 @@ class Token:
 
     def least_upper(self, other: "Token | str | int") -> "Token":
         """The least token that covers both: everything that at least one of two readers has read."""
-        return self._merged(as_token(other), farther)
+        return self._merge(as_token(other), farther)
 
     def greatest_lower(self, other: "Token | str | int") -> "Token":
         """The greatest token that both cover: everything that both of two readers have read."""
-        return self._merged(as_token(other), nearer)
+        return self._merge(as_token(other), nearer)
 
     def farthest(self) -> int:
         """The ID furthest from 0 that the token names."""
         ids = self._ids()
         return max(max(ids), min(ids), key=abs)
 
-    def _merged(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
+    def _merge(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
         _check_direction(self, other)
         merged = {name: choose(own, other_id) for name, own, other_id in self._writers_of_both(other)}
         return Token.of(choose(self.linear, other.linear), merged)
@@ -150,16 +150,16 @@ def as_token(value: Token | str | int) -> Token:
 
 
 ZERO = Token(0)
-"""Nothing was read."""
+"""The token of a reader that has read nothing."""
 
 
-def _unescaped(text: str, name: str) -> str:
-    if _STRAY.search(name):
+def _unescape(text: str, name: str) -> str:
+    if _INVALID_ESCAPE.search(name):
         raise BadToken(text, f"in {name!r} a percent sign does not begin %25 or %7E")
     return name.replace("%7E", "~").replace("%25", "%")
 
 
-def _numbers(text: str, ids: Sequence[str]) -> list[int]:
+def _parse_ids(text: str, ids: Sequence[str]) -> list[int]:
     """Parse all IDs of a token in one call, because separate calls for thousands of writers would block an event
     loop.
     """
@@ -186,9 +186,10 @@ def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: Dire
     """
     signed = Direction.named(direction).signed
     spans = {
-        writer: [_span(signed(low + 1), signed(high)) for low, high in ids] for writer, ids in sorted(sets.items())
+        writer: [_format_span(signed(low + 1), signed(high)) for low, high in ids]
+        for writer, ids in sorted(sets.items())
     }
-    return ",".join(":".join((_escaped(writer), *listed)) for writer, listed in spans.items() if listed)
+    return ",".join(":".join((_escape(writer), *listed)) for writer, listed in spans.items() if listed)
 
 
 def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
@@ -211,10 +212,10 @@ def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
             if not 0 < abs(low) <= abs(high) < 2**63 or len(signs) > 1:
                 raise BadToken(text, f"{span!r} does not ascend from an ID to another of the same sign")
             sets.setdefault(unquote(name), []).append((abs(low) - 1, abs(high)))
-    return {writer: _disjoint(intervals) for writer, intervals in sets.items()}
+    return {writer: _merge_intervals(intervals) for writer, intervals in sets.items()}
 
 
-def _disjoint(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for low, high in sorted(intervals):
         if merged and low <= merged[-1][1]:
@@ -224,9 +225,9 @@ def _disjoint(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _span(first: int, last: int) -> str:
+def _format_span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return name.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
