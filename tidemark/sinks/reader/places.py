@@ -29,7 +29,7 @@ _USE = DatabaseUse(
     },
 )
 
-_IS_THERE: LiteralString = "select to_regclass('tidemark_reader.parked') is not null"
+_SCHEMA_EXISTS: LiteralString = "select to_regclass('tidemark_reader.parked') is not null"
 
 # Postgres shows the application name of every session to every user, and cuts it to 63 bytes. It shows the state of a
 # session only to its own user and to members of pg_read_all_stats.
@@ -56,7 +56,7 @@ order by p.stream, name, coalesce(substring(p.reader from '\\[(\\d+)/\\d+\\]$'):
 _PARKED_FACTS: LiteralString = """
 select reader, stream, id, reason, parked_at, retry_at from tidemark_reader.parked
 where (%(reader)s::text is null or reader = %(reader)s) and (%(stream)s::text is null or stream = %(stream)s)
-order by parked_at desc, abs(id) limit %(most)s
+order by parked_at desc, abs(id) limit %(limit)s
 """
 
 _PARTITION = re.compile(r"\[(\d+)/(\d+)\]$")
@@ -120,8 +120,8 @@ class ParkedFact:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgottenFacts:
-    """The number of stored parked and delivered facts that a change of a place deletes."""
+class DeletedFactCounts:
+    """The number of stored parked and delivered facts that a change of a place deleted."""
 
     parked: int
     delivered: int
@@ -151,23 +151,23 @@ class ReaderPlaces:
         """
         return self._read(StoredPlace, _STORED_PLACES, reader=reader, stream=stream, application=APPLICATION)
 
-    def parked(self, reader: str | None, stream: str | None, most: int) -> list[ParkedFact]:
+    def parked(self, reader: str | None, stream: str | None, limit: int) -> list[ParkedFact]:
         """The parked facts, newest first."""
-        return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, most=most)
+        return self._read(ParkedFact, _PARKED_FACTS, reader=reader, stream=stream, limit=limit)
 
     def parked_with_ids(self, reader: str, stream: str, ids: Sequence[int]) -> list[ParkedFact]:
         """The parked facts with these IDs. Facts that are not parked are left out."""
         parked = self.parked(reader, stream, 2**31 - 1)
         return sorted((fact for fact in parked if fact.id in {*ids}), key=lambda fact: abs(fact.id))
 
-    def _read(self, row: Any, query: LiteralString, **values: object) -> list[Any]:
+    def _read(self, row_class: Any, query: LiteralString, **values: object) -> list[Any]:
         with self._session.use() as connection:
-            known = connection.execute(_IS_THERE).fetchone()
-            if known is None or not known[0]:
+            exists = connection.execute(_SCHEMA_EXISTS).fetchone()
+            if exists is None or not exists[0]:
                 return []
-            return fetch_all(connection, row, query, values)
+            return fetch_all(connection, row_class, query, values)
 
-    def seek(self, stored: StoredPlace, token: Token, must_read: Iterable[tuple[str, int, int]]) -> ForgottenFacts:
+    def seek(self, stored: StoredPlace, token: Token, must_read: Iterable[tuple[str, int, int]]) -> DeletedFactCounts:
         """Move a place to `token`, forwards or backwards.
 
         The reader then reads the table for every ID up to the stream's current positions, regardless of the evidence.
@@ -208,9 +208,9 @@ class ReaderPlaces:
                 " and abs(id) > abs(%(linear)s)",
                 values,
             )
-            return ForgottenFacts(parked.rowcount, delivered.rowcount)
+            return DeletedFactCounts(parked.rowcount, delivered.rowcount)
 
-    def reset(self, stored: StoredPlace) -> ForgottenFacts:
+    def reset(self, stored: StoredPlace) -> DeletedFactCounts:
         """Reset the place, so that the reader begins again at the `since` of its service. Raises the errors of
         `seek`.
         """
@@ -221,25 +221,25 @@ class ReaderPlaces:
                 " where reader = %s and stream = %s",
                 (stored.reader, stored.stream),
             )
-            return _forget(connection, stored)
+            return _delete_facts(connection, stored)
 
-    def delete(self, stored: StoredPlace) -> ForgottenFacts:
+    def delete(self, stored: StoredPlace) -> DeletedFactCounts:
         """Delete all stored data of a reader of a stream. Raises the errors of `seek`."""
         with self._locked(stored) as connection:
             connection.execute(
                 "delete from tidemark_reader.places where reader = %s and stream = %s", (stored.reader, stored.stream)
             )
-            return _forget(connection, stored)
+            return _delete_facts(connection, stored)
 
     def retry(self, facts: Sequence[ParkedFact]) -> int:
         """Request that parked facts are handed over again. Returns the number of facts that are still parked."""
-        return self._on_parked("update tidemark_reader.parked set retry_at = now()", facts)
+        return self._change_parked("update tidemark_reader.parked set retry_at = now()", facts)
 
     def drop(self, facts: Sequence[ParkedFact]) -> int:
         """Delete parked facts: their effects stay missing. Returns the number of deleted facts."""
-        return self._on_parked("delete from tidemark_reader.parked", facts)
+        return self._change_parked("delete from tidemark_reader.parked", facts)
 
-    def _on_parked(self, statement: LiteralString, facts: Sequence[ParkedFact]) -> int:
+    def _change_parked(self, statement: LiteralString, facts: Sequence[ParkedFact]) -> int:
         if not facts:
             return 0
         return self._session.execute(
@@ -263,15 +263,15 @@ class ReaderPlaces:
             yield connection
 
 
-def _forget(connection: Connection, stored: StoredPlace) -> ForgottenFacts:
+def _delete_facts(connection: Connection, stored: StoredPlace) -> DeletedFactCounts:
     counts = [
         connection.execute(
             "delete from tidemark_reader." + table + " where reader = %s and stream = %s",
             (stored.reader, stored.stream),
         ).rowcount
-        for table in _OTHER_TABLES
+        for table in _FACT_TABLES
     ]
-    return ForgottenFacts(*counts)
+    return DeletedFactCounts(*counts)
 
 
-_OTHER_TABLES: tuple[LiteralString, ...] = ("parked", "delivered")
+_FACT_TABLES: tuple[LiteralString, ...] = ("parked", "delivered")
