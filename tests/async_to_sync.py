@@ -52,7 +52,7 @@ WORDS = {
     "AsyncSessionConnection": "SessionConnection",
     "AsyncStep": "Step",
     "AbstractAsyncContextManager": "AbstractContextManager",
-    "async_own_transactions": "own_transactions",
+    "async_transaction_factory": "transaction_factory",
     "AsyncTransaction": "Transaction",
     "StopAsyncIteration": "StopIteration",
     "__aenter__": "__enter__",

@@ -290,11 +290,11 @@ class PositionFollower:
         events = list[Event]()
         while not isinstance(step := driver.step(), CaughtUp):
             if isinstance(step, Event):
-                driver.handed_over()
+                driver.mark_handed_over()
                 events.append(step)
             else:
                 assert step is not None
-                driver.answered(self._positions.carry_out(step, self._halt))
+                driver.send_answer(self._positions.carry_out(step, self._halt))
         return events
 
 

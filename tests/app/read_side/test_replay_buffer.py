@@ -21,7 +21,7 @@ def moved(place: Place, *events: Advance | Late) -> EventBatch:
     """What a follower at `place` hands out: the line comes as far as every writer."""
     joining = EventMerge(place)
     for event in events:
-        assert [*(joining.advance(event) if isinstance(event, Advance) else joining.complete(event))]
+        assert [*(joining.add_advance(event) if isinstance(event, Advance) else joining.add_late(event))]
     after = joining.place
     return EventBatch("s", place, Place(max(after.positions.values()), after.positions, after.late), events)
 
@@ -118,7 +118,7 @@ def test_from_any_place_every_move_joins(batches: list[tuple[list[str], bool]], 
     assert found is not None
     joining = EventMerge(found.place)
     given = [event for piece in found.batches for event in piece.events]
-    told = [new for event in given if isinstance(event, Advance) for new in joining.advance(event)]
+    told = [new for event in given if isinstance(event, Advance) for new in joining.add_advance(event)]
     assert told == moves[seen : len(moves) - len(events)]
     older = Place(9)
     assert replay_buffer.after("s", older) is None

@@ -20,7 +20,7 @@ class ReadProgram:
         self.last: ListEntry | None = None
 
     def on(self, *entries: ListEntry, linear: int = 0, joined: bool = True) -> list[ChainFault]:
-        found = StreamKeys(linear, {}, entries=entries, joined=joined, last="9-9")
+        found = StreamKeys(linear, {}, entries=entries, is_continuous=joined, last="9-9")
         faults = [*self.sentinel.check(ReadList("s", self.last), found)]
         self.last = entries[-1] if entries else self.last
         return faults

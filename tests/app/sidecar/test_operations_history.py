@@ -119,7 +119,7 @@ def test_slow_history_is_no_outage(
 ) -> None:
     """A page that Postgres is not done with in time is told so, as 504; everybody else is answered by it meanwhile."""
     grow(pipeline, 3)
-    monkeypatch.setattr("tidemark.sinks.reader.history.SECONDS", 0.2)
+    monkeypatch.setattr("tidemark.sinks.reader.history.STATEMENT_SECONDS", 0.2)
     with psycopg.connect(dsn) as maintenance:
         maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
         problem = client.json("/v1/streams/s/advances", 504)

@@ -334,7 +334,7 @@ class StreamModel:
                 chains[name] = (position if left else found[-1].id, found)
         late = [parse_entry(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
         lates = [it for it in late if isinstance(it, Late) and it.number > place.late][:most]
-        return StreamHistory(chains, lates, more=not left or len(lates) == most)
+        return StreamHistory(chains, lates, has_more=not left or len(lates) == most)
 
     def _advances(self, name: str) -> list[Advance]:
         items = [parse_entry(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]

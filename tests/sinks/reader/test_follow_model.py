@@ -221,11 +221,11 @@ class ModelReader:
                 if not rung:
                     return
                 rung = False
-                self.driver.answered(None)
+                self.driver.send_answer(None)
             elif isinstance(step, Request):
-                self.driver.answered(self.model.answer(step, postgres=self.postgres))
+                self.driver.send_answer(self.model.answer(step, postgres=self.postgres))
             else:
-                self.driver.handed_over()
+                self.driver.mark_handed_over()
                 self._take(step)
 
     def _take(self, event: Event | CaughtUp) -> None:

@@ -118,7 +118,7 @@ def test_many_writers_are_read_in_several_queries(
     service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vector mode with more writers than one query takes, and less rows in a batch than writers."""
-    monkeypatch.setattr("tidemark.sinks.reader.read_loop.RANGES", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.read_loop.RANGES_PER_QUERY", 3)
     moves = []
     for n in range(10):
         service.write(n + 1, n + 11, instance=f"w{n}")

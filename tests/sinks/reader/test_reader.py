@@ -23,7 +23,7 @@ from tidemark.common.errors import BadToken, ReaderInUse, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, ReadProgress, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.effects import OwnTransaction
+from tidemark.sinks.reader.effects import EffectsTransaction
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_what_mends_by_itself_is_not_parked(database: str, error: Exception) -> 
     with psycopg.connect(database, autocommit=True) as connection:
         parking = Parking(
             CheckpointStore("r", "s", "linear"),
-            OwnTransaction(connection, connection, connection.transaction),
+            EffectsTransaction(connection, connection, connection.transaction),
             1,
             (ValueError, psycopg.Error),
         )

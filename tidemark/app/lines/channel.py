@@ -34,7 +34,7 @@ from tidemark.app.read_side.redis_reader import listen
 from tidemark.app.read_side.single_flight import cancel_until_done
 from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.common.log import get_logger
-from tidemark.sinks.reader import translated
+from tidemark.sinks.reader import translate_errors
 from tidemark.sinks.redis.client import channel_in_database, database_of, hash_tag, lines_channel
 from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, RelayedCommand, ReplicateCommand, parse
 
@@ -85,7 +85,7 @@ class ChannelLeader:
         problem = None
         while True:
             try:
-                with translated(self._client):
+                with translate_errors(self._client):
                     if await self._lock.acquire(token=self._token):
                         await self._lead()
                 problem = None
@@ -263,7 +263,7 @@ class Channel:
                 self._echoes.clear()
             self._echoes[_digest(line)] += 1  # until Redis returns the line
             try:
-                with translated(self._client):
+                with translate_errors(self._client):
                     await self._client.publish(self._name, line)
                 problem = None
             except (Unavailable, Stop) as error:

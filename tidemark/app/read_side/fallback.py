@@ -28,7 +28,7 @@ from tidemark.sinks.reader import (
     Request,
     StreamKeys,
     Token,
-    read_either,
+    read_redis_or_postgres,
 )
 
 UNKNOWN_STREAM = StreamKeys(None, {})
@@ -54,7 +54,7 @@ class RequestHandler:
         return None
 
     async def _keys(self, request: ReadList | ReadNewest) -> StreamKeys:
-        return await read_either(request, self._read_redis, self._read_postgres)
+        return await read_redis_or_postgres(request, self._read_redis, self._read_postgres)
 
     async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         assert not isinstance(request, ReadKeys)
@@ -122,15 +122,15 @@ class HistoryPager:
                 case AwaitEntry():  # no server knows the stream
                     return None
                 case ReadHistory():
-                    limited = replace(step, most=min(self._page_size, step.most))
-                    self._driver.answered(await self._requests.carry_out(limited))
+                    limited = replace(step, limit=min(self._page_size, step.limit))
+                    self._driver.send_answer(await self._requests.carry_out(limited))
                     self._page_size *= 2
                 case Request():
-                    self._driver.answered(await self._requests.carry_out(step))
+                    self._driver.send_answer(await self._requests.carry_out(step))
                 case None:
                     raise AssertionError("a follower does not end")
                 case _:
-                    self._driver.handed_over()
+                    self._driver.mark_handed_over()
                     self._events.append(step)
         events, self._events = self._events, []
         assert self._following.place is not None

@@ -105,14 +105,14 @@ class Follower:
             step = driver.step()
             if isinstance(step, Request):
                 try:
-                    driver.answered(await self._carry_out(step))
+                    driver.send_answer(await self._carry_out(step))
                 except Unavailable as problem:
-                    driver.failed(problem)
+                    driver.throw(problem)
                 except (Refused, SchemaMismatch) as problem:  # until a person resolves it
-                    driver.failed(Unavailable("A server", "its address", str(problem)))
+                    driver.throw(Unavailable("A server", "its address", str(problem)))
                 continue
             assert step is not None
-            driver.handed_over()
+            driver.mark_handed_over()
             if not isinstance(step, CaughtUp):
                 self._events.append(step)
             if isinstance(step, CaughtUp) or len(self._events) == MAX_BATCH_EVENTS:

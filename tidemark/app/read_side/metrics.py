@@ -56,7 +56,7 @@ class Sentinel:
         """Check the entries that were read, and yield their faults. Exhaust the iterator before the next call."""
         assert isinstance(keys, StreamKeys)
         after = request.after.name if isinstance(request, ReadList) and request.after else None
-        if after is None or after != self._last or not keys.joined:
+        if after is None or after != self._last or not keys.is_continuous:
             self._reached.clear()
             self._last = None
         for entry in keys.entries:

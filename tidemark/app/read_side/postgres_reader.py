@@ -136,10 +136,10 @@ class PostgresReader:
         return await self._read(lambda: self._postgres.changes_since(since, streams))
 
     async def history(self, request: ReadHistory) -> StreamHistory:
-        return await self._read_history(lambda: self._history.past(request))
+        return await self._read_history(lambda: self._history.read_page(request))
 
     async def missed(self, since: DurableMark, most: int) -> MissedChanges | None:
-        return await self._read_history(lambda: self._history.missed(since, most))
+        return await self._read_history(lambda: self._history.missed_changes(since, most))
 
     async def _read_history(self, read: Callable[[], T]) -> T:
         """Read on the history thread. Raises `Slow` if Postgres answers too late."""

@@ -24,7 +24,7 @@ from tidemark.sinks.reader import (
     queue_commands,
     read_reply,
     send_request,
-    translated,
+    translate_errors,
 )
 from tidemark.sinks.redis.client import (
     STREAMS,
@@ -61,12 +61,12 @@ class RedisReader:
         await aclose(self.client)
 
     async def ping(self) -> None:
-        with self.circuit_breaker.guarding(), translated(self.client):
+        with self.circuit_breaker.guarding(), translate_errors(self.client):
             await self.client.ping()
 
     async def names(self) -> set[str]:
         """The streams that Redis knows."""
-        with self.circuit_breaker.guarding(), translated(self.client):
+        with self.circuit_breaker.guarding(), translate_errors(self.client):
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, StreamKeys]:
@@ -88,7 +88,7 @@ class RedisReader:
     async def _read(self, keys: Collection[RedisRequest]) -> dict[RedisRequest, StreamKeys | Refused]:
         requests = list(keys)
         answers: dict[RedisRequest, StreamKeys | Refused] = {}
-        with self.circuit_breaker.guarding(), translated(self.client):
+        with self.circuit_breaker.guarding(), translate_errors(self.client):
             for start in range(0, len(requests), STREAMS_PER_TRANSACTION):
                 chunk = requests[start : start + STREAMS_PER_TRANSACTION]
                 # A Cluster has no transactions across servers.
@@ -140,7 +140,7 @@ async def listen(
         receive: called with each message.
     """
     while True:
-        with suppress(Unavailable, Stop), translated(client):
+        with suppress(Unavailable, Stop), translate_errors(client):
             await client.initialize()  # a Cluster's client selects one of its nodes
             async with _subscription(client) as pubsub:
                 await subscribe(pubsub)

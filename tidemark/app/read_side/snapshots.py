@@ -217,7 +217,7 @@ class Snapshots:
 
     def _with_details(self, snapshot: Snapshot) -> Snapshot:
         # Another request may have answered farther positions since this read.
-        known = snapshot.known and self._answered.raise_to(snapshot.stream, snapshot.known)
+        known = snapshot.known and self._answered.update(snapshot.stream, snapshot.known)
         details, read_at = self._details.get(snapshot.stream, (None, None))
         divergence = self._divergence.of(snapshot.stream)
         return replace(snapshot, known=known, details=details, details_read_at=read_at, divergence=divergence)
@@ -233,7 +233,7 @@ class Snapshots:
         answer = {}
         for name in streams:
             if name in positions:
-                answer[name] = Snapshot(name, exists=True, known=self._answered.raise_to(name, positions[name]))
+                answer[name] = Snapshot(name, exists=True, known=self._answered.update(name, positions[name]))
             elif last := self._answered.remembered(name):
                 answer[name] = Snapshot(name, exists=True, known=last)
             else:
@@ -269,7 +269,7 @@ class Snapshots:
         with suppress(Unavailable, Stop):
             positions = await self._from_postgres(streams)
             self._divergence.read("postgres", {name: known.linear for name, known in positions.items()})
-            return {name: self._answered.raise_to(name, known) for name, known in positions.items()}
+            return {name: self._answered.update(name, known) for name, known in positions.items()}
         return {}
 
     def _is_stale(self, stream: str) -> bool:

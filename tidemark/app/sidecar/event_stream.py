@@ -217,11 +217,11 @@ def encode_events_after(stream: str, place: Place, item: Started | EventBatch) -
     new_events: list[Event]
     match item:
         case Started(after):
-            new_events = [event for position in after.positions.items() for event in merge.reach(*position)]
+            new_events = [event for position in after.positions.items() for event in merge.move_to(*position)]
         case EventBatch(after=after):
             new_events = [new for event in item.events for new in _merge_event(merge, event)]
     blocks = [encode_event(move_answer(stream, event)) for event in new_events]
-    merge.settle(after.linear, after.positions)
+    merge.mark_settled(after.linear, after.positions)
     if beyond(after.linear, place.linear):
         blocks.append(_linear_event(stream, after.linear))
     if merge.place == place:
@@ -245,13 +245,13 @@ def encode_batch_id(batch: EventBatch) -> bytes:
 def _merge_event(merge: EventMerge, event: Event) -> Iterable[Event]:
     match event:
         case Advance():
-            return merge.advance(event)
+            return merge.add_advance(event)
         case Reread(writer=str() as writer):
-            return merge.reach(writer, event.id)
+            return merge.move_to(writer, event.id)
         case Late():
-            return merge.complete(event)
+            return merge.add_late(event)
         case LateLost():
-            return merge.lose_late(event.number)
+            return merge.note_late_lost(event.number)
     return [event]
 
 
@@ -282,7 +282,7 @@ def encode_page_after(page: MissedPage, stream: str, place: Place) -> tuple[byte
     merge = EventMerge(place)
     blocks = [encode_event(move_answer(stream, new)) for event in page.events for new in _merge_event(merge, event)]
     if page.complete:
-        merge.settle(page.place.linear, page.place.positions)
+        merge.mark_settled(page.place.linear, page.place.positions)
         if beyond(page.place.linear, place.linear):
             blocks.append(_linear_event(stream, page.place.linear))
     return b"".join(blocks), page.place if merge.place == page.place else merge.place

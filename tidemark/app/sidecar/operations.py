@@ -51,10 +51,10 @@ from tidemark.sinks.reader import (
     GRACE,
     TOKEN_PATTERN,
     AwaitEntry,
+    CheckStreamName,
     Driver,
     PositionSnapshot,
     ReadKeys,
-    ReadName,
     Request,
     StreamKeys,
     Token,
@@ -223,11 +223,11 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 known = await read_side.snapshots.positions(call.stream)
                 if known is None:
                     await _position(call)  # raises if no server knows the stream
-                    driver.answered(StreamKeys(None, {}))
+                    driver.send_answer(StreamKeys(None, {}))
                 else:
-                    driver.answered(StreamKeys(known.linear, known.vector, known.late, known.allocated))
-            case ReadName():
-                driver.answered(answer=True)
+                    driver.send_answer(StreamKeys(known.linear, known.vector, known.late, known.allocated))
+            case CheckStreamName():
+                driver.send_answer(answer=True)
             case AwaitEntry(seconds=seconds):
                 if call.service.stopping.is_set():
                     raise Stops
@@ -239,7 +239,7 @@ async def _run_wait(call: OperationCall, driver: Driver[PositionSnapshot], open_
                 await wait_for_notification(notified, seconds)
                 if await call.request.is_disconnected():
                     raise NotYet("the client disconnected")
-                driver.answered(None)
+                driver.send_answer(None)
 
 
 def _blockers(answer: StreamAnswer) -> str:

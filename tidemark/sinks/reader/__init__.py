@@ -6,7 +6,7 @@ that does the I/O itself, such as the sidecar: programs (`FollowProgram` and oth
 """
 
 from tidemark.sinks.reader.async_positions import AsyncFollow, AsyncPositions
-from tidemark.sinks.reader.async_positions import read_either as read_either
+from tidemark.sinks.reader.async_positions import read_redis_or_postgres as read_redis_or_postgres
 from tidemark.sinks.reader.async_reader import AsyncReader
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
@@ -25,17 +25,17 @@ from tidemark.sinks.reader.redis import REMEDIES as REMEDIES
 from tidemark.sinks.reader.redis import queue_commands as queue_commands
 from tidemark.sinks.reader.redis import read_reply as read_reply
 from tidemark.sinks.reader.redis import send_request as send_request
-from tidemark.sinks.reader.redis import translated as translated
+from tidemark.sinks.reader.redis import translate_errors as translate_errors
 from tidemark.sinks.reader.requests import LONGEST_WAIT as LONGEST_WAIT
 from tidemark.sinks.reader.requests import Answer as Answer
 from tidemark.sinks.reader.requests import AwaitEntry as AwaitEntry
+from tidemark.sinks.reader.requests import CheckStreamName as CheckStreamName
 from tidemark.sinks.reader.requests import Driver as Driver
 from tidemark.sinks.reader.requests import ListEntry as ListEntry
 from tidemark.sinks.reader.requests import Pause as Pause
 from tidemark.sinks.reader.requests import ReadHistory as ReadHistory
 from tidemark.sinks.reader.requests import ReadKeys as ReadKeys
 from tidemark.sinks.reader.requests import ReadList as ReadList
-from tidemark.sinks.reader.requests import ReadName as ReadName
 from tidemark.sinks.reader.requests import ReadNewest as ReadNewest
 from tidemark.sinks.reader.requests import Request as Request
 from tidemark.sinks.reader.requests import StreamHistory as StreamHistory

@@ -20,18 +20,18 @@ from tidemark.sinks.reader.redis import (
     async_await_entry,
     async_read_keys,
     is_filled,
-    is_named,
+    is_listed,
     open_async_session,
 )
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
+    CheckStreamName,
     Driver,
     Pause,
     ReadHistory,
     ReadKeys,
     ReadList,
-    ReadName,
     ReadNewest,
     Request,
     StreamKeys,
@@ -45,9 +45,9 @@ from tidemark.sinks.reader.wait import (
     PublishedPositions,
     Recovering,
     WaitConfig,
-    raise_keys,
+    keep_keys_monotonic,
     read_positions,
-    target,
+    target_token,
     wait_for_token,
 )
 from tidemark.sinks.redis.client import RedisAddress
@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 
 class AsyncPositions:
-    """The published positions, as an async context manager. Any task of one event loop may use it.
+    """The published positions, as an async context manager. Any asyncio task of one event loop may use it.
 
     Args:
         redis: an address (a URL or `RedisAddress`), or your own client, which stays open.
@@ -115,7 +115,7 @@ class AsyncPositions:
             Unavailable: Redis is down at the end of `timeout`.
             Refused: a server answers, but not to this user.
         """
-        program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
+        program = wait_for_token(stream, target_token(until, writer), WaitConfig(timeout, grace))
         return await self._result(Driver[PositionSnapshot](program))
 
     def follow(
@@ -145,12 +145,12 @@ class AsyncPositions:
         """Run a request of a program. Raises `Unavailable` (the request may be repeated) and `Refused`."""
         match request:
             case ReadKeys():
-                return raise_keys(self._monotonic, request.stream, await self._keys(request))
+                return keep_keys_monotonic(self._monotonic, request.stream, await self._keys(request))
             case ReadList() | ReadNewest():
                 return await self._keys(request)
-            case ReadName(stream):
+            case CheckStreamName(stream):
                 async with self._session.use() as client:
-                    if await is_named(client, stream):
+                    if await is_listed(client, stream):
                         return True
                     filled = bool(await is_filled(client))
                 if self._history is None:
@@ -165,13 +165,15 @@ class AsyncPositions:
                         raise
                     await async_pause(stopping, request.seconds)
             case ReadHistory():
-                return None if self._history is None else await asyncio.to_thread(self._history.past, request)
+                return None if self._history is None else await asyncio.to_thread(self._history.read_page, request)
             case Pause(seconds):
                 await async_pause(stopping, seconds)
         return None
 
     async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
-        return await read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
+        return await read_redis_or_postgres(
+            request, self._read_redis, None if self._history is None else self._read_postgres
+        )
 
     async def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
@@ -200,16 +202,16 @@ class AsyncFollow(AsyncIterator[Event]):
     `place` is the place after the last event that was handed over: another `follow` can continue from it.
     """
 
-    def __init__(self, positions: AsyncPositions, following: FollowProgram, stopping: asyncio.Event) -> None:
+    def __init__(self, positions: AsyncPositions, program: FollowProgram, stopping: asyncio.Event) -> None:
         self._positions = positions
-        self._following = following
+        self._program = program
         self._stopping = stopping
-        self._driver: Driver[Event | CaughtUp] = Driver(following.steps())
+        self._driver: Driver[Event | CaughtUp] = Driver(program.steps())
 
     @property
     def place(self) -> Place | None:
         """The place after the last event; None while the stream is unknown and no `since` was given."""
-        return self._following.place
+        return self._program.place
 
     async def __anext__(self) -> Event:
         while True:
@@ -222,7 +224,7 @@ class AsyncFollow(AsyncIterator[Event]):
                 return event
 
 
-async def read_either(
+async def read_redis_or_postgres(
     request: ReadList | ReadNewest | ReadKeys,
     read_redis: Callable[[ReadList | ReadNewest | ReadKeys], Awaitable[StreamKeys]],
     read_postgres: Callable[[str], Awaitable[StreamKeys]] | None,
@@ -240,24 +242,24 @@ async def read_either(
 
 
 async def run_to_next_value(
-    driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]], stopped: Callable[[], bool]
+    driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]], is_stopped: Callable[[], bool]
 ) -> R | None:
     """Run requests of the program until it yields a value; return the value. None: the program has ended, or
-    `stopped()`.
+    `is_stopped()` is true.
     """
     task = asyncio.current_task()  # async only
     cancelled = task.cancelling() if task is not None else 0  # async only
-    while not stopped():
+    while not is_stopped():
         step = driver.step()
         if not isinstance(step, Request):
-            driver.handed_over()
+            driver.mark_handed_over()
             return step
         if task is not None and task.cancelling() > cancelled:  # async only
             raise asyncio.CancelledError  # redis-py swallows a cancellation while it closes a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:
-            driver.failed(problem)
+            driver.throw(problem)
         else:
-            driver.answered(answer)
+            driver.send_answer(answer)
     return None

@@ -16,11 +16,11 @@ from tidemark.common.errors import TransactionEnded, Unavailable
 from tidemark.common.postgres_session import SELECT_BACKEND_PID, SET_LOCK_TIMEOUT, AsyncSessionConnection, detect_pooler
 from tidemark.sinks.reader.async_positions import AsyncPositions, run_to_next_value
 from tidemark.sinks.reader.batch import ReadBatch
-from tidemark.sinks.reader.databases import Databases, unreadable
-from tidemark.sinks.reader.effects import BatchRolledBack, OwnTransaction, async_own_transactions
+from tidemark.sinks.reader.databases import Databases, row_error
+from tidemark.sinks.reader.effects import BatchRolledBack, EffectsTransaction, async_transaction_factory
 from tidemark.sinks.reader.events import ReadProgress
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.partitions import PartitionedReadProgram, partitioning
+from tidemark.sinks.reader.partitions import PartitionedReadProgram, make_partitioning
 from tidemark.sinks.reader.read_loop import Portion, ReadConfig, ReadProgram
 from tidemark.sinks.reader.requests import (
     Answer,
@@ -96,30 +96,30 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 not block. Its errors are logged.
         """
         self._positions = positions
-        self._own = async_own_transactions(effects)
-        self._databases = Databases(source, effects if self._own is None else "", primary)
+        self._begin_transaction = async_transaction_factory(effects)
+        self._databases = Databases(source, effects if self._begin_transaction is None else "", primary)
         self._stopping = stopping or asyncio.Event()
         self._config = ReadConfig(
             stream, table, name, mode, as_token(since), rows, replica=primary is not None, observe=observe
         )
-        self._partitioning = partitioning(partitions, key, self._config)
-        self._trusted: set[Role] = set()
+        self._partitioning = make_partitioning(partitions, key, self._config)
+        self._connected_roles: set[Role] = set()
         self._step = AsyncStep(name, stream)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         if getattr(self, "_process", None) != os.getpid():
             self._step = AsyncStep(self._config.reader, self._config.stream)
         self._process = os.getpid()
-        self._reading = (
+        self._program = (
             ReadProgram(self._config)
             if self._partitioning is None
             else PartitionedReadProgram(self._config, self._partitioning)
         )
-        self._driver: Driver[Portion] = Driver(self._reading.steps())
+        self._driver: Driver[Portion] = Driver(self._program.steps())
         self._sessions: dict[Role, AsyncConnection] = {}
-        self._transaction: AbstractAsyncContextManager[Any] | None = None
-        self._opened: OwnTransaction | None = None
+        self._transaction_context: AbstractAsyncContextManager[Any] | None = None
+        self._transaction: EffectsTransaction | None = None
         self._is_restarted = False
 
     async def __aenter__(self) -> Self:
@@ -131,15 +131,15 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
     async def aclose(self) -> None:
         """Roll back uncommitted work and close the sessions. The next use begins at the stored place."""
         await self._step.aclose()
-        await self._drop()
-        self._begin()
+        await self._close_sessions()
+        self._reset()
 
-    async def _drop(self) -> None:
-        transaction = self._transaction
-        self._transaction = self._opened = None
-        if self._own is not None and transaction is not None and self._process == os.getpid():
+    async def _close_sessions(self) -> None:
+        context = self._transaction_context
+        self._transaction_context = self._transaction = None
+        if self._begin_transaction is not None and context is not None and self._process == os.getpid():
             with suppress(Exception):
-                await transaction.__aexit__(BatchRolledBack, BatchRolledBack(), None)
+                await context.__aexit__(BatchRolledBack, BatchRolledBack(), None)
         # The sessions of the parent process stay open after a fork: closing them would end the parent's.
         if self._process == os.getpid():
             for session in self._sessions.values():
@@ -151,9 +151,9 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
 
         Raises `ReaderInUse` if another task is processing that batch.
         """
-        if self._transaction is not None:
-            self._step.check_loop()
-        self._is_restarted = self._transaction is not None
+        if self._transaction_context is not None:
+            self._step.check_can_begin_loop()
+        self._is_restarted = self._transaction_context is not None
         return self
 
     @property
@@ -161,95 +161,95 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
         """The token up to which this reader has read and committed; it may promise this to processes that wait for
         it.
         """
-        return self._reading.promised
+        return self._program.promised
 
     @property
     def usable(self) -> Token:
         """The token up to which everything is complete, as far as this reader knows. It may use these facts already."""
-        return self._reading.usable
+        return self._program.usable
 
     async def __anext__(self) -> ReadBatch[Any]:
         if self._process != os.getpid():
-            self._begin()
+            self._reset()
         portion = await self._step.result(self._next_portion)
         if portion is None:
             raise StopAsyncIteration
-        assert self._opened is not None
+        assert self._transaction is not None
         return ReadBatch(
             portion.rows,
-            self._opened.session,
+            self._transaction.session,
             portion.late,
             portion.withdrawn,
             portion.is_retry,
-            self._reading.partition,
+            self._program.partition,
             self._config.table.id,
-            self._reading.ledger,
-            self._opened,
+            self._program.checkpoint_store,
+            self._transaction,
         )
 
     async def _next_portion(self) -> Portion | None:
         if self._is_restarted:
-            await self._drop()
-            self._begin()
-        return await run_to_next_value(self._driver, self._carry_out, self._stopped)
+            await self._close_sessions()
+            self._reset()
+        return await run_to_next_value(self._driver, self._carry_out, self._is_stopping)
 
-    def _stopped(self) -> bool:
-        return self._stopping.is_set() and self._transaction is None
+    def _is_stopping(self) -> bool:
+        return self._stopping.is_set() and self._transaction_context is None
 
     async def _carry_out(self, request: Request) -> Answer:
         match request:
             case RunSql() | BeginTransaction() | CommitTransaction():
                 try:
-                    return await self._on_databases(request)
+                    return await self._run_on_database(request)
                 except Unavailable as error:
                     role: Role = request.role if isinstance(request, RunSql) else "place"
-                    raise await asyncio.to_thread(self._databases.with_lockers, role, error) from error.__cause__
+                    raise await asyncio.to_thread(self._databases.with_lock_holders, role, error) from error.__cause__
                 except asyncio.CancelledError:  # async only
-                    await self._drop()  # the outcome is unknown
-                    self._begin()
+                    await self._close_sessions()  # the outcome is unknown
+                    self._reset()
                     raise
             case CloseSessions():
-                await self._drop()
+                await self._close_sessions()
                 return None
             case _:
                 return await self._positions.carry_out(request, self._stopping)
 
-    async def _on_databases(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
+    async def _run_on_database(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
         match request:
             case RunSql(role):
-                with self._databases.translated(role, self._sessions):
+                with self._databases.translate_errors(role, self._sessions):
                     if role != "place":
                         return await self._rows(await self._session(role), request)
-                    if self._opened is not None:
-                        if self._opened.has_ended:
+                    if self._transaction is not None:
+                        if self._transaction.has_ended:
                             raise TransactionEnded(self._config.reader, self._config.stream)
-                        return await self._rows(self._opened.driver, request)
-                    if self._own is not None:
-                        async with self._own() as opened:
-                            return await self._rows_soon(opened.driver, request)
+                        return await self._rows(self._transaction.driver, request)
+                    if self._begin_transaction is not None:
+                        async with self._begin_transaction() as transaction:
+                            return await self._rows_with_lock_limit(transaction.driver, request)
                     connection = await self._session("place")
                     async with connection.transaction():
-                        return await self._rows_soon(connection, request)
+                        return await self._rows_with_lock_limit(connection, request)
             case BeginTransaction():
-                with self._databases.translated("place", self._sessions):
-                    if self._own is None:
+                with self._databases.translate_errors("place", self._sessions):
+                    if self._begin_transaction is None:
                         connection = await self._session("place")
-                        transaction: AbstractAsyncContextManager[Any] = psycopg.AsyncTransaction(connection)
-                        await transaction.__aenter__()
-                        self._opened = OwnTransaction(connection, connection, connection.transaction)
+                        context: AbstractAsyncContextManager[Any] = psycopg.AsyncTransaction(connection)
+                        await context.__aenter__()
+                        self._transaction = EffectsTransaction(connection, connection, connection.transaction)
                     else:
-                        transaction = self._own()
-                        self._opened = await transaction.__aenter__()
-                    self._transaction = transaction
-                    await self._opened.driver.execute(SET_LOCK_TIMEOUT)
+                        context = self._begin_transaction()
+                        self._transaction = await context.__aenter__()
+                    self._transaction_context = context
+                    await self._transaction.driver.execute(SET_LOCK_TIMEOUT)
             case CommitTransaction():
-                assert self._transaction is not None
-                transaction, self._transaction, self._opened = self._transaction, None, None
-                with self._databases.translated("place", self._sessions):
-                    await transaction.__aexit__(None, None, None)
+                assert self._transaction_context is not None
+                context, self._transaction_context, self._transaction = self._transaction_context, None, None
+                with self._databases.translate_errors("place", self._sessions):
+                    await context.__aexit__(None, None, None)
         return None
 
-    async def _rows_soon(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
+    async def _rows_with_lock_limit(self, connection: AsyncConnection, request: RunSql) -> list[Row]:
         """Run a statement as the only one of its transaction, with a limit on its waits for locks."""
         await connection.execute(SET_LOCK_TIMEOUT)
         return await self._rows(connection, request)
@@ -260,7 +260,7 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
             try:
                 return await cursor.fetchall() if cursor.description else []
             except Exception as error:
-                raise unreadable(cursor, request, error) from error
+                raise row_error(cursor, request, error) from error
 
     async def _session(self, role: Role) -> AsyncConnection:
         if role not in self._sessions:
@@ -273,9 +273,9 @@ class AsyncReader(AsyncIterator[ReadBatch[Any]]):
                 else:
                     connection = await AsyncSessionConnection.open(conninfo)
             except psycopg.OperationalError as error:
-                if role not in self._trusted:
-                    await asyncio.to_thread(self._databases.refuse, role, error)
+                if role not in self._connected_roles:
+                    await asyncio.to_thread(self._databases.raise_if_refused, role, error)
                 raise
             self._sessions[role] = connection
-            self._trusted.add(role)
+            self._connected_roles.add(role)
         return self._sessions[role]

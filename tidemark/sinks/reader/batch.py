@@ -13,7 +13,7 @@ from tidemark.common.errors import Retry, Stop
 from tidemark.common.log import get_logger
 from tidemark.common.postgres_session import explain_error, first_line
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.effects import OwnTransaction, psycopg_error
+from tidemark.sinks.reader.effects import EffectsTransaction, psycopg_error
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.requests import Row
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 C = TypeVar("C")
 
-MAX_REASON = 2000  # characters
+MAX_REASON = 2000  # characters of the stored reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ReadBatch(Generic[C]):
     is_retry: bool
     partition: int | None
     _id: str
-    _ledger: CheckpointStore
-    _opened: OwnTransaction
+    _checkpoint_store: CheckpointStore
+    _transaction: EffectsTransaction
 
     def facts(self) -> Iterator[tuple[int, list[Row]]]:
         """Group the rows by fact: (ID, rows)."""
@@ -64,23 +64,27 @@ class ReadBatch(Generic[C]):
         `tidemark_reader.parked` with the reason, for a person. The error is logged and the loop continues. Other
         errors, and errors that a retry may solve (a lost connection, a deadlock), are raised.
         """
-        return Parking(self._ledger, self._opened, id, errors)
+        return Parking(self._checkpoint_store, self._transaction, id, errors)
 
 
 class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
     """The context manager of `ReadBatch.parking`, for threads and asyncio."""
 
     def __init__(
-        self, ledger: CheckpointStore, opened: OwnTransaction, id: int, errors: tuple[type[Exception], ...]
+        self,
+        checkpoint_store: CheckpointStore,
+        transaction: EffectsTransaction,
+        id: int,
+        errors: tuple[type[Exception], ...],
     ) -> None:
-        self._ledger = ledger
-        self._opened = opened
+        self._checkpoint_store = checkpoint_store
+        self._transaction = transaction
         self._id = id
         self._errors = errors
         self._savepoint: Any = None
 
     def __enter__(self) -> None:
-        self._savepoint = self._opened.savepoint()
+        self._savepoint = self._transaction.savepoint()
         self._savepoint.__enter__()
 
     def __exit__(
@@ -90,16 +94,16 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             if self._savepoint.__exit__(kind, error, trace):
                 return True
         except self._errors as raised:  # a session may write its objects only at the end of the savepoint
-            if error is not None or not self._parks(raised):
+            if error is not None or not self._can_park(raised):
                 raise
             error = raised
-        if not self._parks(error):
+        if not self._can_park(error):
             return False
-        self._opened.driver.execute(self._ledger.parked(self._id, self._reason(error)))
+        self._transaction.driver.execute(self._checkpoint_store.park_statement(self._id, self._log_reason(error)))
         return True
 
     async def __aenter__(self) -> None:
-        self._savepoint = self._opened.savepoint()
+        self._savepoint = self._transaction.savepoint()
         await self._savepoint.__aenter__()
 
     async def __aexit__(
@@ -109,22 +113,22 @@ class Parking(AbstractContextManager[None], AbstractAsyncContextManager[None]):
             if await self._savepoint.__aexit__(kind, error, trace):
                 return True
         except self._errors as raised:
-            if error is not None or not self._parks(raised):
+            if error is not None or not self._can_park(raised):
                 raise
             error = raised
-        if not self._parks(error):
+        if not self._can_park(error):
             return False
-        await self._opened.driver.execute(self._ledger.parked(self._id, self._reason(error)))
+        await self._transaction.driver.execute(self._checkpoint_store.park_statement(self._id, self._log_reason(error)))
         return True
 
-    def _parks(self, error: BaseException | None) -> bool:
+    def _can_park(self, error: BaseException | None) -> bool:
         if not isinstance(error, self._errors) or isinstance(error, Retry | Stop):
             return False
         cause = psycopg_error(error)
         return cause is None or not isinstance(explain_error(cause, "", {}), Retry)
 
-    def _reason(self, error: BaseException | None) -> str:
+    def _log_reason(self, error: BaseException | None) -> str:
         text = first_line(error) if isinstance(error, psycopg.Error) else str(error)
         reason = f"{type(error).__name__}: {text}"[:MAX_REASON].replace("\0", "?").encode(errors="replace").decode()
-        log.warning("Parked a fact", reader=self._ledger.reader, id=self._id, problem=reason)
+        log.warning("Parked a fact", reader=self._checkpoint_store.reader, id=self._id, problem=reason)
         return reason

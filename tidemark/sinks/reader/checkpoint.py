@@ -22,7 +22,7 @@ SCHEMA_TEXT = (
     + "end $schema$"
 )
 
-RETRIES = 100  # parked facts that are handed over again in one turn
+RETRIES_PER_QUERY = 100  # parked facts that are handed over again after one query
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class CheckpointStore:
     def load(self) -> Generator[Request, Answer, ReaderCheckpoint]:
         """Load the checkpoint. Creates the schema and the row of the reader if they do not exist. Raises
         `ReaderModeChanged` and `ReaderPartitionsChanged`."""
-        yield from self.prepare()
-        yield from self._check_visible()
+        yield from self.create_schema()
+        yield from self._check_rows_visible()
         others = yield from self._rows(
             "select reader from tidemark_reader.places where stream = {stream} and version > 0 and reader <> {reader}"
             " and regexp_replace(reader, {suffix}, '') = regexp_replace({reader}, {suffix}, '')"
@@ -102,10 +102,10 @@ class CheckpointStore:
             {fact["id"]: DeliveredFact(**fact) for fact in delivered},
         )
 
-    def prepare(self) -> Generator[Request, Answer, None]:
+    def create_schema(self) -> Generator[Request, Answer, None]:
         """Create the schema if it does not exist."""
-        schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as there")
-        if not schema[0]["there"]:
+        schema = yield from self._rows("select to_regclass('tidemark_reader.copies') is not null as is_created")
+        if not schema[0]["is_created"]:
             # Copies of a reader may create it at the same moment. No advisory lock, because any user could hold it.
             yield from self._rows(SCHEMA_TEXT)
 
@@ -120,14 +120,19 @@ class CheckpointStore:
             " where reader = {reader} and stream = {stream} for update skip locked"
         )
         if not locked:
-            yield from self._check_visible()
+            yield from self._check_rows_visible()
         return (locked[0]["version"], locked[0]["transaction"]) if locked else None
 
     def save(
-        self, checkpoint: ReaderCheckpoint, more: Iterable[DeliveredFact], forgotten: Iterable[int], transaction: str
+        self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact], removed: Iterable[int], transaction: str
     ) -> Generator[Request, Answer, int]:
-        """Store the checkpoint, add the facts `more` to the delivered facts, and remove the facts `forgotten`, in the
-        transaction.
+        """Store the checkpoint in the open transaction.
+
+        Args:
+            checkpoint: the new checkpoint.
+            added: facts to add to the delivered facts.
+            removed: IDs of facts to remove from the delivered facts.
+            transaction: the name of the transaction, from `lock`.
 
         Returns:
             The new version. It is a clock value, so a restored database never repeats it.
@@ -152,19 +157,19 @@ class CheckpointStore:
             must_read=Jsonb([(item.writer, item.prev, item.id) for item in checkpoint.must_read]),
         )
         if not written:
-            yield from self._check_visible()
+            yield from self._check_rows_visible()
             raise TransactionEnded(self.reader, self._stream)
-        added = [*more]
-        if added:
+        facts = [*added]
+        if facts:
             yield from self._rows(
                 "insert into tidemark_reader.delivered (reader, stream, id, writer, epoch)"
                 " select {reader}, {stream}, * from unnest({ids}::bigint[], {writers}::text[], {epochs}::bigint[])"
                 " on conflict (reader, stream, id) do update set writer = excluded.writer, epoch = excluded.epoch",
-                ids=[item.id for item in added],
-                writers=[item.writer for item in added],
-                epochs=[item.epoch for item in added],
+                ids=[fact.id for fact in facts],
+                writers=[fact.writer for fact in facts],
+                epochs=[fact.epoch for fact in facts],
             )
-        if ids := [*forgotten]:
+        if ids := [*removed]:
             yield from self._rows(
                 "delete from tidemark_reader.delivered"
                 " where reader = {reader} and stream = {stream} and id = any({ids}::bigint[])",
@@ -172,15 +177,15 @@ class CheckpointStore:
             )
         return int(written[0]["version"])
 
-    def wishes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
+    def operator_changes(self) -> Generator[Request, Answer, tuple[int | None, list[int]]]:
         """Query changes by operators. Returns the stored version (None: the place was deleted), and the IDs of up to
-        `RETRIES` parked facts to hand over again.
+        `RETRIES_PER_QUERY` parked facts to hand over again.
         """
         (row,) = yield from self._rows(
             "select (select version from tidemark_reader.places where reader = {reader} and stream = {stream}),"
             " array(select id from tidemark_reader.parked where reader = {reader} and stream = {stream}"
-            "   and retry_at is not null order by abs(id) limit {most}) as retries",
-            most=RETRIES,
+            "   and retry_at is not null order by abs(id) limit {limit}) as retries",
+            limit=RETRIES_PER_QUERY,
         )
         return row["version"], row["retries"]
 
@@ -193,7 +198,7 @@ class CheckpointStore:
         )
         return bool(removed)
 
-    def parked(self, id: int, reason: str) -> sql.Composed:
+    def park_statement(self, id: int, reason: str) -> sql.Composed:
         """The statement that parks the fact `id`."""
         return self._statement(
             "insert into tidemark_reader.parked (reader, stream, id, reason)"
@@ -204,7 +209,7 @@ class CheckpointStore:
             reason=reason,
         )
 
-    def _check_visible(self) -> Generator[Request, Answer, None]:
+    def _check_rows_visible(self) -> Generator[Request, Answer, None]:
         """Raises `Refused` if row level security hides rows of the reader's tables from this user. The connection
         belongs to the service, so `row_security` stays as the service set it."""
         hidden_tables = yield from self._rows(

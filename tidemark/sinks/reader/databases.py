@@ -52,7 +52,7 @@ _TIME_LIMITS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Databases:
-    """Addresses, which may contain passwords.
+    """The addresses of the databases. They may contain passwords.
 
     Attributes:
         source: the database with the backing table.
@@ -71,25 +71,25 @@ class Databases:
         return conninfo(self._dsn(role), f"{APPLICATION}{reader}{suffix}")
 
     @contextmanager
-    def translated(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
+    def translate_errors(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
         """Convert psycopg's errors to `Unavailable` (continue from the stored checkpoint) and `Refused`."""
         try:
             yield
         except TidemarkError:
-            raise  # already converted by `refuse`
+            raise  # already converted by `raise_if_refused`
         except Exception as error:
             cause = psycopg_error(error)
             if cause is None:
                 raise
             where = address(self._dsn(role)) if self._dsn(role) else "effects"
-            if role == "place" and (setting := _ended_by(cause)):
+            if role == "place" and (setting := _time_limit_setting(cause)):
                 raise BatchTimedOut("Postgres", where, first_line(cause), setting) from error
             problem = explain_error(cause, where, _REFUSALS, getattr(sessions.get(role), "role", ""))
             if problem is cause:
                 raise
             raise problem from error
 
-    def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
+    def raise_if_refused(self, role: Role, error: psycopg.OperationalError) -> None:
         """Raise `Refused` if the server answers, but not to this user. For the first connection only: later, the cause
         may be a lack of free connections, which libpq reports like a wrong password.
         """
@@ -98,9 +98,10 @@ class Databases:
                 "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
             ) from error
 
-    def with_lockers(self, role: Role, error: Unavailable) -> Unavailable:
-        """For a lock time-out, `error` with the sessions that may hold the lock, for which it connects; else `error`
-        itself.
+    def with_lock_holders(self, role: Role, error: Unavailable) -> Unavailable:
+        """If `error` is a lock time-out, a new error that also names the sessions that may hold the lock; else `error`.
+
+        Opens a connection to query the sessions.
         """
         if not isinstance(error.__cause__, LockNotAvailable) or not self._dsn(role):
             return error
@@ -119,14 +120,14 @@ class Databases:
                 return self.primary
 
 
-def _ended_by(error: psycopg.Error) -> str | None:
+def _time_limit_setting(error: psycopg.Error) -> str | None:
     """The setting by which the server ended an idle or long transaction; None for another error."""
     if (setting := _TIME_LIMITS.get(error.sqlstate or "")) is not None:
         return setting
     return "idle_transaction_timeout of PgBouncer" if "idle transaction timeout" in str(error) else None
 
 
-def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
+def row_error(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
     """`RowUnreadable` if the cursor's error is about one fetched row; else the error itself."""
     result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
     if result is None or request.id not in names:
@@ -147,35 +148,35 @@ log = get_logger(__name__)
 APPLICATION = "tidemark reader "
 """The prefix of the `application_name` of a copy's connection, before the name of the reader."""
 
-POLL = 0.01  # seconds
-LOG_EVERY = 1000  # polls
+POLL_EVERY = 0.01  # seconds
+LOG_EVERY = 1000  # polls between two warnings
 
-_WRITTEN = sql.SQL(
+_WRITTEN_LSN = sql.SQL(
     "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
     " (select setting::bigint from pg_settings where name = 'wal_segment_size') as segment"
 ).format()
-_REPLAYED = sql.SQL(
+_REPLAYED_LSN = sql.SQL(
     "select (coalesce(case when pg_is_in_recovery() then pg_last_wal_replay_lsn()"
     " else pg_current_wal_insert_lsn() end, '0/0') - '0/0')::bigint as lsn"
 ).format()
 
-PAGE = 8192
+PAGE_SIZE = 8192  # bytes
 SHORT_HEADER, LONG_HEADER = 24, 40  # bytes of a page header, and of the header of a segment's first page
 
 
-def caught_up() -> Generator[Request, Answer, None]:
+def wait_for_replica() -> Generator[Request, Answer, None]:
     """Wait until `source` has replayed everything that `primary` has written before the call."""
-    (written,) = yield from rows(RunSql("primary", _WRITTEN))
+    (written,) = yield from rows(RunSql("primary", _WRITTEN_LSN))
     target = end_of_records(written["lsn"], written["segment"])
     polls = 0
     while True:
-        (replayed,) = yield from rows(RunSql("source", _REPLAYED))
+        (replayed,) = yield from rows(RunSql("source", _REPLAYED_LSN))
         if replayed["lsn"] >= target:
             return
         polls += 1
         if polls % LOG_EVERY == 0:
             log.warning("Waiting for the replica to replay", bytes=target - replayed["lsn"])
-        yield Pause(POLL)
+        yield Pause(POLL_EVERY)
 
 
 def end_of_records(insert: int, segment: int) -> int:
@@ -186,6 +187,6 @@ def end_of_records(insert: int, segment: int) -> int:
     """
     if insert % segment == LONG_HEADER:
         return insert - LONG_HEADER
-    if insert % PAGE == SHORT_HEADER:
+    if insert % PAGE_SIZE == SHORT_HEADER:
         return insert - SHORT_HEADER
     return insert

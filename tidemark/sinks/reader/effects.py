@@ -19,8 +19,8 @@ BEGIN = "select 1"  # these libraries begin a transaction with its first stateme
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTransaction:
-    """An open transaction of the service's library.
+class EffectsTransaction:
+    """An open transaction in the reader's own database.
 
     Attributes:
         session: the object that the service gets as `batch.connection`.
@@ -41,17 +41,17 @@ class OwnTransaction:
 
 
 class BatchRolledBack(Exception):
-    """Ends the block of an `OwnTransaction` without a commit."""
+    """Ends the block of an `EffectsTransaction` without a commit."""
 
 
-def own_transactions(effects: Any) -> Callable[[], AbstractContextManager[OwnTransaction]] | None:
-    """A function that begins transactions of `effects`; None if `effects` is an address. Raises `BadSetting`."""
-    return None if isinstance(effects, str) else partial(_begin, _known(effects))
+def transaction_factory(effects: Any) -> Callable[[], AbstractContextManager[EffectsTransaction]] | None:
+    """A function that begins a transaction of `effects`; None if `effects` is an address. Raises `BadSetting`."""
+    return None if isinstance(effects, str) else partial(_begin, _check_effects(effects))
 
 
-def async_own_transactions(effects: Any) -> Callable[[], AbstractAsyncContextManager[OwnTransaction]] | None:
-    """`own_transactions` for asyncio."""
-    return None if isinstance(effects, str) else partial(_async_begin, _known(effects))
+def async_transaction_factory(effects: Any) -> Callable[[], AbstractAsyncContextManager[EffectsTransaction]] | None:
+    """`transaction_factory` for asyncio."""
+    return None if isinstance(effects, str) else partial(_async_begin, _check_effects(effects))
 
 
 def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
@@ -61,7 +61,7 @@ def psycopg_error(error: BaseException | None) -> psycopg.Error | None:
     return error
 
 
-def _known(effects: Any) -> Any:
+def _check_effects(effects: Any) -> Any:
     if hasattr(effects, "getconn") or hasattr(effects, "ensure_connection") or _is_engine(effects) or callable(effects):
         return effects
     problem = (
@@ -74,39 +74,39 @@ def _is_engine(effects: Any) -> bool:
     return hasattr(effects, "dialect") and hasattr(effects, "connect")
 
 
-def _checked(driver: Any, wanted: type[Any]) -> Any:
-    if not isinstance(driver, wanted):
+def _check_driver(driver: Any, driver_class: type[Any]) -> Any:
+    if not isinstance(driver, driver_class):
         raise BadSetting("effects", f"its connections are of {type(driver).__module__}, and must be of psycopg 3")
     return driver
 
 
 @contextmanager
-def _begin(effects: Any) -> Iterator[OwnTransaction]:
+def _begin(effects: Any) -> Iterator[EffectsTransaction]:
     if hasattr(effects, "getconn"):  # a pool of psycopg
         with effects.connection() as connection, connection.transaction():
-            yield OwnTransaction(connection, connection, connection.transaction)
+            yield EffectsTransaction(connection, connection, connection.transaction)
     elif hasattr(effects, "ensure_connection"):  # Django's
         from django.db import transaction  # noqa: PLC0415 - only services that use Django have it
 
         savepoint = partial(transaction.atomic, using=effects.alias)
         with savepoint(durable=True), effects.cursor() as cursor:
-            driver = _checked(cursor.connection, psycopg.Connection)
+            driver = _check_driver(cursor.connection, psycopg.Connection)
             driver.execute(BEGIN)
-            yield OwnTransaction(effects, driver, savepoint)
+            yield EffectsTransaction(effects, driver, savepoint)
     else:
         from sqlalchemy.orm import Session  # noqa: PLC0415 - only services that use SQLAlchemy have it
 
         with Session(effects) if _is_engine(effects) else effects() as session, session.begin():
-            driver = _checked(session.connection().connection.driver_connection, psycopg.Connection)
+            driver = _check_driver(session.connection().connection.driver_connection, psycopg.Connection)
             driver.execute(BEGIN)
-            yield OwnTransaction(session, driver, session.begin_nested)
+            yield EffectsTransaction(session, driver, session.begin_nested)
 
 
 @asynccontextmanager
-async def _async_begin(effects: Any) -> AsyncIterator[OwnTransaction]:
+async def _async_begin(effects: Any) -> AsyncIterator[EffectsTransaction]:
     if hasattr(effects, "getconn"):
         async with effects.connection() as connection, connection.transaction():
-            yield OwnTransaction(connection, connection, connection.transaction)
+            yield EffectsTransaction(connection, connection, connection.transaction)
     elif hasattr(effects, "ensure_connection"):
         raise BadSetting("effects", "Django has no transactions for asyncio: use tidemark.Reader")
     else:
@@ -114,6 +114,6 @@ async def _async_begin(effects: Any) -> AsyncIterator[OwnTransaction]:
 
         async with AsyncSession(effects) if _is_engine(effects) else effects() as session, session.begin():
             raw = await (await session.connection()).get_raw_connection()
-            driver = _checked(raw.driver_connection, psycopg.AsyncConnection)
+            driver = _check_driver(raw.driver_connection, psycopg.AsyncConnection)
             await driver.execute(BEGIN)
-            yield OwnTransaction(session, driver, session.begin_nested)
+            yield EffectsTransaction(session, driver, session.begin_nested)

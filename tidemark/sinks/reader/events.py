@@ -40,8 +40,8 @@ class Advance:
 class Reread:
     """`(prev, id]` of `writer` is complete, but its evidence is no longer available: read the table.
 
-    Without a `writer`: the same for every writer except those in `besides`, up to the linear position `id`. A writer
-    may have joined and retired before this reader could see its name.
+    If `writer` is None, the event is about every writer except those in `besides`, up to the linear position `id`. A
+    writer may have joined and retired before this reader could see its name.
     """
 
     writer: str | None
@@ -118,7 +118,8 @@ class ReadProgress:
         reader: the name of the reader.
         stream: the name of the stream.
         position: the position up to which the reader has read and committed.
-        lag_ids: IDs between that and the complete position, as far as the reader knows.
+        lag_ids: the number of IDs from `position` to the position up to which the stream is complete, as far as the
+            reader knows.
         rows: rows of the committed batch; 0 without a batch.
         is_late: the batch had late facts.
         seconds: seconds from the handover of the batch to its commit.
@@ -141,8 +142,8 @@ Event = Advance | Reread | LinearMove | Late | LateLost
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a follower has handed over: a plain value that may be stored in any form. A token states what is complete; a
-    place states what one reader has.
+    """What a follower has handed over: a value that may be stored in any form. A token states what is complete; a place
+    states what one reader has received.
 
     Attributes:
         linear: the place of every writer that has no entry in `positions`.

@@ -5,12 +5,10 @@ previous read. If that entry is gone, the list is read from its start, and Postg
 without Postgres the reader must read the table. A read is complete only when each writer is at the position that Redis
 returns in the same transaction.
 
-Merges the lists, history and positions of a stream into one chain of events per writer. Pure.
-
-The input may have duplicates and gaps, and a list may start again. The events of each writer join exactly: the `prev`
-of one is the `id` of the one before (Rule 3), and no event is handed over twice. A writer that retired and joins again
-begins at the linear position, like a new writer. `LinearEvidence` makes moves of the linear position from the events of
-writers.
+`EventMerge` merges the lists, history and positions of a stream into one chain of events per writer. Its input may have
+duplicates and gaps, and a list may start again. The events of each writer join exactly: the `prev` of an event is the
+`id` of the event before (Rule 3), and no event is handed over twice. A writer that retired and joins again begins at
+the linear position, like a new writer. `LinearEvidence` makes moves of the linear position from the events of writers.
 """
 
 import time
@@ -25,15 +23,15 @@ from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
+    CheckStreamName,
     ListEntry,
     ReadHistory,
     ReadList,
-    ReadName,
     ReadNewest,
     Request,
     StreamHistory,
     StreamKeys,
-    patiently,
+    repeat_while_unavailable,
 )
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.values.direction import beyond, farther
@@ -43,8 +41,8 @@ class LinearEvidence:
     """Turns moves of the linear position into `LinearMove` events.
 
     The linear position may pass an ID before the follower knows the position of its writer, and IDs of writers that
-    joined and retired unseen. So `known` is true only for a range beyond every position at the start that every writer
-    has passed, and whose advances all have their evidence.
+    joined and retired unseen. So `known` is true only for a range that begins beyond every position at
+    the start, that every writer has passed, and whose advances all have their evidence.
     """
 
     def __init__(self, linear: int) -> None:
@@ -52,7 +50,7 @@ class LinearEvidence:
         self._watched_from: int | None = None
         self._events: list[Advance | Reread] = []
 
-    def note(self, event: Advance | Reread) -> None:
+    def add_event(self, event: Advance | Reread) -> None:
         """Add an event that moved the position of a writer."""
         if beyond(event.id, self.linear):
             self._events.append(event)
@@ -62,18 +60,19 @@ class LinearEvidence:
         self._watched_from = None
 
     def move(self, linear: int, writers: Mapping[str, int]) -> Iterator[LinearMove]:
-        """Return the move to the linear position `linear`. All moves of the writers up to their positions must have
-        been added.
+        """Yield the move to the linear position `linear`, if it is beyond the last move.
+
+        Every event up to the positions of `writers` must have been added.
         """
         if beyond(linear, self.linear):
-            touching = [event for event in self._events if beyond(linear, event.prev)]
+            overlapping = [event for event in self._events if beyond(linear, event.prev)]
             known = (
                 self._watched_from is not None
                 and not beyond(self._watched_from, self.linear)
                 and not any(beyond(linear, position) for position in writers.values())
-                and not any(isinstance(event, Reread) for event in touching)
+                and not any(isinstance(event, Reread) for event in overlapping)
             )
-            advances = tuple(event for event in touching if isinstance(event, Advance))
+            advances = tuple(event for event in overlapping if isinstance(event, Advance))
             prev, self.linear = self.linear, linear
             self._events = [event for event in self._events if beyond(event.id, linear)]
             yield LinearMove(prev, linear, advances, known)
@@ -82,19 +81,20 @@ class LinearEvidence:
 
 
 class EventMerge:
-    """Takes any published facts about positions, in any order, and yields new events. The place moves when an event is
-    taken.
+    """Merges published advances and positions, in any order, and yields new events.
+
+    The place moves when the caller takes an event from the iterator.
     """
 
     def __init__(self, place: Place) -> None:
         self._linear = place.linear
-        self._reached = dict(place.positions)
+        self._positions = dict(place.positions)
         self._late = place.late
         self._is_settled = place.is_settled
 
     @property
     def place(self) -> Place:
-        return Place(self._linear, dict(self._reached), self._late, self._is_settled)
+        return Place(self._linear, dict(self._positions), self._late, self._is_settled)
 
     @property
     def is_settled(self) -> bool:
@@ -111,58 +111,58 @@ class EventMerge:
         return self._late
 
     @property
-    def reached(self) -> Mapping[str, int]:
+    def positions(self) -> Mapping[str, int]:
         """The place of each known writer."""
-        return self._reached
+        return self._positions
 
-    def at(self, writer: str) -> int:
-        return self._reached.get(writer, self._linear)
+    def position_of(self, writer: str) -> int:
+        return self._positions.get(writer, self._linear)
 
     def leaves_gap(self, advance: Advance) -> bool:
         """Whether the advance begins beyond the place of its writer, so that the evidence for the IDs between is
         missing.
         """
-        return beyond(advance.prev, self.at(advance.writer))
+        return beyond(advance.prev, self.position_of(advance.writer))
 
-    def advance(self, advance: Advance) -> Iterator[Advance | Reread]:
-        reached = self.at(advance.writer)
+    def add_advance(self, advance: Advance) -> Iterator[Advance | Reread]:
+        reached = self.position_of(advance.writer)
         if beyond(advance.id, reached):
             if self.leaves_gap(advance):
-                yield from self.reach(advance.writer, advance.prev)
-            self._reached[advance.writer] = advance.id
+                yield from self.move_to(advance.writer, advance.prev)
+            self._positions[advance.writer] = advance.id
             yield replace(advance, prev=reached) if beyond(reached, advance.prev) else advance
 
-    def reach(self, writer: str, position: int) -> Iterator[Reread]:
+    def move_to(self, writer: str, position: int) -> Iterator[Reread]:
         """Move the writer to `position` without its advances, which are not available."""
-        reached = self.at(writer)
+        reached = self.position_of(writer)
         if beyond(position, reached):
-            self._reached[writer] = position
+            self._positions[writer] = position
             yield Reread(writer, reached, position)
 
-    def complete(self, late: Late) -> Iterator[Late]:
+    def add_late(self, late: Late) -> Iterator[Late]:
         if late.number > self._late:
             self._late = late.number
             yield late
 
-    def lose_late(self, number: int) -> Iterator[LateLost]:
-        """Skip late completions up to `number`, which are not available."""
+    def note_late_lost(self, number: int) -> Iterator[LateLost]:
+        """Pass the late completions up to `number`, which are not available."""
         if number > self._late:
             after, self._late = self._late, number
             yield LateLost(after, number)
 
-    def sweep(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
+    def reread_unlisted(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
         """Hand over ranges up to `linear` of the writers that are not in `writers`: they retired, and their last
         advances are not available. A writer is removed only when the linear position has passed it, so it was not
         beyond `linear`.
         """
-        for left_writer in sorted(self._reached.keys() - writers.keys()):
-            yield from self.reach(left_writer, linear)
+        for retired_writer in sorted(self._positions.keys() - writers.keys()):
+            yield from self.move_to(retired_writer, linear)
         if beyond(linear, self._linear):
-            self._know(writers)
+            self._add_writers(writers)
             prev, self._linear = self._linear, linear
-            yield Reread(None, prev, linear, frozenset(self._reached))
+            yield Reread(None, prev, linear, frozenset(self._positions))
 
-    def read_all(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
+    def reread_all(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
         """On the first read of a stream, hand over every range up to `linear` that no event has named.
 
         The table may be older than the stream. Then it has rows of writers that Tidemark does not know, rows without a
@@ -170,34 +170,34 @@ class EventMerge:
         linear position.
         """
         for writer in sorted(writers):
-            yield from self.reach(writer, linear)
-        yield from self.sweep(linear, writers)
+            yield from self.move_to(writer, linear)
+        yield from self.reread_unlisted(linear, writers)
 
-    def settle(self, linear: int, writers: Iterable[str]) -> None:
+    def mark_settled(self, linear: int, writers: Iterable[str]) -> None:
         """Note that no other writers exist than the known ones and `writers`. A later writer begins beyond `linear`.
 
         A writer joins before it reserves, so the linear position cannot pass an ID of a writer that has not joined
-        (docs/design.md 3). A writer that has left and that the linear position has passed is forgotten, so names do not
+        (docs/design.md 3). A writer that has left and that the linear position has passed is removed, so names do not
         accumulate.
         """
         listed = {*writers}
         self._is_settled = True
-        self._know(listed)
+        self._add_writers(listed)
         self._linear = farther(linear, self._linear)
-        for left_writer in [
+        for retired_writer in [
             writer
-            for writer in self._reached
-            if writer not in listed and not beyond(self._reached[writer], self._linear)
+            for writer in self._positions
+            if writer not in listed and not beyond(self._positions[writer], self._linear)
         ]:
-            del self._reached[left_writer]
+            del self._positions[retired_writer]
 
-    def _know(self, writers: Iterable[str]) -> None:
+    def _add_writers(self, writers: Iterable[str]) -> None:
         for writer in writers:
-            self._reached.setdefault(writer, self._linear)
+            self._positions.setdefault(writer, self._linear)
 
-    def is_behind(self, positions: Mapping[str, int], late: int) -> bool:
+    def is_missing_any(self, positions: Mapping[str, int], late: int) -> bool:
         """Whether the merge lacks published positions or late completions."""
-        return late > self._late or any(beyond(id, self.at(writer)) for writer, id in positions.items())
+        return late > self._late or any(beyond(id, self.position_of(writer)) for writer, id in positions.items())
 
 
 log = get_logger(__name__)
@@ -210,24 +210,25 @@ PAGE = 5000  # advances of one query of Postgres: bounds memory and response tim
 class ListMerge:
     """One list, merged into the events of a stream.
 
-    Call `misses`, then `add_history` if it returns True, then `take`, and `complete` if the list has no more entries.
+    For each page of the list, call `may_lack_evidence`, then `add_history` if it returned True, then `add_entries`.
+    After the last page, call `end`.
 
     Args:
-        joining: the merge of the stream's events.
-        completed: the reader has everything up to the positions that came with the newest entry of the list.
+        merge: the merge of the stream's events.
+        is_complete: the reader has everything up to the positions that came with the newest entry of the list.
     """
 
-    def __init__(self, merge: EventMerge, *, completed: bool) -> None:
+    def __init__(self, merge: EventMerge, *, is_complete: bool) -> None:
         self._merge = merge
         self.has_history = False  # the whole history in Postgres was added
-        self._completed = completed
+        self._is_complete = is_complete
         # The list has an entry that was handed over before, so no later entry was cut off. A refilled list has advances
         # only if it has all late completions (sinks.redis.mirror).
-        self._overlaps = False
+        self._has_overlap = False
 
-    def misses(self, keys: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
+    def may_lack_evidence(self, keys: StreamKeys, items: Sequence[Advance | Late | None]) -> bool:
         """Whether the list may lack evidence for the positions in `keys`, so that Postgres should be queried before
-        `take`.
+        `add_entries`.
 
         True for every list at first, because entries may have been cut off, and writers may have joined and retired.
 
@@ -235,55 +236,55 @@ class ListMerge:
             keys: the keys of the stream.
             items: their list entries, parsed.
         """
-        if not self._completed:
+        if not self._is_complete:
             return not self.has_history
         trial = EventMerge(self._merge.place)
         for item in items:
             if isinstance(item, Advance):
                 if trial.leaves_gap(item):
                     return True
-                all(trial.advance(item))
+                all(trial.add_advance(item))
             elif item is not None:
-                all(trial.complete(item))
-        return not keys.more and trial.is_behind(keys.positions, keys.late)
+                all(trial.add_late(item))
+        return not keys.has_more and trial.is_missing_any(keys.positions, keys.late)
 
     def add_history(self, history: StreamHistory) -> Iterator[Event]:
-        """Add a page of history from Postgres. After the last page, everything that was published before its read is
-        there.
+        """Add a page of history from Postgres. After the last page, the merge has everything that was
+        published before the query.
         """
-        self.has_history = not history.more
+        self.has_history = not history.has_more
         for writer, (position, advances) in history.chains.items():
             for advance in advances:
-                yield from self._merge.advance(advance)
-            yield from self._merge.reach(writer, position)
+                yield from self._merge.add_advance(advance)
+            yield from self._merge.move_to(writer, position)
         for late in history.late:
-            yield from self._merge.complete(late)
+            yield from self._merge.add_late(late)
 
-    def take(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
+    def add_entries(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
         for item in items:
             if isinstance(item, Advance):
-                new = [*self._merge.advance(item)]
-                self._overlaps = self._overlaps or not new
+                new = [*self._merge.add_advance(item)]
+                self._has_overlap = self._has_overlap or not new
                 yield from new
             elif item is not None:
-                if not (self.has_history or self._completed or self._overlaps):
-                    yield from self._merge.lose_late(item.number - 1)
-                new_late = [*self._merge.complete(item)]
-                self._overlaps = self._overlaps or not new_late
+                if not (self.has_history or self._is_complete or self._has_overlap):
+                    yield from self._merge.note_late_lost(item.number - 1)
+                new_late = [*self._merge.add_late(item)]
+                self._has_overlap = self._has_overlap or not new_late
                 yield from new_late
 
-    def complete(self, keys: StreamKeys) -> Iterator[Event]:
+    def end(self, keys: StreamKeys) -> Iterator[Event]:
         """End the list. Call this when all entries that were published before `keys` were taken."""
         assert keys.linear is not None
         for writer, position in keys.positions.items():
-            yield from self._merge.reach(writer, position)
-        if not (self._completed or self._merge.is_settled):
-            yield from self._merge.read_all(keys.linear, keys.positions)
-        elif not (self.has_history or self._completed):
-            yield from self._merge.sweep(keys.linear, keys.positions)
-        yield from self._merge.lose_late(keys.late)
-        self._merge.settle(keys.linear, keys.positions)
-        self._completed = True
+            yield from self._merge.move_to(writer, position)
+        if not (self._is_complete or self._merge.is_settled):
+            yield from self._merge.reread_all(keys.linear, keys.positions)
+        elif not (self.has_history or self._is_complete):
+            yield from self._merge.reread_unlisted(keys.linear, keys.positions)
+        yield from self._merge.note_late_lost(keys.late)
+        self._merge.mark_settled(keys.linear, keys.positions)
+        self._is_complete = True
 
 
 Mode = Literal["vector", "linear"]
@@ -291,7 +292,7 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Everything that was published at the last read is handed over. For programs that use this one."""
+    """A value that follows the last event of a read: everything that was published then is handed over."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
@@ -300,7 +301,8 @@ Steps = Generator[Request | Event | CaughtUp, Answer, None]
 class FollowProgram:
     """The program that follows one stream.
 
-    A token has no number of late completions, so late completions that are known at the first read are not handed over.
+    A token has no number of late completions. So if `since` is a token, late completions that are known at the first
+    read are not handed over.
 
     Args:
         since: the reader's position; None: the positions at the first read.
@@ -319,7 +321,7 @@ class FollowProgram:
         self._since = since
         self._merge: EventMerge | None = None
         self._linear_evidence: LinearEvidence | None = None
-        self._unknown_since = self._logged = 0.0
+        self._unknown_since = self._logged_at = 0.0
 
     @property
     def place(self) -> Place | None:
@@ -334,7 +336,7 @@ class FollowProgram:
     @property
     def writers(self) -> int:
         """The number of known writers of the stream."""
-        return len(self._merge.reached) if self._merge else 0
+        return len(self._merge.positions) if self._merge else 0
 
     def steps(self) -> Steps:
         while True:
@@ -343,11 +345,11 @@ class FollowProgram:
     def _follow_list(self) -> Steps:
         """Follow one list until it is no continuation of the entries read before."""
         # Postgres has all advances up to the end of the list. Linear mode needs entries beyond it.
-        ends = self._mode == "vector"
-        fresh = self._merge is None and self._since is None
-        keys = yield from self._read_keys(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
+        starts_at_end = self._mode == "vector"
+        is_new = self._merge is None and self._since is None
+        keys = yield from self._read_keys(ReadNewest(self._stream) if starts_at_end else ReadList(self._stream, None))
         if self._merge is None and keys.linear is not None:
-            while self._since is None and keys.more:
+            while self._since is None and keys.has_more:
                 keys = yield from self._read_keys(ReadList(self._stream, keys.entries[-1]))
             self._begin(keys)
         if self._merge is None or keys.linear is None:  # Redis does not know the stream: it is recovering
@@ -356,23 +358,23 @@ class FollowProgram:
             return
         if self._linear_evidence:
             self._linear_evidence.mark_uncertain()
-        list_merge = ListMerge(self._merge, completed=ends and fresh)
+        list_merge = ListMerge(self._merge, is_complete=starts_at_end and is_new)
         last_entry: ListEntry | None = None
-        if ends and not fresh:
+        if starts_at_end and not is_new:
             yield from self._add_history(list_merge, self._merge)
-            if self._merge.is_behind(keys.positions, keys.late) or not list_merge.has_history:
+            if self._merge.is_missing_any(keys.positions, keys.late) or not list_merge.has_history:
                 keys = yield from self._read_keys(ReadList(self._stream, None))
         if keys.linear is None:
             return
         while True:
             items = [*map(parse_entry, keys.entries)]
-            if list_merge.misses(keys, items):
+            if list_merge.may_lack_evidence(keys, items):
                 yield from self._add_history(list_merge, self._merge)
-            yield from self._writer_events(list_merge.take(items))
+            yield from self._writer_events(list_merge.add_entries(items))
             if keys.entries:
                 last_entry = keys.entries[-1]
-            if not keys.more:
-                yield from self._writer_events(list_merge.complete(keys))
+            if not keys.has_more:
+                yield from self._writer_events(list_merge.end(keys))
                 if self._linear_evidence:
                     yield from self._linear_evidence.move(keys.linear, keys.positions)
                 yield CaughtUp()
@@ -380,17 +382,17 @@ class FollowProgram:
             if last_entry is None:  # after an empty list there is no entry to continue from
                 return
             keys = yield from self._read_keys(ReadList(self._stream, last_entry))
-            if keys.linear is None or not keys.joined:
+            if keys.linear is None or not keys.is_continuous:
                 return
 
     def _log_unknown(self) -> Generator[Request, Answer, None]:
         """Log at once, and again every minute, that the stream is unknown: the name may be misspelled."""
         now = time.monotonic()
         self._unknown_since = self._unknown_since or now
-        if self._logged and now - self._logged < LOG_EVERY:
+        if self._logged_at and now - self._logged_at < LOG_EVERY:
             return
-        self._logged = now
-        may_exist = yield from patiently(ReadName(self._stream))
+        self._logged_at = now
+        may_exist = yield from repeat_while_unavailable(CheckStreamName(self._stream))
         log.warning(
             "Waiting for a stream that is not known yet",
             stream=self._stream,
@@ -418,25 +420,25 @@ class FollowProgram:
         """Pass on the events of writers; in linear mode only add them to the evidence."""
         for event in events:
             if self._linear_evidence and isinstance(event, Advance | Reread):
-                self._linear_evidence.note(event)
+                self._linear_evidence.add_event(event)
             else:
                 yield event
 
     def _read_keys(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, StreamKeys]:
-        keys = yield from patiently(request)
+        keys = yield from repeat_while_unavailable(request)
         assert isinstance(keys, StreamKeys)
         return keys
 
     def _add_history(self, list_merge: ListMerge, merge: EventMerge) -> Generator[Request | Event, Answer, None]:
         """Add the history in Postgres, page by page."""
         while True:
-            history = yield from patiently(ReadHistory(self._stream, merge.place, self._page))
+            history = yield from repeat_while_unavailable(ReadHistory(self._stream, merge.place, self._page))
             if history is None:
                 return
             assert isinstance(history, StreamHistory)
             yield from self._writer_events(list_merge.add_history(history))
-            if not history.more:
+            if not history.has_more:
                 return
 
     def _await_entry(self, keys: StreamKeys) -> Generator[Request, Answer, None]:
-        yield from patiently(AwaitEntry(self._stream, keys.last, LONGEST_WAIT))
+        yield from repeat_while_unavailable(AwaitEntry(self._stream, keys.last, LONGEST_WAIT))

@@ -9,13 +9,15 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.requests import ReadHistory, StreamHistory, StreamKeys
 
-NEWEST = 10_000  # advances per writer; older ranges are read from the table
-SECONDS = 4.0  # for one statement; its work is bounded, so a longer time means an overloaded server
+MAX_ADVANCES = 10_000  # newest advances per writer; older ranges are read from the table
+STATEMENT_SECONDS = 4.0  # time limit of one statement; its work is bounded, so a longer time means an overloaded server
 
 
 class History:
-    """Needs the rights of the role tidemark_reader. Any thread may call. Raises `Unavailable` (call again) and
-    `Refused`."""
+    """Queries of the history. Needs the rights of the role tidemark_reader.
+
+    Any thread may call. Raises `Unavailable` (call again) and `Refused`.
+    """
 
     def __init__(self, dsn: Dsn) -> None:
         self._postgres = Postgres(PostgresConfig(dsn))
@@ -27,28 +29,30 @@ class History:
         """The positions of `stream`, in the form of an answer of Redis with an empty list."""
         positions = self._postgres.positions([stream]).get(stream)
         if positions is None:
-            return StreamKeys(None, {}, joined=False)
-        return StreamKeys(positions.linear, positions.positions, positions.late, positions.allocated, joined=False)
+            return StreamKeys(None, {}, is_continuous=False)
+        return StreamKeys(
+            positions.linear, positions.positions, positions.late, positions.allocated, is_continuous=False
+        )
 
-    def past(self, request: ReadHistory) -> StreamHistory:
+    def read_page(self, request: ReadHistory) -> StreamHistory:
         place, stream = request.place, request.stream
         page = self._postgres.page_after(
             stream,
             lambda writer: place.positions.get(writer, place.linear),
             place.late,
-            PageBounds(NEWEST, request.most, SECONDS),
+            PageBounds(MAX_ADVANCES, request.limit, STATEMENT_SECONDS),
         )
         return StreamHistory(
             chains={writer: (upto, [*map(_advance, advances)]) for writer, (upto, advances) in page.chains.items()},
             late=[*map(_late, page.late)],
-            more=page.has_more,
+            has_more=page.has_more,
         )
 
-    def missed(self, since: DurableMark, most: int) -> "MissedChanges | None":
-        """The changes of all streams since a mark. None if they have more than `most` advances, or are no longer
+    def missed_changes(self, since: DurableMark, limit: int) -> "MissedChanges | None":
+        """The changes of all streams since a mark. None if they have more than `limit` advances, or are no longer
         stored.
         """
-        changes = self._postgres.full_changes_since(since, most, SECONDS)
+        changes = self._postgres.full_changes_since(since, limit, STATEMENT_SECONDS)
         if changes is None:
             return None
         return MissedChanges(
@@ -71,8 +75,8 @@ class MissedChanges:
     streams: Mapping[str, StreamChange]
 
 
-def _advance(past: StoredAdvance) -> Advance:
-    advance = past.advance
+def _advance(stored: StoredAdvance) -> Advance:
+    advance = stored.advance
     return Advance(
         advance.writer,
         advance.epoch,
@@ -80,12 +84,14 @@ def _advance(past: StoredAdvance) -> Advance:
         advance.id,
         advance.evidence,
         advance.prev,
-        past.linear,
-        past.batch,
-        past.time,
+        stored.linear,
+        stored.batch,
+        stored.time,
     )
 
 
-def _late(past: StoredLate) -> Late:
-    late = past.late
-    return Late(past.number, late.writer, late.epoch, late.prev, late.id, late.facts, late.why, past.batch, past.time)
+def _late(stored: StoredLate) -> Late:
+    late = stored.late
+    return Late(
+        stored.number, late.writer, late.epoch, late.prev, late.id, late.facts, late.why, stored.batch, stored.time
+    )

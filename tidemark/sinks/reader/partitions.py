@@ -18,7 +18,7 @@ from tidemark.common.backoff import WaitLog
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore
-from tidemark.sinks.reader.read_loop import BUSY, Portion, ReadConfig, ReadProgram, Steps
+from tidemark.sinks.reader.read_loop import BUSY_PAUSE, Portion, ReadConfig, ReadProgram, Steps
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
@@ -35,15 +35,15 @@ from tidemark.sinks.reader.token import ZERO, Token
 
 log = get_logger(__name__)
 
-ALIVE_EVERY = 1.0  # seconds between two heartbeats of a copy
+HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats of a copy
 DEAD_AFTER = 5.0  # seconds after the last heartbeat
-MOST = 1000
+MAX_PARTITIONS = 1000
 
-_NOTE = """
-with mine as (
+_HEARTBEAT = """
+with heartbeat as (
     insert into tidemark_reader.copies (reader, stream, copy) values ({reader}, {stream}, {copy})
     on conflict (reader, stream, copy) do update set seen_at = clock_timestamp()
-), gone as (
+), deleted as (
     delete from tidemark_reader.copies where reader = {reader} and stream = {stream} and copy <> {copy}
         and seen_at < clock_timestamp() - make_interval(secs => {dead_after})
 )
@@ -66,7 +66,7 @@ class Partitioning:
     key: str
 
     def table(self, table: Table, partition: int) -> Table:
-        """The rows of one partition."""
+        """`table`, with a condition that selects the rows of one partition."""
         text = sql.SQL("(('x' || left(md5(coalesce({}::text, '')), 8))::bit(32)::bigint % {}) = {}").format(
             sql.Identifier(self.key), self.partitions, partition
         )
@@ -74,31 +74,31 @@ class Partitioning:
         return replace(table, where=condition if table.where is None else f"({table.where}) and {condition}")
 
     def name(self, reader: str, partition: int) -> str:
-        """The name of the place of a partition, the same as of `tidemark_reader.place_name`."""
+        """The name of the place of a partition, as `tidemark_reader.place_name` returns it."""
         return f"{reader}[{partition}/{self.partitions}]"
 
 
-def partitioning(partitions: int | None, key: str | None, config: ReadConfig) -> Partitioning | None:
-    """Raises `BadSetting`."""
+def make_partitioning(partitions: int | None, key: str | None, config: ReadConfig) -> Partitioning | None:
+    """The partitioning of a reader; None if it has no partitions. Raises `BadSetting`."""
     if partitions is None and key is None:
         return None
     if partitions is None or key is None:
-        raise BadSetting("partitions", "say how many there are and by which column: partitions=8, key='customer'")
-    if not 1 <= partitions <= MOST:
-        raise BadSetting("partitions", f"a reader has 1 to {MOST} of them")
+        raise BadSetting("partitions", "need a key, and a key needs partitions: partitions=8, key='customer'")
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise BadSetting("partitions", f"give a number from 1 to {MAX_PARTITIONS}")
     if config.mode != "linear":
-        raise BadSetting("partitions", "only a reader in linear mode has them")
+        raise BadSetting("partitions", "need mode='linear'")
     return Partitioning(partitions, key)
 
 
 @dataclass
-class _Lane:
+class _PartitionProgram:
     """One partition: its program, and the request at which the program was suspended."""
 
     number: int
     program: ReadProgram
     steps: Steps = field(init=False)
-    waits_with: AwaitEntry | PlaceBusy | BeginTransaction | None = None
+    suspended_request: AwaitEntry | PlaceBusy | BeginTransaction | None = None
 
     def __post_init__(self) -> None:
         self.steps = self.program.steps()
@@ -113,8 +113,8 @@ class PartitionedReadProgram:
         self._config = config
         self._partitioning = partitioning
         self._copy = uuid4().hex
-        self._lanes = [
-            _Lane(
+        self._partitions = [
+            _PartitionProgram(
                 number,
                 ReadProgram(
                     replace(
@@ -126,16 +126,16 @@ class PartitionedReadProgram:
             )
             for number in range(partitioning.partitions)
         ]
-        self._current = self._lanes[0]
-        self._own: Sequence[_Lane] = ()
-        self._noted_at = -ALIVE_EVERY
-        self._patience = WaitLog()
+        self._current = self._partitions[0]
+        self._own_partitions: Sequence[_PartitionProgram] = ()
+        self._heartbeat_at = -HEARTBEAT_EVERY
+        self._wait_log = WaitLog()
         self.promised = ZERO
 
     @property
-    def ledger(self) -> CheckpointStore:
+    def checkpoint_store(self) -> CheckpointStore:
         """The checkpoint store of the current batch."""
-        return self._current.program.ledger
+        return self._current.program.checkpoint_store
 
     @property
     def partition(self) -> int:
@@ -145,91 +145,95 @@ class PartitionedReadProgram:
     @property
     def usable(self) -> Token:
         """The token up to which everything is complete, as far as the copy knows."""
-        return max((lane.program.usable for lane in self._lanes), key=lambda token: abs(token.linear))
+        return max((partition.program.usable for partition in self._partitions), key=lambda token: abs(token.linear))
 
     def steps(self) -> Steps:
         while True:
-            if time.monotonic() - self._noted_at >= ALIVE_EVERY:
-                yield from self._share()
+            if time.monotonic() - self._heartbeat_at >= HEARTBEAT_EVERY:
+                yield from self._take_share()
             has_moved = False
-            for lane in self._own:
-                has_moved |= yield from self._run(lane)
+            for partition in self._own_partitions:
+                has_moved |= yield from self._run(partition)
             if not has_moved:
                 yield from self._wait()
 
-    def _run(self, lane: _Lane) -> Generator[Request | Portion, Answer, bool]:
-        """Run the lane until it would wait, or has done a batch. True: it has handed over rows or moved its place."""
+    def _run(self, partition: _PartitionProgram) -> Generator[Request | Portion, Answer, bool]:
+        """Run the program of a partition until it would wait, or has done a batch.
+
+        Returns:
+            Whether it has handed over rows or moved its place.
+        """
         step: Request | Portion
-        if isinstance(lane.waits_with, BeginTransaction):
-            step = lane.waits_with
+        if isinstance(partition.suspended_request, BeginTransaction):
+            step = partition.suspended_request
         else:
-            step = next(lane.steps) if lane.waits_with is None else lane.steps.send(None)
-        before, self._current = lane.program.promised, lane
+            step = next(partition.steps) if partition.suspended_request is None else partition.steps.send(None)
+        before, self._current = partition.program.promised, partition
         has_moved = False
         while not isinstance(step, AwaitEntry | PlaceBusy):
-            has_moved |= isinstance(step, Portion) or lane.program.promised != before
+            has_moved |= isinstance(step, Portion) or partition.program.promised != before
             if has_moved and isinstance(step, BeginTransaction):
                 break
             try:
                 answer = yield step
             except Unavailable as problem:
-                step = lane.steps.throw(problem)
+                step = partition.steps.throw(problem)
             else:
-                step = lane.steps.send(answer)
-        lane.waits_with = step
+                step = partition.steps.send(answer)
+        partition.suspended_request = step
         return has_moved
 
     def _wait(self) -> Generator[Request | Portion, Answer, None]:
         """Wait for an entry beyond the last one that the first waiting partition has read. The other partitions have
-        read later, so none of them misses an entry.
+        read later. So no partition misses an entry.
         """
-        waits = [lane.waits_with for lane in self._own]
+        waits = [partition.suspended_request for partition in self._own_partitions]
         entry = next((request for request in waits if isinstance(request, AwaitEntry)), None)
         if entry is None:
-            yield Pause(BUSY if waits else ALIVE_EVERY)
+            yield Pause(BUSY_PAUSE if waits else HEARTBEAT_EVERY)
             return
-        seconds = BUSY if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
+        seconds = BUSY_PAUSE if any(isinstance(request, PlaceBusy) for request in waits) else entry.seconds
         try:
-            yield replace(entry, seconds=min(seconds, ALIVE_EVERY))
+            yield replace(entry, seconds=min(seconds, HEARTBEAT_EVERY))
         except Unavailable as problem:
-            yield Pause(self._patience.pause_after(problem))
+            yield Pause(self._wait_log.pause_after(problem))
         else:
-            self._patience.note_success()
+            self._wait_log.note_success()
 
-    def _share(self) -> Generator[Request | Portion, Answer, None]:
+    def _take_share(self) -> Generator[Request | Portion, Answer, None]:
         """Send the heartbeat of this copy, and take its share of the partitions."""
         try:
-            yield from self.ledger.prepare()
-            (note,) = yield from rows(
+            yield from self.checkpoint_store.create_schema()
+            (row,) = yield from rows(
                 RunSql(
                     "place",
-                    sql.SQL(_NOTE).format(
+                    sql.SQL(_HEARTBEAT).format(
                         reader=self._config.reader,
                         stream=self._config.stream,
                         copy=self._copy,
-                        names=[lane.program.ledger.reader for lane in self._lanes],
+                        names=[partition.program.checkpoint_store.reader for partition in self._partitions],
                         dead_after=DEAD_AFTER,
                     ),
                 )
             )
         except Unavailable as problem:
             yield CloseSessions()
-            yield Pause(self._patience.pause_after(problem))
+            yield Pause(self._wait_log.pause_after(problem))
             return
-        self._patience.note_success()
-        self._noted_at = time.monotonic()
-        stored: dict[str, int] = note["places"] or {}
-        if len(stored) == len(self._lanes):
+        self._wait_log.note_success()
+        self._heartbeat_at = time.monotonic()
+        stored: dict[str, int] = row["places"] or {}
+        if len(stored) == len(self._partitions):
             self.promised = Token.of(min(stored.values(), key=abs), {})
-        copies: list[str] = note["copies"]
+        copies: list[str] = row["copies"]
         rank = copies.index(self._copy)
-        own = [lane for lane in self._lanes if lane.number % len(copies) == rank]
-        if [*map(id, own)] != [*map(id, self._own)]:
-            self._own = own
+        own = [partition for partition in self._partitions if partition.number % len(copies) == rank]
+        if [*map(id, own)] != [*map(id, self._own_partitions)]:
+            self._own_partitions = own
             log.info(
                 "Partitions of this copy",
                 reader=self._config.reader,
                 stream=self._config.stream,
                 copies=len(copies),
-                partitions=[lane.number for lane in own],
+                partitions=[partition.number for partition in own],
             )

@@ -21,19 +21,19 @@ from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.redis import (
     await_entry,
     is_filled,
-    is_named,
+    is_listed,
     open_session,
     read_keys,
 )
 from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
+    CheckStreamName,
     Driver,
     Pause,
     ReadHistory,
     ReadKeys,
     ReadList,
-    ReadName,
     ReadNewest,
     Request,
     StreamKeys,
@@ -47,9 +47,9 @@ from tidemark.sinks.reader.wait import (
     PublishedPositions,
     Recovering,
     WaitConfig,
-    raise_keys,
+    keep_keys_monotonic,
     read_positions,
-    target,
+    target_token,
     wait_for_token,
 )
 from tidemark.sinks.redis.client import RedisAddress
@@ -58,7 +58,7 @@ R = TypeVar("R")
 
 
 class Positions:
-    """The published positions, as a context manager. Any task of one event loop may use it.
+    """The published positions, as a context manager. Any thread may use it.
 
     Args:
         redis: an address (a URL or `RedisAddress`), or your own client, which stays open.
@@ -117,7 +117,7 @@ class Positions:
             Unavailable: Redis is down at the end of `timeout`.
             Refused: a server answers, but not to this user.
         """
-        program = wait_for_token(stream, target(until, writer), WaitConfig(timeout, grace))
+        program = wait_for_token(stream, target_token(until, writer), WaitConfig(timeout, grace))
         return self._result(Driver[PositionSnapshot](program))
 
     def follow(
@@ -145,12 +145,12 @@ class Positions:
         """Run a request of a program. Raises `Unavailable` (the request may be repeated) and `Refused`."""
         match request:
             case ReadKeys():
-                return raise_keys(self._monotonic, request.stream, self._keys(request))
+                return keep_keys_monotonic(self._monotonic, request.stream, self._keys(request))
             case ReadList() | ReadNewest():
                 return self._keys(request)
-            case ReadName(stream):
+            case CheckStreamName(stream):
                 with self._session.use() as client:
-                    if is_named(client, stream):
+                    if is_listed(client, stream):
                         return True
                     filled = bool(is_filled(client))
                 if self._history is None:
@@ -165,13 +165,13 @@ class Positions:
                         raise
                     pause(stopping, request.seconds)
             case ReadHistory():
-                return None if self._history is None else self._history.past(request)
+                return None if self._history is None else self._history.read_page(request)
             case Pause(seconds):
                 pause(stopping, seconds)
         return None
 
     def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
-        return read_either(request, self._read_redis, None if self._history is None else self._read_postgres)
+        return read_redis_or_postgres(request, self._read_redis, None if self._history is None else self._read_postgres)
 
     def _read_redis(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
         try:
@@ -200,16 +200,16 @@ class Follow(Iterator[Event]):
     `place` is the place after the last event that was handed over: another `follow` can continue from it.
     """
 
-    def __init__(self, positions: Positions, following: FollowProgram, stopping: threading.Event) -> None:
+    def __init__(self, positions: Positions, program: FollowProgram, stopping: threading.Event) -> None:
         self._positions = positions
-        self._following = following
+        self._program = program
         self._stopping = stopping
-        self._driver: Driver[Event | CaughtUp] = Driver(following.steps())
+        self._driver: Driver[Event | CaughtUp] = Driver(program.steps())
 
     @property
     def place(self) -> Place | None:
         """The place after the last event; None while the stream is unknown and no `since` was given."""
-        return self._following.place
+        return self._program.place
 
     def __next__(self) -> Event:
         while True:
@@ -222,7 +222,7 @@ class Follow(Iterator[Event]):
                 return event
 
 
-def read_either(
+def read_redis_or_postgres(
     request: ReadList | ReadNewest | ReadKeys,
     read_redis: Callable[[ReadList | ReadNewest | ReadKeys], StreamKeys],
     read_postgres: Callable[[str], StreamKeys] | None,
@@ -240,20 +240,20 @@ def read_either(
 
 
 def run_to_next_value(
-    driver: Driver[R], carry_out: Callable[[Request], Answer], stopped: Callable[[], bool]
+    driver: Driver[R], carry_out: Callable[[Request], Answer], is_stopped: Callable[[], bool]
 ) -> R | None:
     """Run requests of the program until it yields a value; return the value. None: the program has ended, or
-    `stopped()`.
+    `is_stopped()` is true.
     """
-    while not stopped():
+    while not is_stopped():
         step = driver.step()
         if not isinstance(step, Request):
-            driver.handed_over()
+            driver.mark_handed_over()
             return step
         try:
             answer = carry_out(step)
         except Unavailable as problem:
-            driver.failed(problem)
+            driver.throw(problem)
         else:
-            driver.answered(answer)
+            driver.send_answer(answer)
     return None

@@ -13,8 +13,7 @@ late range has up to three parts:
   remembered, so that they are not handed over again if the place gets there.
 
 A fact may be committed in time and announced late, after an operator skipped its ID. So facts that were read in a
-skipped range are remembered until the next epoch of the writer: afterwards the old epoch is a zombie (docs/design.md
-3).
+skipped range are remembered until the next epoch of the writer. Then the old epoch is a zombie (docs/design.md 3).
 """
 
 import math
@@ -26,7 +25,7 @@ from tidemark.common.backoff import FIRST_PAUSE, LONGEST_PAUSE, Backoff, WaitLog
 from tidemark.common.errors import BadSetting, BatchTimedOut, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.common.log import get_logger
 from tidemark.sinks.reader.checkpoint import CheckpointStore, DeliveredFact, ReaderCheckpoint
-from tidemark.sinks.reader.databases import caught_up
+from tidemark.sinks.reader.databases import wait_for_replica
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, ReadProgress, Reread
 from tidemark.sinks.reader.follow import CaughtUp, FollowProgram, Mode
 from tidemark.sinks.reader.requests import (
@@ -55,19 +54,21 @@ class ReadPlan:
 
     Attributes:
         goal: the place after the burst.
-        read: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
+        ranges: the ranges that may hold facts, one per writer. All other IDs up to `goal` are proven empty.
         skipped: epoch and range of advances that an operator may have skipped in part.
+        late_lost: late completions that are no longer listed; None: all are known.
+        epochs: the newest epoch of each writer in the burst.
     """
 
     goal: Place
-    read: tuple[Range, ...]
+    ranges: tuple[Range, ...]
     skipped: tuple[tuple[int, Range], ...]
     late: tuple[Late, ...]
-    lost: LateLost | None
+    late_lost: LateLost | None
     epochs: Mapping[str, int]
     must_read: tuple[Range, ...] = ()
 
-    def place(self, remaining: Sequence[Range]) -> Place:
+    def place_before(self, remaining: Sequence[Range]) -> Place:
         """The place of the reader while the ranges `remaining` are still to be read."""
         linear = next((span.prev for span in remaining if span.writer is None), self.goal.linear)
         writers = {span.writer: span.prev for span in remaining if span.writer is not None}
@@ -80,18 +81,18 @@ class ReadPlan:
         `facts_upto`: the farthest ID that may have a fact, according to moves before this burst; None: unknown.
         """
         span = Range(None, checkpoint.place.linear, self.goal.linear, has_null=True)
-        if any(span.writer is None for span in self.read) or not beyond(span.id, span.prev):
+        if any(span.writer is None for span in self.ranges) or not beyond(span.id, span.prev):
             return self
         farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
-        if not any(beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.read, *self.must_read)))):
+        if not any(beyond(id, span.prev) for id in (*farthest, *(span.id for span in (*self.ranges, *self.must_read)))):
             return self
-        return replace(self, read=(*self.read, span))
+        return replace(self, ranges=(*self.ranges, span))
 
-    def uncertain(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
+    def select_uncertain(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[DeliveredFact]:
         """Select the (ID, writer or None) for which a late completion may still come."""
         for id, writer in ids:
             for epoch, span in self.skipped:
-                if span.holds(id) and writer in {None, span.writer}:
+                if span.contains(id) and writer in {None, span.writer}:
                     assert span.writer is not None
                     yield DeliveredFact(id, span.writer, epoch)
                     break
@@ -100,7 +101,7 @@ class ReadPlan:
 def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> ReadPlan:
     """Compute what to read for `events`, which all come after the stored place. `goal`: the place after them."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
-    lost = next((event for event in events if isinstance(event, LateLost)), None)
+    late_lost = next((event for event in events if isinstance(event, LateLost)), None)
     must_read = [
         *checkpoint.must_read,
         *(span for event in events if isinstance(event, Late) for span in passed_by_burst(checkpoint, event, goal)),
@@ -113,10 +114,10 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         first = spans.get(writer)
         spans[writer] = Range(writer, first.prev if first else move.prev, move.id, besides)
         # In a table older than its stream, a JOIN proves that nothing is open below it, not that there are no rows.
-        if lost or not checkpoint.place.is_settled or not move.proven_empty:
+        if late_lost or not checkpoint.place.is_settled or not move.proven_empty:
             needed.add(writer)
     for writer, span in spans.items():
-        if any(_concerns(item, span) for item in must_read):
+        if any(_overlaps(item, span) for item in must_read):
             needed.add(writer)
     advances = [
         advance
@@ -129,7 +130,7 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
         tuple(span for writer, span in spans.items() if writer in needed),
         tuple((item.epoch, Range(item.writer, item.prev, item.id)) for item in advances if item.evidence.skipped),
         tuple(event for event in events if isinstance(event, Late)),
-        lost,
+        late_lost,
         {item.writer: item.epoch for item in advances},
         tuple(must_read),
     )
@@ -137,20 +138,20 @@ def plan(checkpoint: ReaderCheckpoint, events: Sequence[Event], goal: Place) -> 
 
 def passed_by_burst(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The part of a late range between the current place and `goal`, the place after the events that were read."""
-    yield from _parts(checkpoint, late, goal)[1]
+    yield from _split_late(checkpoint, late, goal)[1]
 
 
 def late_parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> Iterator[Range]:
     """The parts of a late range whose rows are now handed over as late, in order."""
-    passed, _, beyond_it = _parts(checkpoint, late, goal)
-    for span in (*passed, *beyond_it):
+    passed, _, ahead = _split_late(checkpoint, late, goal)
+    for span in (*passed, *ahead):
         handed_over = checkpoint.late_part if checkpoint.late_part and checkpoint.late_part[0] == late.number else None
         part = span.after(handed_over[1]) if handed_over else span
         if part is not None:
             yield part
 
 
-def gaps(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
+def absent_ranges(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
     """The IDs of `(prev, id]` that are not in `present` (sorted away from 0), as pairs (lower ID, higher ID)."""
     sign, absent, low = -1 if id < 0 else 1, list[tuple[int, int]](), abs(prev)
     for high in (*map(abs, present), abs(id) + 1):
@@ -161,18 +162,18 @@ def gaps(prev: int, id: int, present: Sequence[int]) -> list[tuple[int, int]]:
     return absent
 
 
-def still_unread(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
-    return tuple(span for span in must_read if beyond(span.id, _at(place, span.writer)))
+def unread_ranges(must_read: Iterable[Range], place: Place) -> tuple[Range, ...]:
+    return tuple(span for span in must_read if beyond(span.id, _position_of(place, span.writer)))
 
 
-def _parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
+def _split_late(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
     """Divide a late range: (the part already passed, the part that the burst passes, the part beyond).
 
     If only voids came late, all parts are empty. After a restore the first one is not, because its IDs may have had
     facts.
     """
     span = Range(late.writer, late.prev, late.id)
-    reached, passed_to = _at(checkpoint.place, late.writer), _at(goal, late.writer)
+    reached, passed_to = _position_of(checkpoint.place, late.writer), _position_of(goal, late.writer)
     if not late.facts:
         part = span.upto(reached) if late.why == REGRESSED else None
         return [part] if part else [], [], []
@@ -183,20 +184,20 @@ def _parts(checkpoint: ReaderCheckpoint, late: Late, goal: Place) -> tuple[list[
     return passed, passing, ahead
 
 
-def _at(place: Place, writer: str | None) -> int:
+def _position_of(place: Place, writer: str | None) -> int:
     return place.linear if writer is None else place.positions.get(writer, place.linear)
 
 
-def _concerns(must_read: Range, span: Range) -> bool:
+def _overlaps(must_read: Range, span: Range) -> bool:
     same = span.writer in {None, must_read.writer} and must_read.writer not in span.besides
     return same and beyond(must_read.id, span.prev) and beyond(span.id, must_read.prev)
 
 
 log = get_logger(__name__)
 
-RANGES = 64  # in one query
+RANGES_PER_QUERY = 64
 REGRESSED = "regressed"  # the reason of late facts after a restore of their source
-OTHERS = 10_000  # IDs of a late range that are compared in one transaction
+IDS_PER_QUERY = 10_000  # of a late range, to find the IDs without rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +223,9 @@ class ReadConfig:
 
     def __post_init__(self) -> None:
         if self.mode == "vector" and self.table.writer is None:
-            raise BadSetting("table", "in vector mode, say which column names a row's writer: Table(..., writer=...)")
+            raise BadSetting("table", "vector mode needs the column with the writer's name: Table(..., writer=...)")
         if self.rows < 1:
-            raise BadSetting("rows", "a batch has at least one row")
+            raise BadSetting("rows", "give 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +242,8 @@ class Portion:
 Steps = Generator[Request | Portion, Answer, None]
 
 
-BUSY = 0.5  # seconds until a copy tries again if another one holds the lock
-OPERATOR_EVERY = 5.0  # seconds between two queries for changes by operators
+BUSY_PAUSE = 0.5  # seconds until a copy tries again if another one holds the lock
+OPERATOR_QUERY_EVERY = 5.0  # seconds between two queries for changes by operators
 PROGRESS_EVERY = 10.0  # seconds between two log lines of a reader that catches up
 
 
@@ -251,19 +252,19 @@ class CatchUpLog:
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
-        self._began = self._logged = time.monotonic()
+        self._began_at = self._logged_at = time.monotonic()
         self._rows = self._ids = 0
         self._is_logged = False
 
-    def page(self, rows: int, passed: int, remaining: int) -> None:
+    def note_page(self, rows: int, passed: int, remaining: int) -> None:
         """Note a committed page: its `rows`, the number of IDs `passed`, and the IDs `remaining`."""
         self._rows += rows
         self._ids += passed
         now = time.monotonic()
-        if now - self._logged < PROGRESS_EVERY or not remaining:
+        if now - self._logged_at < PROGRESS_EVERY or not remaining:
             return
-        self._logged, self._is_logged = now, True
-        seconds = now - self._began
+        self._logged_at, self._is_logged = now, True
+        seconds = now - self._began_at
         log.info(
             "Catching up",
             stream=self._stream,
@@ -275,22 +276,22 @@ class CatchUpLog:
 
     def end(self) -> None:
         if self._is_logged:
-            seconds = time.monotonic() - self._began
+            seconds = time.monotonic() - self._began_at
             log.info("Caught up", stream=self._stream, rows=self._rows, seconds=round(seconds, 1))
 
 
 class _PlaceMoved(Exception):
-    """Another copy of the reader has moved the place, or (`busy`) holds its lock."""
+    """Another copy of the reader has moved the place, or (`is_locked`) holds its lock."""
 
-    def __init__(self, *, busy: bool) -> None:
-        self.busy = busy
+    def __init__(self, *, is_locked: bool) -> None:
+        self.is_locked = is_locked
 
 
 class ReadProgram:
     """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
 
-    `promised`: the token up to which the reader has read and committed. `usable`: up to which everything is complete,
-    as far as it knows.
+    `promised`: the token up to which the reader has read and committed. `usable`: the token up to which
+    everything is complete, as far as the reader knows.
     """
 
     partition: int | None = None
@@ -298,15 +299,15 @@ class ReadProgram:
 
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
-        self.ledger = CheckpointStore(config.reader, config.stream, config.mode)
+        self.checkpoint_store = CheckpointStore(config.reader, config.stream, config.mode)
         self._checkpoint = ReaderCheckpoint()
-        self._transaction = ""
-        self._patience = WaitLog()
+        self._transaction_id = ""
+        self._wait_log = WaitLog()
         self._has_logged_since = False
         self.timed_out = 0  # consecutive transactions of batches that the server ended
         self._timed_out_pause = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._handed_over_at = 0.0
-        self._portion_in_hand: Portion | None = None
+        self._current_portion: Portion | None = None
         self._facts_upto: int | None = None  # the farthest ID that may have a fact of the table
         self.promised = self.usable = ZERO
 
@@ -316,15 +317,15 @@ class ReadProgram:
                 yield from self._follow()
             except _PlaceMoved as moved:
                 yield CommitTransaction()  # releases the lock; nothing was written
-                if moved.busy:
-                    yield PlaceBusy(BUSY)
+                if moved.is_locked:
+                    yield PlaceBusy(BUSY_PAUSE)
             except BatchTimedOut as problem:
                 self._log_timed_out(problem)
                 yield CloseSessions()
                 yield Pause(self._timed_out_pause.next())
             except Unavailable as problem:
                 yield CloseSessions()
-                yield Pause(self._patience.pause_after(problem))
+                yield Pause(self._wait_log.pause_after(problem))
 
     def _log_timed_out(self, problem: BatchTimedOut) -> None:
         self.timed_out += 1
@@ -341,7 +342,7 @@ class ReadProgram:
     def _follow(self) -> Steps:
         """Follow the stream from the stored place, until another copy moves the place or a database fails."""
         yield BeginTransaction()
-        self._checkpoint = yield from self.ledger.load()
+        self._checkpoint = yield from self.checkpoint_store.load()
         yield CommitTransaction()
         since: Place | Token = self._checkpoint.place
         if self._checkpoint.version and self._config.since != ZERO and not self._has_logged_since:
@@ -350,42 +351,40 @@ class ReadProgram:
                 "Continuing from the stored place: since= is for a reader that has none",
                 reader=self._config.reader,
                 stream=self._config.stream,
-                place=str(_least(self._checkpoint.place)),
+                place=str(_lowest_token(self._checkpoint.place)),
                 since=str(self._config.since),
             )
         if not self._checkpoint.version and self._config.since != ZERO:
             since = self._config.since
             self._checkpoint = ReaderCheckpoint(place=Place.after(since))
-        self.promised = _least(self._checkpoint.place)
+        self.promised = _lowest_token(self._checkpoint.place)
         self._facts_upto = None
-        following = FollowProgram(self._config.stream, self._config.mode, since, reads_table=True)
-        driver: Driver[Event | CaughtUp] = Driver(following.steps())
-        looked_at = -math.inf
+        follower = FollowProgram(self._config.stream, self._config.mode, since, reads_table=True)
+        driver: Driver[Event | CaughtUp] = Driver(follower.steps())
+        queried_at = -math.inf
         while True:
-            events = yield from _burst(driver)
-            assert following.place is not None
-            self.usable = _token(following.place)
+            events = yield from _next_burst(driver)
+            assert follower.place is not None
+            self.usable = _token(follower.place)
             if events:
-                yield from self._read(following, events)
+                yield from self._read_events(follower, events)
             is_new, self.promised = self.promised != self.usable, self.usable
             if is_new:
                 self._report()
-            if self._checkpoint.version and time.monotonic() - looked_at >= OPERATOR_EVERY:
-                if (yield from self._heed_operators()):
+            if self._checkpoint.version and time.monotonic() - queried_at >= OPERATOR_QUERY_EVERY:
+                if (yield from self._apply_operator_changes()):
                     return
-                looked_at = time.monotonic()
+                queried_at = time.monotonic()
 
-    def _heed_operators(self) -> Generator[Request | Portion, Answer, bool]:
-        """Hand over parked facts that an operator retries, each in its own transaction. True: an operator changed the
-        stored place.
-        """
-        version, retries = yield from self.ledger.wishes()
+    def _apply_operator_changes(self) -> Generator[Request | Portion, Answer, bool]:
+        """Hand over parked facts to retry, each in its own transaction. True: an operator changed the stored place."""
+        version, retries = yield from self.checkpoint_store.operator_changes()
         if version != self._checkpoint.version:
             return True
         for id in retries:
             fact = Range(None, id - 1 if id > 0 else id + 1, id)
             yield from self._lock()
-            if (yield from self.ledger.unpark(id)):
+            if (yield from self.checkpoint_store.unpark(id)):
                 fact_rows = yield from rows(RunSql("source", self._config.table.select([fact]), self._config.table.id))
                 if fact_rows:
                     yield self._portion(fact_rows, None, is_retry=True)
@@ -394,38 +393,38 @@ class ReadProgram:
             yield from self._save(self._checkpoint)
         return False
 
-    def _read(self, following: FollowProgram, events: Sequence[Event]) -> Steps:
+    def _read_events(self, follower: FollowProgram, events: Sequence[Event]) -> Steps:
         """Read the ranges of the events, and move the place to the follower's place."""
-        goal = following.place
+        goal = follower.place
         assert goal is not None
-        work = plan(self._checkpoint, events, goal)
+        read_plan = plan(self._checkpoint, events, goal)
         if self._config.mode == "vector":
-            ends = [span.id for span in work.read]
-            work = work.with_null(self._checkpoint, self._facts_upto)
+            ends = [span.id for span in read_plan.ranges]
+            read_plan = read_plan.with_null(self._checkpoint, self._facts_upto)
             before = _token(goal).farthest() if self._facts_upto is None else self._facts_upto
             self._facts_upto = max(before, *ends, key=abs) if ends else before
-        if work.lost and self._checkpoint.version:
-            raise LateUnknown(self._config.stream, work.lost.after, work.lost.number)
-        if self._config.replica and (work.read or work.late):
-            yield from caught_up()
-        for late in work.late:
-            yield from self._read_late(late, goal, following.writers)
-        remaining = [*work.read]
+        if read_plan.late_lost and self._checkpoint.version:
+            raise LateUnknown(self._config.stream, read_plan.late_lost.after, read_plan.late_lost.number)
+        if self._config.replica and (read_plan.ranges or read_plan.late):
+            yield from wait_for_replica()
+        for late in read_plan.late:
+            yield from self._read_late(late, goal, follower.writers)
+        remaining = [*read_plan.ranges]
         progress = CatchUpLog(self._config.stream)
         while True:
-            before = _left(remaining)
+            before = _count_ids(remaining)
             yield from self._lock()
-            rest = remaining[RANGES:]
-            page = (yield from self._page(remaining[:RANGES])) if remaining else TablePage([], [])
-            remaining = [*page.left, *rest]
+            rest = remaining[RANGES_PER_QUERY:]
+            page = (yield from self._page(remaining[:RANGES_PER_QUERY])) if remaining else TablePage([], [])
+            remaining = [*page.unread, *rest]
             new = [row for row in page.rows if row[self._config.table.id] not in self._checkpoint.delivered]
             if new:
                 yield self._portion(new, None)
-            uncertain = work.uncertain((row[self._config.table.id], self._writer(row)) for row in new)
-            reached = work.place(remaining)
-            past = () if remaining else self._past(work.epochs, reached)
-            yield from self._save(replace(self._checkpoint, place=reached), uncertain, past)
-            progress.page(len(new), before - _left(remaining), _left(remaining))
+            uncertain = read_plan.select_uncertain((row[self._config.table.id], self._writer_of(row)) for row in new)
+            reached = read_plan.place_before(remaining)
+            expired = () if remaining else self._expired_deliveries(read_plan.epochs, reached)
+            yield from self._save(replace(self._checkpoint, place=reached), uncertain, expired)
+            progress.note_page(len(new), before - _count_ids(remaining), _count_ids(remaining))
             if not remaining:
                 progress.end()
                 return
@@ -436,16 +435,16 @@ class ReadProgram:
         if self._config.table.writer is None:
             if writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
                 raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
-        elif remaining and (yield from self._may_be_of_null(late)):
+        elif remaining and (yield from self._may_include_null_writer(late)):
             remaining = [replace(span, has_null=True) for span in remaining]
         while remaining:
             yield from self._lock()
             span = remaining[0]
             page = (yield from self._page([span])) if late.facts else TablePage([], [])
-            done, rows = page.left[0].prev if page.left else span.id, page.rows
+            done, rows = page.unread[0].prev if page.unread else span.id, page.rows
             withdrawn: Sequence[tuple[int, int]] = ()
-            if late.why == REGRESSED and not beyond(span.id, _at(before.place, late.writer)):
-                done, withdrawn = yield from self._withdrawn(replace(span, id=done), rows)
+            if late.why == REGRESSED and not beyond(span.id, _position_of(before.place, late.writer)):
+                done, withdrawn = yield from self._find_withdrawn(replace(span, id=done), rows)
                 rows = [row for row in rows if not beyond(row[self._config.table.id], done)]
             left = span.after(done)
             remaining = [*([left] if left else []), *remaining[1:]]
@@ -463,7 +462,7 @@ class ReadProgram:
         must_read = (*self._checkpoint.must_read, *passed_by_burst(before, late, goal))
         yield from self._save(replace(self._checkpoint, place=reached, must_read=must_read, late_part=None))
 
-    def _may_be_of_null(self, late: Late) -> Generator[Request, Answer, bool]:
+    def _may_include_null_writer(self, late: Late) -> Generator[Request, Answer, bool]:
         """Whether the late facts include the rows whose writer is NULL. Raises `LateNeedsWriter` if there are more such
         rows than late facts.
         """
@@ -484,10 +483,10 @@ class ReadProgram:
         is_retry: bool = False,
     ) -> Portion:
         self._handed_over_at = time.monotonic()
-        self._portion_in_hand = Portion(rows, late, withdrawn, is_retry)
-        return self._portion_in_hand
+        self._current_portion = Portion(rows, late, withdrawn, is_retry)
+        return self._current_portion
 
-    def _withdrawn(
+    def _find_withdrawn(
         self, span: Range, own: Sequence[Row]
     ) -> Generator[Request, Answer, tuple[int, Sequence[tuple[int, int]]]]:
         """The IDs of the span whose earlier facts no longer exist, and the ID up to which they were computed.
@@ -496,23 +495,23 @@ class ReadProgram:
         """
         column = self._config.table.id
         everything = replace(span, writer=None, besides=frozenset(), has_null=False)
-        with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, OTHERS)))
+        with_rows = yield from rows(RunSql("source", self._config.table.ids(everything, IDS_PER_QUERY)))
         present = [row[column] for row in with_rows]
-        done = present[-1] if len(present) == OTHERS else span.id
+        done = present[-1] if len(present) == IDS_PER_QUERY else span.id
         own_ids = {row[column] for row in own}
         if self._config.table.where is not None:  # rows of the writer that `where` excludes
-            own_rows = yield from rows(RunSql("source", self._config.table.ids(span, OTHERS)))
+            own_rows = yield from rows(RunSql("source", self._config.table.ids(span, IDS_PER_QUERY)))
             own_ids |= {row[column] for row in own_rows}
-        return done, gaps(span.prev, done, [id for id in present if id not in own_ids])
+        return done, absent_ranges(span.prev, done, [id for id in present if id not in own_ids])
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
         return table_page(self._config.table, ranges, self._config.rows)
 
-    def _writer(self, row: Row) -> str | None:
+    def _writer_of(self, row: Row) -> str | None:
         writer = None if self._config.table.writer is None else row[self._config.table.writer]
         return None if writer is None else str(writer)
 
-    def _past(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
+    def _expired_deliveries(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
         """Delivered IDs that can no longer be announced as late, because their writer is in a later epoch."""
         for fact in self._checkpoint.delivered.values():
             position = place.positions.get(fact.writer, place.linear)
@@ -522,34 +521,34 @@ class ReadProgram:
     def _lock(self) -> Generator[Request, Answer, None]:
         """Begin a transaction in which no other copy moves the place. Raises `_PlaceMoved`."""
         yield BeginTransaction()
-        locked = yield from self.ledger.lock()
+        locked = yield from self.checkpoint_store.lock()
         if locked is None or locked[0] != self._checkpoint.version:
-            raise _PlaceMoved(busy=locked is None)
-        self._transaction = locked[1]
+            raise _PlaceMoved(is_locked=locked is None)
+        self._transaction_id = locked[1]
 
     def _save(
-        self, checkpoint: ReaderCheckpoint, more: Iterable[DeliveredFact] = (), past: Iterable[int] = ()
+        self, checkpoint: ReaderCheckpoint, added: Iterable[DeliveredFact] = (), expired: Iterable[int] = ()
     ) -> Generator[Request, Answer, None]:
         """Store the place and commit the transaction."""
-        added, forgotten = {fact.id: fact for fact in more}, {*past}
-        delivered = {id: fact for id, fact in {**checkpoint.delivered, **added}.items() if id not in forgotten}
+        new, removed = {fact.id: fact for fact in added}, {*expired}
+        delivered = {id: fact for id, fact in {**checkpoint.delivered, **new}.items() if id not in removed}
         checkpoint = replace(
-            checkpoint, must_read=still_unread(checkpoint.must_read, checkpoint.place), delivered=delivered
+            checkpoint, must_read=unread_ranges(checkpoint.must_read, checkpoint.place), delivered=delivered
         )
-        version = yield from self.ledger.save(checkpoint, added.values(), forgotten, self._transaction)
+        version = yield from self.checkpoint_store.save(checkpoint, new.values(), removed, self._transaction_id)
         yield CommitTransaction()
         self._checkpoint = replace(checkpoint, version=version)
-        self.promised = _least(checkpoint.place)
-        self._patience.note_success()
+        self.promised = _lowest_token(checkpoint.place)
+        self._wait_log.note_success()
         self._report()
         self.timed_out = 0
         self._timed_out_pause.reset()
-        self._portion_in_hand = None
+        self._current_portion = None
 
     def _report(self) -> None:
         if self._config.observe is None:
             return
-        portion = self._portion_in_hand
+        portion = self._current_portion
         progress = ReadProgress(
             self._config.reader,
             self._config.stream,
@@ -566,7 +565,7 @@ class ReadProgram:
             log.warning("The function observe= of a reader failed", reader=self._config.reader, problem=repr(problem))
 
 
-def _left(ranges: Sequence[Range]) -> int:
+def _count_ids(ranges: Sequence[Range]) -> int:
     """The total number of IDs of the ranges."""
     return sum(abs(span.id) - abs(span.prev) for span in ranges)
 
@@ -575,12 +574,12 @@ def _token(place: Place) -> Token:
     return Token.of(place.linear, place.positions)
 
 
-def _least(place: Place) -> Token:
+def _lowest_token(place: Place) -> Token:
     """The token of a place with unread ranges, so that writers may be below its linear position."""
     return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 
-def _burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
+def _next_burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
     """All events until the follower would wait."""
     events: list[Event] = []
     while True:
@@ -590,11 +589,11 @@ def _burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[
             try:
                 answer = yield step
             except Unavailable as problem:
-                driver.failed(problem)
+                driver.throw(problem)
             else:
-                driver.answered(answer)
+                driver.send_answer(answer)
             continue
-        driver.handed_over()
+        driver.mark_handed_over()
         if isinstance(step, CaughtUp):
             return events
         events.append(step)

@@ -60,15 +60,15 @@ class AsyncSession:
         self._client = client
         self._is_owned = is_owned
         self._is_cluster = isinstance(client, redis.asyncio.RedisCluster)
-        self._others = asyncio.Semaphore(OTHER_CONNECTIONS)
+        self._unshared_limit = asyncio.Semaphore(MAX_UNSHARED_CONNECTIONS)
         self._reads: dict[str, _SharedReads] = {}
         self._watches: dict[str, _SharedWatch] = {}
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Any]:
         """The client. Converts redis-py's errors to `Unavailable` (call again) and `Refused`."""
-        async with self._others:
-            with translated(self._client):
+        async with self._unshared_limit:
+            with translate_errors(self._client):
                 yield self._client
 
     async def read_keys(self, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
@@ -78,15 +78,15 @@ class AsyncSession:
                 return read_reply(request, await send_request(client, request))
         group = request.stream if self._is_cluster else ""
         reads = self._reads.get(group) or self._reads.setdefault(group, _SharedReads(self._client))
-        with translated(self._client):
+        with translate_errors(self._client):
             return read_reply(request, await reads.reply(request))
 
     async def await_entry(self, request: AwaitEntry) -> None:
         """Return when the list has an entry after `request.after`, or after `request.seconds`."""
         group = request.stream if self._is_cluster else ""
         watch = self._watches.get(group) or self._watches.setdefault(group, _SharedWatch(self._client))
-        with translated(self._client):
-            await watch.entry(request)
+        with translate_errors(self._client):
+            await watch.wait(request)
 
     async def aclose(self) -> None:
         for reads in self._reads.values():
@@ -97,9 +97,9 @@ class AsyncSession:
             await aclose(self._client)
 
 
-OTHER_CONNECTIONS = 32  # of an asyncio client, for commands that tasks do not share
-READS_AT_ONCE = 100  # streams in one transaction of Redis
-NEXT_WATCH = 0.05  # seconds of one wait of the second connection; it can take further streams afterwards
+MAX_UNSHARED_CONNECTIONS = 32  # of an asyncio client, for commands of single tasks
+STREAMS_PER_READ = 100  # streams in one transaction of Redis
+SECOND_CONNECTION_WAIT = 0.05  # seconds of one wait of the second connection; it can take further streams afterwards
 
 
 class _SharedReads:
@@ -107,25 +107,25 @@ class _SharedReads:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._wanted: dict[ReadNewest | ReadKeys, asyncio.Future[Any]] = {}
+        self._answers: dict[ReadNewest | ReadKeys, asyncio.Future[Any]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def reply(self, request: ReadNewest | ReadKeys) -> Any:
-        if request not in self._wanted:
-            self._wanted[request] = asyncio.get_running_loop().create_future()
+        if request not in self._answers:
+            self._answers[request] = asyncio.get_running_loop().create_future()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         # Shielded: a task that is cancelled must not cancel the read of the others.
-        return await asyncio.shield(self._wanted[request])
+        return await asyncio.shield(self._answers[request])
 
     async def aclose(self) -> None:
         await _cancel(self._task)
 
     async def _run(self) -> None:
         try:
-            while self._wanted:
-                requests = [*self._wanted][:READS_AT_ONCE]
-                answers = [self._wanted.pop(request) for request in requests]
+            while self._answers:
+                requests = [*self._answers][:STREAMS_PER_READ]
+                answers = [self._answers.pop(request) for request in requests]
                 try:
                     replies = await self._send(requests)
                 except BaseException as error:
@@ -141,8 +141,8 @@ class _SharedReads:
                             _fail([answer], problem)
         finally:
             self._task = None
-            _fail([*self._wanted.values()], redis.ConnectionError("the client was closed"))
-            self._wanted.clear()
+            _fail([*self._answers.values()], redis.ConnectionError("the client was closed"))
+            self._answers.clear()
 
     async def _send(self, requests: Sequence[ReadNewest | ReadKeys]) -> list[Any]:
         if isinstance(self._client, redis.asyncio.RedisCluster):
@@ -168,7 +168,7 @@ class _SharedWatch:
         self._watched: dict[bool, dict[str, tuple[int, int]]] = {}  # by connection; True: the first one
         self._tasks: dict[bool, asyncio.Task[None]] = {}
 
-    async def entry(self, request: AwaitEntry) -> None:
+    async def wait(self, request: AwaitEntry) -> None:
         done, after = asyncio.get_running_loop().create_future(), _entry_number(request.after)
         self._waiting.setdefault(request.stream, {})[done] = after
         if True not in self._tasks:
@@ -198,7 +198,7 @@ class _SharedWatch:
                 if is_first or not self._covers(stream, min(afters.values()))
             }:
                 self._watched[is_first] = streams
-                await self._watch(streams, LONGEST_WAIT if is_first else NEXT_WATCH)
+                await self._watch(streams, LONGEST_WAIT if is_first else SECOND_CONNECTION_WAIT)
         except BaseException as error:
             _fail([done for waiting in self._waiting.values() for done in waiting], error)
             if not isinstance(error, Exception):
@@ -212,9 +212,9 @@ class _SharedWatch:
         after = {name: "{}-{}".format(*streams[stream]) for name, stream in lists.items()}
         reply = await self._client.xread(after, count=1, block=max(1, round(1000 * seconds)))
         for name, entries in reply.items() if isinstance(reply, dict) else reply or ():
-            stream = lists[_text(name)]
+            stream = lists[_decode(name)]
             first = entries[0] if isinstance(reply, dict) else entries
-            newest = _entry_number(_text(first[0][0]))
+            newest = _entry_number(_decode(first[0][0]))
             for done, number in [*self._waiting.get(stream, {}).items()]:
                 if number < newest:
                     done.set_result(None)
@@ -258,7 +258,7 @@ async def async_await_entry(session: AsyncSession, request: AwaitEntry) -> None:
     await session.await_entry(request)
 
 
-class CallersSession:
+class CallerSession:
     """Adapts the caller's own client for threads to the interface of `RedisSession`."""
 
     def __init__(self, client: Any) -> None:
@@ -266,7 +266,7 @@ class CallersSession:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        with translated(self._client):
+        with translate_errors(self._client):
             yield self._client
 
     def close(self) -> None:
@@ -279,14 +279,14 @@ def open_async_session(redis: "str | RedisAddress | redis.asyncio.Redis") -> Asy
     return AsyncSession(redis, is_owned=False)
 
 
-def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | CallersSession:
+def open_session(redis: "str | RedisAddress | redis.Redis") -> RedisSession | CallerSession:
     if isinstance(redis, str | RedisAddress):
         return RedisSession(redis_address(redis), REMEDIES, TIMEOUT)
-    return CallersSession(redis)
+    return CallerSession(redis)
 
 
 @contextmanager
-def translated(client: Any) -> Iterator[None]:
+def translate_errors(client: Any) -> Iterator[None]:
     """Convert the errors of `client` (for threads or asyncio) to `Unavailable` (call again) and `Refused`."""
     try:
         yield
@@ -296,11 +296,11 @@ def translated(client: Any) -> Iterator[None]:
 
 # A cache saves memory: of tens of thousands of advances, neighbours have equal evidence, linear position, batch and
 # time.
-_shared = lru_cache(1024)(int)
+_cached_int = lru_cache(1024)(int)
 
 
 @lru_cache(1024)
-def _evidence(*counts: str) -> Evidence:
+def _cached_evidence(*counts: str) -> Evidence:
     return Evidence(*map(int, counts))
 
 
@@ -319,11 +319,11 @@ def parse_entry(entry: ListEntry) -> Advance | Late | None:
                 number("epoch"),
                 prev,
                 number("id"),
-                _evidence(*(fields[name] for name in Evidence.__struct_fields__)),
+                _cached_evidence(*(fields[name] for name in Evidence.__struct_fields__)),
                 prev,
-                _shared(fields["linear"]),
-                _shared(fields["batch"]),
-                _shared(fields["time"]),
+                _cached_int(fields["linear"]),
+                _cached_int(fields["batch"]),
+                _cached_int(fields["time"]),
             )
         case "LATE":
             return Late(
@@ -341,7 +341,7 @@ def parse_entry(entry: ListEntry) -> Advance | Late | None:
             return None
 
 
-_AT_ONCE = """
+_ATOMIC_SCRIPT = """
 local replies = {}
 for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
     replies[place] = redis.call(unpack(command))
@@ -373,10 +373,10 @@ def send_request(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
         queue_commands(pipe, request)
         return pipe.execute()
     # A Cluster's asyncio client runs transactions on a separate event loop. A script is atomic too, on one node.
-    noted = _CommandRecorder()
-    queue_commands(noted, request)
-    names = dict.fromkeys(command[1] for command in noted.commands)
-    return client.eval(_AT_ONCE, len(names), *names, msgspec.msgpack.encode(noted.commands))
+    recorder = _CommandRecorder()
+    queue_commands(recorder, request)
+    names = dict.fromkeys(command[1] for command in recorder.commands)
+    return client.eval(_ATOMIC_SCRIPT, len(names), *names, msgspec.msgpack.encode(recorder.commands))
 
 
 class _CommandRecorder(CoreCommands):
@@ -388,10 +388,10 @@ class _CommandRecorder(CoreCommands):
         self.commands: list[list[str]] = []
 
     def execute_command(self, *words: Any, **_: Any) -> None:
-        self.commands.append([_text(word) if isinstance(word, bytes) else str(word) for word in words])
+        self.commands.append([_decode(word) if isinstance(word, bytes) else str(word) for word in words])
 
 
-def is_named(client: Any, stream: str) -> Any:
+def is_listed(client: Any, stream: str) -> Any:
     """Whether Redis lists the stream. Returns a coroutine with an asyncio client."""
     return client.sismember(STREAMS, stream)
 
@@ -401,13 +401,13 @@ def is_filled(client: Any) -> Any:
     return client.exists(SENTINEL)
 
 
-def read_keys(session: RedisSession | CallersSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
+def read_keys(session: RedisSession | CallerSession, request: ReadList | ReadNewest | ReadKeys) -> StreamKeys:
     """Read the keys of a stream."""
     with session.use() as client:
         return read_reply(request, send_request(client, request))
 
 
-def await_entry(session: RedisSession | CallersSession, request: AwaitEntry) -> None:
+def await_entry(session: RedisSession | CallerSession, request: AwaitEntry) -> None:
     """Block until the list has a new entry, or for `request.seconds`."""
     milliseconds = max(1, round(1000 * request.seconds))  # 0 would block without a limit
     with session.use() as client:
@@ -426,31 +426,31 @@ def read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) 
 
 def _read_reply(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> StreamKeys:
     linear, positions, late, allocated, listed = reply
-    entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
+    entries = [ListEntry(_decode(name), _decode_fields(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"
-    joined, more = True, False
+    is_continuous, has_more = True, False
     match request:
         case ReadKeys():
             entries = []
         case ReadList(after=None):
-            more = len(entries) == PAGE
+            has_more = len(entries) == PAGE
         case ReadList():
-            joined = entries[:1] == [request.after]
-            more = joined and len(entries) == PAGE + 1
-            entries = entries[1:] if joined else []
+            is_continuous = entries[:1] == [request.after]
+            has_more = is_continuous and len(entries) == PAGE + 1
+            entries = entries[1:] if is_continuous else []
     return StreamKeys(
         linear=None if linear is None else int(linear),
-        positions={writer: int(position) for writer, position in _texts(positions).items()},
+        positions={writer: int(position) for writer, position in _decode_fields(positions).items()},
         late=int(late or 0),
         allocated=None if allocated is None else int(allocated),
         entries=entries,
-        joined=joined,
-        more=more,
+        is_continuous=is_continuous,
+        has_more=has_more,
         last=last,
     )
 
 
-def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
+def _decode_fields(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
     """Fields as text. The replies of a script are flat lists of names and values."""
     pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
     return {
@@ -459,5 +459,5 @@ def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
     }
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

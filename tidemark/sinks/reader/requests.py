@@ -62,11 +62,11 @@ class StreamKeys:
 
     Attributes:
         linear: None if Redis does not know the stream.
-        allocated: the highest ID that any record of the stream named;
-        None: not known.
+        late: the number of the newest late completion.
+        allocated: the highest ID that any record of the stream named; None: not known.
         entries: the entries after `after` of a `ReadList`.
-        joined: whether `after` is still on the list. True without an `after`.
-        more: whether the list has more entries.
+        is_continuous: whether `after` is still on the list. True without an `after`.
+        has_more: whether the list has more entries.
         last: the name of the newest entry that was read.
     """
 
@@ -75,13 +75,13 @@ class StreamKeys:
     late: int = 0
     allocated: int | None = None
     entries: Sequence[ListEntry] = ()
-    joined: bool = True
-    more: bool = False
+    is_continuous: bool = True
+    has_more: bool = False
     last: str = "0-0"
 
 
 @dataclass(frozen=True, slots=True)
-class ReadName(Request):
+class CheckStreamName(Request):
     """Query whether a stream with this name may exist. Answered by a bool. False: Postgres, or without Postgres a
     filled Redis, does not know the stream.
     """
@@ -100,12 +100,12 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """Read the history of `stream` beyond `place` in Postgres: at most `most` advances and `most` late completions.
+    """Read the history of `stream` beyond `place` in Postgres: at most `limit` advances and `limit` late completions.
     Answered by `StreamHistory`, or None without a Postgres."""
 
     stream: str
     place: Place
-    most: int
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class StreamHistory:
         chains: for each writer beyond the place: its position, and its newest stored advances up to that position,
             oldest first.
         late: the late completions after the place's one, oldest first.
-        more: whether another page follows. If so, a position may be an intermediate one.
+        has_more: whether another page follows. If so, a position may be an intermediate one.
     """
 
     chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
     late: Sequence[Late] = ()
-    more: bool = False
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +171,16 @@ Row = dict[str, Any]
 Answer = StreamKeys | StreamHistory | list[Row] | bool | None
 
 
-def patiently(request: Request) -> Generator[Request, Answer, Answer]:
+def repeat_while_unavailable(request: Request) -> Generator[Request, Answer, Answer]:
     """Repeat the request while it fails with `Unavailable`."""
-    patience = WaitLog()
+    wait_log = WaitLog()
     while True:
         try:
             answer = yield request
         except Unavailable as problem:
-            yield Pause(patience.pause_after(problem))
+            yield Pause(wait_log.pause_after(problem))
         else:
-            patience.note_success()
+            wait_log.note_success()
             return answer
 
 
@@ -195,9 +195,10 @@ R = TypeVar("R")
 
 
 class Driver(Generic[R]):
-    """Runs a program. `step` is its current request or value until `answered`, `failed` or `handed_over` is called.
+    """Runs a program.
 
-    So an interrupted request is repeated.
+    `step` returns the same request or value until `send_answer`, `throw` or `mark_handed_over` is called. So an
+    interrupted request is repeated.
     """
 
     def __init__(self, program: Generator[Request | R, Answer, None]) -> None:
@@ -210,14 +211,14 @@ class Driver(Generic[R]):
             self._step = next(self._program, None)
         return self._step
 
-    def handed_over(self) -> None:
+    def mark_handed_over(self) -> None:
         self._step = None
 
-    def answered(self, answer: Answer) -> None:
+    def send_answer(self, answer: Answer) -> None:
         self._step = None
         self._step = self._program.send(answer)
 
-    def failed(self, problem: Unavailable) -> None:
+    def throw(self, problem: Unavailable) -> None:
         self._step = None
         self._step = self._program.throw(problem)
 
@@ -241,16 +242,16 @@ class AsyncStep:
     """
 
     def __init__(self, reader: str, stream: str) -> None:
-        self._names = reader, stream
+        self._reader_and_stream = reader, stream
         self._caller: asyncio.Task[Any] | None = None
-        self._is_taken = False
+        self._is_in_use = False
         self._task: asyncio.Task[Any] | None = None
 
     async def result(self, begin: Callable[[], Awaitable[R]]) -> R:
         """The result of `begin`, or of a step that still runs. Raises `ReaderInUse`."""
-        if self._is_taken:
-            raise ReaderInUse(*self._names, "task")
-        self._is_taken, self._caller = True, asyncio.current_task()
+        if self._is_in_use:
+            raise ReaderInUse(*self._reader_and_stream, "task")
+        self._is_in_use, self._caller = True, asyncio.current_task()
         if self._task is None:
             self._task = asyncio.ensure_future(begin())
         task = self._task
@@ -260,12 +261,12 @@ class AsyncStep:
             self._task = None
             return cast("R", task.result())
         finally:
-            self._is_taken = False
+            self._is_in_use = False
 
-    def check_loop(self) -> None:
+    def check_can_begin_loop(self) -> None:
         """Check that a new loop may begin. Raises `ReaderInUse` if the task of the current batch is running."""
         if self._caller not in {None, asyncio.current_task()} and not self._caller.done():
-            raise ReaderInUse(*self._names, "task")
+            raise ReaderInUse(*self._reader_and_stream, "task")
 
     async def aclose(self) -> None:
         """Cancel a step that still runs."""
@@ -281,24 +282,24 @@ class Step:
     """`AsyncStep` for threads."""
 
     def __init__(self, reader: str, stream: str) -> None:
-        self._names = reader, stream
+        self._reader_and_stream = reader, stream
         self._caller: threading.Thread | None = None
-        self._taken = threading.Lock()
+        self._lock = threading.Lock()
 
     def result(self, begin: Callable[[], R]) -> R:
         """The result of `begin`. Raises `ReaderInUse`."""
-        if not self._taken.acquire(blocking=False):
-            raise ReaderInUse(*self._names, "thread")
+        if not self._lock.acquire(blocking=False):
+            raise ReaderInUse(*self._reader_and_stream, "thread")
         self._caller = threading.current_thread()
         try:
             return begin()
         finally:
-            self._taken.release()
+            self._lock.release()
 
-    def check_loop(self) -> None:
+    def check_can_begin_loop(self) -> None:
         """Check that a new loop may begin. Raises `ReaderInUse` if the thread of the current batch is running."""
         if self._caller not in {None, threading.current_thread()} and self._caller.is_alive():
-            raise ReaderInUse(*self._names, "thread")
+            raise ReaderInUse(*self._reader_and_stream, "thread")
 
     def close(self) -> None:
         """Do nothing: no step runs after its call."""

@@ -44,23 +44,27 @@ class Table:
         the limit. With one condition for all ranges, each page would read and sort all rows.
         """
         by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
-        least = sql.SQL("" if limit is None else " limit {}").format(limit)
+        limit_clause = sql.SQL("" if limit is None else " limit {}").format(limit)
         branches = sql.SQL(" union all ").join(
             sql.SQL("(select {} from {} where {} order by {}{})").format(
-                self._columns(*self.then), self._name(), self._wanted(span, ranges[:number]), by_id, least
+                self._columns(*self.then),
+                self._identifier(),
+                self._row_condition(span, ranges[:number]),
+                by_id,
+                limit_clause,
             )
             for number, span in enumerate(ranges)
         )
         order = sql.SQL(", ").join([by_id, *map(sql.Identifier, self.then)])
-        page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, least)
+        page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, limit_clause)
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
     def ids(self, span: "Range", limit: int) -> sql.Composed:
         """The query of the IDs of the range that have rows, ascending (away from 0), at most `limit`."""
         return sql.SQL("select distinct {id} from {table} where {range} order by {id}{direction} limit {limit}").format(
             id=sql.Identifier(self.id),
-            table=self._name(),
-            range=self._in(span),
+            table=self._identifier(),
+            range=self._range_condition(span),
             direction=sql.SQL(" desc" if span.id < 0 else ""),
             limit=limit,
         )
@@ -71,16 +75,17 @@ class Table:
         """
         null = Range(None, span.prev, span.id, has_null=True)
         count = "(select count(distinct {}) from {} where {})"
-        own, unnamed = (
-            sql.SQL(count).format(sql.Identifier(self.id), self._name(), self._in(part)) for part in (span, null)
+        of_writer, of_null = (
+            sql.SQL(count).format(sql.Identifier(self.id), self._identifier(), self._range_condition(part))
+            for part in (span, null)
         )
-        return sql.SQL("select {} as have_writer, {} as have_none").format(own, unnamed)
+        return sql.SQL("select {} as have_writer, {} as have_none").format(of_writer, of_null)
 
-    def _wanted(self, span: "Range", others: "Sequence[Range]") -> sql.Composed:
-        conditions = self._in(span, others)
+    def _row_condition(self, span: "Range", others: "Sequence[Range]") -> sql.Composed:
+        conditions = self._range_condition(span, others)
         return conditions if self.where is None else sql.SQL("{} and ({})").format(conditions, sql.SQL(self.where))
 
-    def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
+    def _range_condition(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
         """The condition for rows of `span` that are not rows of `others`."""
         bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
         conditions = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
@@ -94,7 +99,9 @@ class Table:
             others_only = sql.SQL("({0} is null or {0} <> all({1}))")
             conditions.append(others_only.format(sql.Identifier(self.writer), sorted(span.besides)))
         # The condition of another range is null for a row without a writer.
-        conditions += [sql.SQL("({}) is not true").format(self._in(other)) for other in others if span.meets(other)]
+        conditions += [
+            sql.SQL("({}) is not true").format(self._range_condition(other)) for other in others if span.overlaps(other)
+        ]
         return sql.SQL(" and ").join(conditions)
 
     def _columns(self, *more: str) -> sql.Composable:
@@ -103,7 +110,7 @@ class Table:
         needed = [self.id, *([self.writer] if self.writer else []), *self.columns, *more]
         return sql.SQL(", ").join(map(sql.Identifier, dict.fromkeys(needed)))
 
-    def _name(self) -> sql.Identifier:
+    def _identifier(self) -> sql.Identifier:
         return sql.Identifier(*self.name.split("."))
 
 
@@ -121,14 +128,14 @@ class Range:
     besides: frozenset[str] = frozenset()
     has_null: bool = False
 
-    def holds(self, id: int) -> bool:
+    def contains(self, id: int) -> bool:
         return beyond(id, self.prev) and not beyond(id, self.id)
 
-    def meets(self, other: "Range") -> bool:
+    def overlaps(self, other: "Range") -> bool:
         """Whether a row may belong to both ranges."""
         if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
             return False
-        if self._reads_null and other._reads_null:
+        if self._includes_null and other._includes_null:
             return True
         if self.writer is None or other.writer is None:
             if self._is_null_only or other._is_null_only:
@@ -137,7 +144,7 @@ class Range:
         return self.writer == other.writer
 
     @property
-    def _reads_null(self) -> bool:
+    def _includes_null(self) -> bool:
         return self.writer is None or self.has_null
 
     @property
@@ -155,10 +162,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class TablePage:
-    """The first rows of some ranges, ascending over all ranges. `left`: the ranges that are still to be read."""
+    """The first rows of some ranges, ascending over all ranges. `unread`: the ranges that are still to be read."""
 
     rows: list[Row]
-    left: list[Range]
+    unread: list[Range]
 
 
 def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
@@ -170,7 +177,7 @@ def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[R
     rows_of_facts = [row for row in page if row[table.id] != next_id]
     if not rows_of_facts:
         before = next_id + (1 if next_id < 0 else -1)
-        fact = [replace(span, prev=before, id=next_id) for span in ranges if span.holds(next_id)]
+        fact = [replace(span, prev=before, id=next_id) for span in ranges if span.contains(next_id)]
         rows_of_facts = yield from rows(RunSql("source", table.select(fact), table.id))
     last = rows_of_facts[-1][table.id]
-    return TablePage(rows_of_facts, [left for span in ranges if (left := span.after(last))])
+    return TablePage(rows_of_facts, [rest for span in ranges if (rest := span.after(last))])

@@ -15,9 +15,9 @@ from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
+    CheckStreamName,
     Pause,
     ReadKeys,
-    ReadName,
     Request,
     StreamKeys,
 )
@@ -26,9 +26,9 @@ from tidemark.streaming.values.direction import beyond, farther
 
 log = get_logger(__name__)
 
-GRACE = 5.0
+GRACE = 5.0  # seconds: the default limit of the wait while the stream is unknown
 LOG_EVERY = 60.0  # seconds between two warnings that a token is beyond every known ID
-PAUSE = 0.2  # seconds between two reads while Redis is down
+RETRY_EVERY = 0.2  # seconds between two reads while Redis is down
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class MonotonicPositions(Generic[P]):
     def items(self) -> Iterable[tuple[str, P]]:
         return self._farthest.items()
 
-    def raise_to(self, stream: str, published: P) -> P:
-        """`published`, with each position raised to the one that was returned before."""
+    def update(self, stream: str, published: P) -> P:
+        """Raise each position of `published` to the one that was returned before. Stores and returns the result."""
         before = self._farthest.get(stream)
         farthest = self._farthest[stream] = published if before is None else self.merge(before, published)
         return farthest
@@ -150,13 +150,13 @@ class MonotonicPositions(Generic[P]):
         )
 
 
-def raise_keys(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
+def keep_keys_monotonic(monotonic: MonotonicPositions[PublishedPositions], stream: str, keys: StreamKeys) -> StreamKeys:
     """The keys of a stream, with each position raised to the one that was returned before. Unknown fields stay
     unknown.
     """
     if keys.linear is None:
         return keys
-    farthest = monotonic.raise_to(stream, PublishedPositions(keys.linear, keys.positions, keys.late, keys.allocated))
+    farthest = monotonic.update(stream, PublishedPositions(keys.linear, keys.positions, keys.late, keys.allocated))
     return replace(keys, linear=farthest.linear, positions=farthest.vector, allocated=farthest.allocated)
 
 
@@ -197,12 +197,12 @@ def wait_for_token(
         try:
             keys = yield ReadKeys(stream)
             assert isinstance(keys, StreamKeys)
-            is_known = keys.linear is not None or (yield ReadName(stream))
+            is_known = keys.linear is not None or (yield CheckStreamName(stream))
         except Unavailable:
             left = deadline - clock()
             if left <= 0:
                 raise
-            yield Pause(min(PAUSE, left))
+            yield Pause(min(RETRY_EVERY, left))
             continue
         snapshot = snapshot_of(stream, keys)
         if isinstance(snapshot, PositionSnapshot) and snapshot.reached(token):
@@ -231,7 +231,7 @@ def wait_for_token(
         yield AwaitEntry(stream, keys.last, min(LONGEST_WAIT, deadline - now))
 
 
-def target(until: Token | str | int, writer: str | None) -> Token:
-    """The token that stands for `until`. Raises `BadToken`."""
+def target_token(until: Token | str | int, writer: str | None) -> Token:
+    """Convert `until` to a token: an ID of `writer`, an ID of all writers, or a token. Raises `BadToken`."""
     token = as_token(until)
     return Token.of(0, {writer: until}) if writer is not None and isinstance(until, int) else token
